@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.walk.calibration import Calibration, Ids, local_files, samples, token_ids
+from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, local_files, samples, token_ids
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
 pytest.importorskip("transformers", reason="needs the extra gpu")
@@ -264,7 +264,7 @@ ELSEWHERE = """
 import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.walk.calibration import Calibration, token_ids
+from ktconvert.pipeline.walk.calibration_data import Calibration, token_ids
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []
@@ -283,12 +283,7 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     home = tmp_path / "home"
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}
-    asked = [
-        (str(TEXT), "train"),
-        ("org/chat", "train_sft"),
-        ("org/chat", "other"),
-        ("org/none", "train_sft"),
-    ]
+    asked = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(asked)],
         capture_output=True,

@@ -8,7 +8,7 @@ import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,9 +26,25 @@ from ktconvert.pipeline.ui.text import tokens
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ktconvert.pipeline.models import evaluate, generate  # noqa: E402
+from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 
 WINDOWS, WINDOW = 3, 128
+
+
+class Cost(NamedTuple):
+    """Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer."""
+
+    divergence: tuple[float, float]
+    agreement: tuple[float, float]
+    error: tuple[float, float]
+
+
+METHODS = {
+    "int8": Cost((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
+    "int4": Cost((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
+    "W8A16": Cost((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
+    "W4A16": Cost((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +54,24 @@ def text(example: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conversions(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
-    """The bundled model in both methods."""
+def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+    """The bundled model for the CPU and for the GPU."""
     root = tmp_path_factory.mktemp("converted")
-    for method in ("int8", "int4"):
-        done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(root / method), "--quant-method", method, "-q"])
+    for method in METHODS:
+        convert, how = (
+            (gpu, ("--quant-method", "RTN", "--quant-type")) if method[0] == "W" else (cpu, ("--quant-method",))
+        )
+        words = ["-i", str(example), "-o", str(root / method), *how, method, "-q"]
+        done = CliRunner().invoke(convert, words)
         assert done.exception is None, done.output
-    return {method: root / method for method in ("int8", "int4")}
+    return {method: root / method for method in METHODS}
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
-    """The bundled model for the GPU."""
-    if find_spec("compressed_tensors") is None:
+def which(method: str) -> str:
+    """The option by which `eval` takes it."""
+    if method[0] == "W" and find_spec("compressed_tensors") is None:
         pytest.skip("compressed-tensors is not installed")
-    root = tmp_path_factory.mktemp("packed")
-    for kind in ("W8A16", "W4A16"):
-        pack(example, root / kind, kind)
-    return {kind: root / kind for kind in ("W8A16", "W4A16")}
-
-
-def pack(model: Path, output: Path, kind: str) -> Path:
-    words = ["-i", model, "-o", output, "--quant-method", "RTN", "--quant-type", kind, "-q"]
-    done = CliRunner().invoke(gpu, [str(word) for word in words])
-    assert done.exception is None, done.output
-    return output
+    return "--gpu-weights" if method[0] == "W" else "--cpu-weights"
 
 
 def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--cpu-weights") -> Result:
@@ -71,11 +80,11 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 
 
 @pytest.fixture(scope="module")
-def reports(conversions: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
+def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
     """The JSON document of each method."""
     documents = {}
-    for method, weights in conversions.items():
-        done = run(example, weights, text, "--json")
+    for method, weights in converted.items():
+        done = run(example, weights, text, "--json", which=which(method))
         assert done.exception is None, (done.output, done.exception)
         documents[method] = json.loads(done.stdout)
     return documents
@@ -92,34 +101,31 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 # ---- the bundled model -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_is_reported(reports: dict[str, dict[str, Any]], example: Path, text: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_read_is_reported(
+    method: str, reports: dict[str, dict[str, Any]], converted: dict[str, Path], example: Path, text: Path
+) -> None:
     from transformers import AutoTokenizer
 
-    count = len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
-    for method, one in reports.items():
-        assert (one["windows"], one["window"], one["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
-        assert one["tokens"] == count and one["skipped_tokens"] == count - WINDOWS * WINDOW
-        assert one["method"] == f"AMX{method.upper()}"
+    one, count = reports[method], len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
+    assert (one["windows"], one["window"], one["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
+    assert one["tokens"] == count and one["skipped_tokens"] == count - WINDOWS * WINDOW and one["skip_windows"] == 0
+    assert one["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
+    weights = {"--cpu-weights": one["cpu_weights"], "--gpu-weights": one["gpu_weights"]}
+    assert weights.pop(which(method)) == str(converted[method]) and [*weights.values()] == [None]
 
 
-def test_int8_costs_little_and_int4_more(reports: dict[str, dict[str, Any]]) -> None:
-    one, other = reports["int8"], reports["int4"]
-    assert one["perplexity"]["original"] == other["perplexity"]["original"]
-    assert 20 < one["perplexity"]["original"] < 80
-    for document, far, least in ((one, 0.002, 0.98), (other, 0.05, 0.88)):
-        before, after = document["perplexity"]["original"], document["perplexity"]["converted"]
-        assert abs(math.log(after / before)) < far
-        assert document["top1_agreement"] > least
-        assert 0 < document["kl"]["mean"] < document["kl"]["p99"] <= document["kl"]["max"]
-    assert 0 < one["kl"]["mean"] < 0.003 < other["kl"]["mean"] < 0.03
-    assert other["top1_agreement"] < one["top1_agreement"]
-
-
-def test_the_error_of_every_layer(reports: dict[str, dict[str, Any]]) -> None:
-    for method, low, high in (("int8", 0.005, 0.03), ("int4", 0.05, 0.2)):
-        layers = reports[method]["layers"]
-        assert [row["layer"] for row in layers] == [0, 1]
-        assert all(low < row["relative_error"] < high for row in layers)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_it_costs(method: str, reports: dict[str, dict[str, Any]]) -> None:
+    expected, one = METHODS[method], reports[method]
+    before, after = one["perplexity"]["original"], one["perplexity"]["converted"]
+    assert 20 < before < 80 and before == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
+    assert abs(math.log(after / before)) < 5 * expected.divergence[1]
+    assert expected.divergence[0] < one["kl"]["mean"] < expected.divergence[1]
+    assert one["kl"]["mean"] < one["kl"]["p99"] <= one["kl"]["max"]
+    assert expected.agreement[0] < one["top1_agreement"] < expected.agreement[1]
+    assert [row["layer"] for row in one["layers"]] == [0, 1]
+    assert all(expected.error[0] < row["relative_error"] < expected.error[1] for row in one["layers"])
 
 
 def test_the_original_is_what_transformers_computes(
@@ -135,10 +141,10 @@ def test_the_original_is_what_transformers_computes(
     assert reports["int8"]["perplexity"]["original"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
-def test_the_report_and_the_picture(conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "eval.png"
-    done = run(example, conversions["int4"], text, "--plot", picture)
+    done = run(example, converted["int4"], text, "--plot", picture)
     assert done.exception is None, done.exception
     assert "3 windows of 128 tokens without overlap" in done.stdout and "tokens left out" in done.stdout
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
@@ -146,23 +152,23 @@ def test_the_report_and_the_picture(conversions: dict[str, Path], example: Path,
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_read_is_no_picture(example: Path, text: Path, conversions: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_read_is_no_picture(example: Path, text: Path, converted: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for content in (text.read_bytes(), publish.MARK.encode()):  # our own pictures are no exception
         (tmp_path / "t.svg").write_bytes(content)
-        said = sentence(example, conversions["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
+        said = sentence(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
         assert said[0] == 2 and "--text is the same file" in said[1]
         assert (tmp_path / "t.svg").read_bytes() == content
 
 
-def test_a_model_against_itself(example: Path, text: Path, conversions: dict[str, Path]) -> None:
+def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
     """No difference at all; and no hook stays behind."""
-    choice = generate.Choice(str(example), conversions["int8"])
+    choice = loading.ModelChoice(str(example), converted["int8"])
     windows = evaluate.cut(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
     progress: list[int] = []
     same = evaluate.evaluate(original, original, windows, progress.append)
-    figures = same.figures()
+    figures = evaluate.document("it", None, None, text, windows, same, "none")
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
     assert figures["layers"] == [] and progress == [64, 64]
@@ -173,7 +179,7 @@ def test_a_model_against_itself(example: Path, text: Path, conversions: dict[str
 
 
 def test_a_model_that_predicts_nothing_is_no_number(
-    example: Path, text: Path, conversions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    example: Path, text: Path, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Experts.forward
 
@@ -183,66 +189,40 @@ def test_a_model_that_predicts_nothing_is_no_number(
         return out
 
     monkeypatch.setattr(Experts, "forward", broken)
-    code, message = sentence(example, conversions["int8"], text)
+    code, message = sentence(example, converted["int8"], text)
     assert code == VerificationError.exit_code and "not finite" in message
 
 
-# ---- experts for the GPU ---------------------------------------------------------------------------------------------
-
-
-def test_eight_bits_for_the_gpu_cost_little_and_four_more(
-    packed: dict[str, Path], reports: dict[str, dict[str, Any]], example: Path, text: Path
-) -> None:
-    documents = {}
-    for kind, weights in packed.items():
-        done = run(example, weights, text, "--json", which="--gpu-weights")
-        assert done.exception is None, (done.output, done.exception)
-        documents[kind] = json.loads(done.stdout)
-    for kind, low, high in (("W8A16", 0.003, 0.02), ("W4A16", 0.05, 0.15)):
-        document = documents[kind]
-        assert (document["method"], document["gpu_weights"]) == (kind, str(packed[kind]))
-        assert document["cpu_weights"] is None and document["skip_windows"] == 0
-        assert [row["layer"] for row in document["layers"]] == [0, 1]
-        assert all(low < row["relative_error"] < high for row in document["layers"])
-        for same in ("tokens", "windows", "positions", "skipped_tokens"):
-            assert document[same] == reports["int8"][same]
-        assert document["perplexity"]["original"] == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
-    assert 0 < documents["W8A16"]["kl"]["mean"] < 0.001 < documents["W4A16"]["kl"]["mean"] < 0.02
-    assert documents["W8A16"]["top1_agreement"] > 0.98 > documents["W4A16"]["top1_agreement"] > 0.9
-
-
-def test_windows_are_left_out(packed: dict[str, Path], example: Path, text: Path) -> None:
-    choice = generate.Choice(str(example))
+def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: Path) -> None:
+    choice = loading.ModelChoice(str(example))
     every = evaluate.cut(choice, text.read_text(), text, WINDOW, None)
     some = evaluate.cut(choice, text.read_text(), text, WINDOW, 4, 30)
     assert every.before == 0 and (some.ids == every.ids[30:34]).all() and some.before == 30 * WINDOW
     whole = every.ids.size + every.skipped
     assert some.before + some.ids.size + some.skipped == whole == 4889
-    done = run(example, packed["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
+    done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
     assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
-    assert f"GPU weights      {packed['W8A16']} (W8A16)" in done.stdout
-    code, message = sentence(example, packed["W8A16"], text, "--skip-windows", 38, which="--gpu-weights")
+    assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
+    code, message = sentence(example, converted["W8A16"], text, "--skip-windows", 38, which="--gpu-weights")
     assert code == 5 and "no window of 128 after the first 38" in message
 
 
-def test_gpu_weights_that_do_not_do(
-    packed: dict[str, Path], conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path
-) -> None:
+def test_gpu_weights_that_do_not_do(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     def refused(weights: Path, *rest: object) -> tuple[int, str]:
         return sentence(example, weights, text, *rest, which="--gpu-weights")
 
-    assert refused(packed["W4A16"], "--cpu-weights", conversions["int8"])[0] == 2
-    assert refused(packed["W4A16"], "--exact")[0] == 2
+    assert refused(converted["W4A16"], "--cpu-weights", converted["int8"])[0] == 2
+    assert refused(converted["W4A16"], "--exact")[0] == 2
     assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
     code, message = refused(example)
     assert code == 3 and "holds no experts for the GPU" in message
-    assert refused(conversions["int8"])[0] == 3
+    assert refused(converted["int8"])[0] == 3
     assert refused(tmp_path / "none")[0] == 5
 
 
-def test_gpu_weights_of_another_model(packed: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+def test_gpu_weights_of_another_model(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     """One layer fewer."""
-    other = Path(shutil.copytree(packed["W8A16"], tmp_path / "other"))
+    other = Path(shutil.copytree(converted["W8A16"], tmp_path / "other"))
     config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 1}
     (other / "config.json").write_text(json.dumps(config))
     code, message = sentence(example, other, text, which="--gpu-weights")
@@ -284,15 +264,15 @@ def test_divergence_is_that_of_torch() -> None:
     ("original", "difference", "relative"), [(4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
 )
 def test_the_error_of_a_layer(original: float, difference: float, relative: float) -> None:
-    assert evaluate.LayerError(3, difference, original).relative == relative
+    assert evaluate.ExpertsError(3, difference, original).relative == relative
 
 
 # ---- what cannot be evaluated
 # ------------------------------------------------------------------------------------------
 
 
-def test_texts_that_do_not_do(conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    weights = conversions["int8"]
+def test_texts_that_do_not_do(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+    weights = converted["int8"]
     short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
     short.write_text("def add(a, b):\n")
     binary.write_bytes(b"\xff\xfe\x00")
@@ -306,29 +286,20 @@ def test_texts_that_do_not_do(conversions: dict[str, Path], example: Path, text:
 
 
 def test_models_and_weights_that_do_not_do(
-    conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path, cli: Any
+    converted: dict[str, Path], example: Path, text: Path, tmp_path: Path
 ) -> None:
     code, message = sentence(example, tmp_path, text)
     assert code == 3 and "holds no expert weights" in message
-    assert sentence(tmp_path / "none", conversions["int8"], text)[0] == 5
+    assert sentence(tmp_path / "none", converted["int8"], text)[0] == 5
     bare = tmp_path / "bare"
     shutil.copytree(example, bare)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (bare / file).unlink()
-    code, message = sentence(bare, conversions["int8"], text)
+    code, message = sentence(bare, converted["int8"], text)
     assert code == 5 and "no tokenizer" in message
     (bare / "config.json").write_text("{}")
-    assert "cannot load" in cli("eval", bare, "--cpu-weights", conversions["int8"], "--text", text, code=5).stderr
-
-
-def test_without_transformers(
-    conversions: dict[str, Path], example: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "ktconvert.pipeline.models.evaluate.find_spec", lambda name: None if name == "transformers" else True
-    )
-    code, message = sentence(example, conversions["int8"], text)
-    assert code == 1 and message.endswith("needs transformers, not installed here: pip install 'ktconvert[run]'")
+    code, message = sentence(bare, converted["int8"], text)
+    assert code == 5 and "cannot load" in message
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.pipeline.cli.experts import experts
-from ktconvert.pipeline.models import hot_choice
+from ktconvert.pipeline.models import hot_by_counts
 from rig.safetensors import write_file
 
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
@@ -58,7 +58,7 @@ def test_of_each_layer(table: list[list[int]], data: st.DataObject) -> None:
     """
     counts = np.array(table, np.int64)
     number = data.draw(st.integers(0, counts.shape[1]))
-    mask = hot_choice.of_each_layer(counts, number)
+    mask = hot_by_counts.of_each_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
         assert hot.sum() == (number if row.any() else 0)
         wanted = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
@@ -73,12 +73,12 @@ def test_of_all_layers(table: list[list[int]], data: st.DataObject) -> None:
     counts = np.array(table, np.int64)
     there = counts.any(axis=1)
     number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
-    mask = hot_choice.of_all_layers(counts, number)
+    mask = hot_by_counts.of_all_layers(counts, number)
     assert mask.sum() == number and not mask[~there].any()
     if number > 0:
         assert counts[mask].min() >= np.max(counts[there], initial=0, where=~mask[there])
     with pytest.raises(UsageError):
-        hot_choice.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
+        hot_by_counts.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
 
 
 PEER = """
@@ -112,7 +112,7 @@ def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = np.load(tmp_path / "out.npz")
     for name, counts in cases().items():
-        ours = hot_choice.of_all_layers(counts, int(name.split("-")[1]))
+        ours = hot_by_counts.of_all_layers(counts, int(name.split("-")[1]))
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
 
 
@@ -124,13 +124,13 @@ def test_what_kt_kernel_says_it_does() -> None:
         _, top = torch.topk(torch.from_numpy(counts).view(-1), k=number, largest=True, sorted=False)
         masks = torch.zeros(counts.size, dtype=torch.bool)
         masks[top] = True
-        np.testing.assert_array_equal(hot_choice.of_all_layers(counts, number), masks.view(counts.shape).numpy())
+        np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.view(counts.shape).numpy())
 
 
 def test_a_layer_without_experts_gets_none() -> None:
     """Where experts that no token reached must be hot, too, they are taken from layers that have experts."""
     pytest.importorskip("torch")
-    mask = hot_choice.of_all_layers(COUNTS, 8)
+    mask = hot_by_counts.of_all_layers(COUNTS, 8)
     assert mask.tolist() == [[False] * 4, [True] * 4, [True] * 4]
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], word
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.models.hot_choice.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.pipeline.models.hot_by_counts.find_spec", lambda name: None)
     found = sentence(statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors", "--total", 1)
     assert found == (1, "--total needs torch, not installed here: pip install 'ktconvert[torch]'")
     assert run(tmp_path / "s", "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1).exception is None

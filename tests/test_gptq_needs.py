@@ -10,14 +10,22 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.walk import needs as gpu_needs
-from ktconvert.pipeline.walk.needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of
+from ktconvert.pipeline.walk.footprint import (
+    CARDS,
+    LIBRARIES,
+    REMEDIES,
+    WalkShape,
+    advice,
+    footprint,
+    max_gpu_memory,
+    shape_of,
+)
 
 # 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
 # layers.
-DEEPSEEK = Shape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, dense=True, group=8)
-QWEN_30B = Shape(hidden=2048, width=768, experts=128, heads=32, rest=38_000_000, group=8)
-QWEN_235B = Shape(hidden=4096, width=1536, experts=128, heads=64, rest=143_000_000, group=8)
+DEEPSEEK = WalkShape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, dense=True, group=8)
+QWEN_30B = WalkShape(hidden=2048, width=768, experts=128, heads=32, rest=38_000_000, group=8)
+QWEN_235B = WalkShape(hidden=4096, width=1536, experts=128, heads=64, rest=143_000_000, group=8)
 MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B": QWEN_235B}
 
 
@@ -33,53 +41,50 @@ MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B":
     ],
 )
 def test_numbers_worked_by_hand(name: str, layer: int, gate_up: int, down: int, boundary: int, scores: int) -> None:
-    estimate = needs(MODELS[name])
+    estimate = footprint(MODELS[name])
     assert (estimate.layer, estimate.boundary, estimate.scores) == (layer, boundary, scores)
     assert estimate.hessians == gate_up + 8 * down
-    assert needs(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
+    assert footprint(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
     # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of
     # these.
     assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * boundary
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: Shape) -> None:
-    estimate = needs(shape)
+def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: WalkShape) -> None:
+    estimate = footprint(shape)
     assert estimate.gpu == 0
-    assert estimate.host == needs(replace(shape, experts=4 * shape.experts)).host
-    more = needs(replace(shape, samples=1024)).host - estimate.host
+    assert estimate.host == footprint(replace(shape, experts=4 * shape.experts)).host
+    more = footprint(replace(shape, samples=1024)).host - estimate.host
     assert more == 512 * 2048 * 8 * (4 + 4)  # where tokens go: 8 experts' numbers and weights for each
-    assert (
-        estimate.host
-        < gpu_needs.LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
-    )
-    assert estimate.host > gpu_needs.LIBRARIES + max(estimate.scores, estimate.working)
-    assert needs(replace(shape, samples=1024)).disk == 2 * estimate.disk
-    assert needs(replace(shape, length=1024)).disk * 2 == estimate.disk
-    assert needs(replace(shape, length=1024)).host < estimate.host
-    assert needs(replace(shape, group=2 * shape.group)).working > estimate.working
+    assert estimate.host < LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
+    assert estimate.host > LIBRARIES + max(estimate.scores, estimate.working)
+    assert footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
+    assert footprint(replace(shape, length=1024)).disk * 2 == estimate.disk
+    assert footprint(replace(shape, length=1024)).host < estimate.host
+    assert footprint(replace(shape, group=2 * shape.group)).working > estimate.working
 
 
 def test_deepseek_stays_below_one_layer_of_it() -> None:
     """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
-    assert needs(DEEPSEEK).host < 10 * 10**9
-    on_gpu = needs(replace(DEEPSEEK, on_gpu=True))
+    assert footprint(DEEPSEEK).host < 10 * 10**9
+    on_gpu = footprint(replace(DEEPSEEK, on_gpu=True))
     assert on_gpu.gpu < 12 * 10**9
-    assert on_gpu.host < needs(DEEPSEEK).host
+    assert on_gpu.host < footprint(DEEPSEEK).host
     assert 75 * 10**9 < on_gpu.disk < 76 * 10**9
 
 
 def test_mixed_takes_what_all_takes() -> None:
     """Only the tokens that down sees are fewer."""
     for shape in MODELS.values():
-        assert needs(replace(shape, calibrate="mixed")) == needs(shape)
-    assert round(needs(replace(DEEPSEEK, calibrate="mixed")).host / (1 << 30), 1) == 8.4
-    assert needs(replace(DEEPSEEK, calibrate="mixed")).disk == 70 << 30
+        assert footprint(replace(shape, calibrate="mixed")) == footprint(shape)
+    assert round(footprint(replace(DEEPSEEK, calibrate="mixed")).host / (1 << 30), 1) == 8.4
+    assert footprint(replace(DEEPSEEK, calibrate="mixed")).disk == 70 << 30
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Shape) -> None:
-    estimate = needs(replace(shape, on_gpu=True))
+def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: WalkShape) -> None:
+    estimate = footprint(replace(shape, on_gpu=True))
     assert [max_gpu_memory(card, estimate) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
     for card in (12, 16, 24, 32, 48, 80, 141):
         suggested = max_gpu_memory(card, estimate)
@@ -93,8 +98,8 @@ def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Shap
 
 def test_a_card_that_is_too_small_gets_no_figure_but_the_remedies() -> None:
     large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
-    assert needs(large).scores == 80 << 30
-    assert [max_gpu_memory(card, needs(large)) for card in CARDS] == [None, None, None]
+    assert footprint(large).scores == 80 << 30
+    assert [max_gpu_memory(card, footprint(large)) for card in CARDS] == [None, None, None]
     lines = advice(large)
     assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in lines[-1]
     assert lines[-1].endswith(REMEDIES)
@@ -103,13 +108,6 @@ def test_a_card_that_is_too_small_gets_no_figure_but_the_remedies() -> None:
         REMEDIES.index(word) for word in ("RTN", "--num-calibration-samples", "--max-sequence-length", "--force-cpu")
     ]
     assert places == sorted(places)
-
-
-def test_rounding_to_nearest_needs_none_of_it() -> None:
-    shape = replace(DEEPSEEK, method="RTN", on_gpu=True)
-    assert needs(shape) == Needs()
-    assert max_gpu_memory(24, needs(shape)) is None
-    assert advice(shape) == []
 
 
 def test_advice_names_sizes_that_people_can_check() -> None:
@@ -128,14 +126,12 @@ def test_advice_names_sizes_that_people_can_check() -> None:
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
 def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
-    settings: dict[str, Any] = {
-        "num_calibration_samples": 64,
-        "max_sequence_length": 256,
-        "calibrate": "all",
-    }
+    settings: dict[str, Any] = {"num_calibration_samples": 64, "max_sequence_length": 256, "calibrate": "all"}
     bits = 4 if quant_type == "W4A16" else 8
-    shape = shape_of(recognise(open_checkpoint(str(example))), settings, "GPTQ", bits=bits, group=4, on_gpu=True)
+    shape = shape_of(
+        recognise(open_checkpoint(str(example))), settings, quantizes=True, bits=bits, group=4, on_gpu=True
+    )
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    wanted = Shape(256, 256, 8, 4, 64, 256, bits, "GPTQ", "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
+    wanted = WalkShape(256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
     assert shape == wanted

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
-from ktconvert.pipeline.models import generate, writing
+from ktconvert.pipeline.models import generating, loading
 from rig import families, stored
 from rig.served import with_template
 
@@ -84,20 +84,8 @@ def test_an_output_with_all_else_beside_its_experts_is_a_model(
     wanted = call(example, "--cpu-weights", weights, *options).stdout
     for choice in ("keep", "copy"):
         whole = tmp_path / choice
-        cli(
-            "cpu",
-            "-i",
-            example,
-            "-o",
-            whole,
-            "--threadpool-count",
-            1,
-            "--quant-method",
-            "int8",
-            "--non-experts",
-            choice,
-            "-q",
-        )
+        into = ("-o", whole, "--quant-method", "int8", "--threadpool-count", 1, "--non-experts", choice, "-q")
+        cli("cpu", "-i", example, *into)
         done = call(whole, *options, "--threads", 2)
         assert (done.exit_code, done.stdout) == (0, wanted), done.exception
     refused = call(whole, "--cpu-weights", weights, *options).exception
@@ -157,7 +145,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
 
-    from ktconvert.pipeline.models import writing
+    from ktconvert.pipeline.models import generating
 
     text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     text |= {
@@ -176,10 +164,10 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(__file__).parents[1] / "examples" / "qwen3-moe-small" / name, tmp_path)
-    model, tokenizer = generate.load(generate.Choice(str(tmp_path)))
-    inputs = writing.prompt_inputs(tokenizer, "def add(")
+    model, tokenizer = loading.load(loading.ModelChoice(str(tmp_path)))
+    inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
-    text_said, speed = writing.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
+    text_said, speed = generating.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
     assert "".join(notes) == text_said
     assert (speed.prompt, speed.new) == (3, 3)
     assert model.config.text_config.output_router_logits is False  # left over from training
@@ -249,7 +237,7 @@ def test_what_training_left_in_a_config_changes_no_word(
     file: str, settings: dict[str, Any], example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a prompt in parts; nor do several texts at once, padded, and beams fail."""
-    monkeypatch.setattr(writing, "PART", 16)
+    monkeypatch.setattr(generating, "PART", 16)
     options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
     model = tmp_path / "model"
     shutil.copytree(example, model)
@@ -257,27 +245,10 @@ def test_what_training_left_in_a_config_changes_no_word(
     done = call(model, *options)
     assert done.exit_code == 0, done.exception
     assert done.stdout == call(example, *options).stdout
-    loaded, tokenizer = generate.load(generate.Choice(str(model), cpu_weights=model, threads=1))
+    loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     loaded.generation_config.stop_strings = None
     ids = tokenizer(["import os", "def main(argv):"], return_tensors="pt", padding=True)
     assert loaded.generate(**ids, num_beams=2, max_new_tokens=2).shape[0] == 2
-
-
-@pytest.mark.parametrize(("command", "package"), [("run", "transformers"), ("serve", "uvicorn")])
-def test_a_missing_package_is_one_line(
-    command: str, package: str, cli: Callable[..., Any], example: Path, weights: Path, tmp_path: Path
-) -> None:
-    """Python's own finder passes over a package, as if it were not installed."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "found = PathFinder.find_spec\n"
-        f"PathFinder.find_spec = lambda name, *rest: None if name == {package!r} else found(name, *rest)\n"
-    )
-    options = ("--prompt", "x") if command == "run" else ()
-    done = cli(command, example, "--cpu-weights", weights, *options, code=1, env={"PYTHONPATH": str(tmp_path)})
-    assert done.stderr == (
-        f"ktconvert: `ktconvert {command}` needs {package}, not installed here: pip install 'ktconvert[{command}]'\n"
-    )
 
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
@@ -286,7 +257,7 @@ def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, m
     import torch
     import transformers
 
-    monkeypatch.setattr(writing, "PART", 16)
+    monkeypatch.setattr(generating, "PART", 16)
     torch.manual_seed(0)
     config = families.config_of(family, **({} if window is None else {"sliding_window": window}))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -296,9 +267,44 @@ def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, m
     def logits(parts: bool) -> torch.Tensor:
         settings = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
         if parts:
-            writing.in_parts(model, settings, inputs)
+            generating.read_in_parts(model, settings, inputs)
             assert settings.prefill_chunk_size == 16
         options = {"generation_config": settings, "return_dict_in_generate": True, "output_logits": True}
         return torch.stack(model.generate(**inputs, **options).logits)
 
     torch.testing.assert_close(logits(parts=True), logits(parts=False), rtol=1e-4, atol=1e-4)
+
+
+MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
+    # words, the package that is missing, what needs it, the extra
+    (("run", "{model}", "--prompt", "x"), "transformers", "`ktconvert run`", "run"),
+    (("serve", "{model}"), "uvicorn", "`ktconvert serve`", "serve"),
+    (("eval", "{model}", "--cpu-weights", "{model}", "--text", "{text}"), "transformers", "`ktconvert eval`", "run"),
+    (
+        ("eval", "{model}", "--gpu-weights", "{model}", "--text", "{text}"),
+        "compressed_tensors",
+        "`ktconvert eval`",
+        "gpu",
+    ),
+    (("gpu", "-i", "{model}", "-o", "{out}"), "llmcompressor", "--quant-method GPTQ", "gpu"),
+    (("cpu", "-i", "{model}", "-o", "{out}", "--scale", "gptq"), "torch", "--scale gptq", "gpu"),
+    (("calibrate", "{model}", "--output", "{out}"), "datasets", "calibrate", "gpu"),
+]
+
+
+@pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
+def test_a_missing_package_is_one_line(
+    words: tuple[str, ...], package: str, what: str, extra: str, cli: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    """Python's own finder passes over a package, as if it were not installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "found = PathFinder.find_spec\n"
+        f"PathFinder.find_spec = lambda name, *rest: None if name == {package!r} else found(name, *rest)\n"
+    )
+    given = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
+    done = cli(*(word.format(**given) for word in words), code=1, env={"PYTHONPATH": str(tmp_path)})
+    assert done.stderr.splitlines()[-1] == (
+        f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
+    )
+    assert not (tmp_path / "out").exists()

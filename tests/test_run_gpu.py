@@ -23,11 +23,12 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
+from ktconvert.pipeline.models.loading import ModelChoice
 from ktconvert.quantizers.groups import dequantize_groups
 from rig import families
 from rig.families import EXPERTS, HIDDEN, LAYERS
 from rig.safetensors import Tensors, bits_of, edit_file, read_folder
-from rig.served import PATIENCE, started
+from rig.served import PATIENCE, served
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -338,16 +339,8 @@ def call(*arguments: object) -> Result:
 PROMPT = "def add("
 
 
-def test_a_packed_model_speaks(cli: Callable[..., Any], spoken_by: dict[str, Path]) -> None:
-    """In a process of its own: the prompt goes on, and there is nothing on stderr but how fast."""
-    done = cli("run", spoken_by["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
-    assert done.stdout.startswith(PROMPT)
-    assert len(done.stdout) > len(PROMPT) + 20
-    assert SPEED.fullmatch(done.stderr), done.stderr
-
-
 def test_hot_and_cold_experts_speak_together(
-    cli: Callable[..., Any], spoken_by: dict[str, Path], tmp_path: Path
+    cli: Callable[..., Any], spoken_by: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without compressed-tensors, which only the packed model alone needs; there one line says what to install."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -363,93 +356,70 @@ def test_hot_and_cold_experts_speak_together(
     assert len(done.stdout) > len(PROMPT) + 20
     assert SPEED.fullmatch(done.stderr), done.stderr
     assert call(*options, *cold, "--num-gpu-experts", 3).stdout == done.stdout
-    alone = call(*options, *cold)
-    assert alone.exit_code == 0, alone.exception
-    assert len(alone.stdout) > len(PROMPT) + 20
-    done = cli("run", *options, code=1, env=env)
-    assert done.stderr == (
-        f"ktconvert: {spoken_by['w4']}: its experts are packed by compressed-tensors, not installed here: "
-        "pip install 'ktconvert[gpu]'\n"
+    for alone in (call(*options, *cold), call(*options)):
+        assert alone.exit_code == 0, alone.exception
+        assert len(alone.stdout) > len(PROMPT) + 20
+    missing = "compressed_tensors"
+    monkeypatch.setattr("ktconvert.pipeline.models.loading.find_spec", lambda name: None if name == missing else True)
+    assert str(call(*options).exception) == (
+        f"{spoken_by['w4']}: its experts are packed by compressed-tensors, not installed here: "
+        "pip install 'ktconvert[gpu]'"
     )
 
 
-def test_the_server_has_hot_experts_too(spoken_by: dict[str, Path], tmp_path: Path) -> None:
+def test_the_server_has_hot_experts_too(spoken_by: dict[str, Path]) -> None:
     """It loads a packed model by another door of transformers' than `run`."""
     pytest.importorskip("fastapi")
-    options = ("--cpu-weights", str(spoken_by["int8"]), "--num-gpu-experts", "3")
-    body = json.dumps({"model": str(spoken_by["w4"]), "prompt": PROMPT, "max_tokens": 12, "temperature": 0})
-    with started(spoken_by["w4"], tmp_path / "log", *options) as (_, url):
-        kind = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", body.encode(), kind)
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            answer_body = json.loads(answer.read())
-    spoken = call(spoken_by["w4"], *options, "--threads", 1, "--prompt", PROMPT, "--max-new-tokens", 12)
-    assert spoken.stdout == PROMPT + answer_body["choices"][0]["text"] + "\n"
+    choice = ModelChoice(str(spoken_by["w4"]), cpu_weights=spoken_by["int8"], num_gpu_experts=3, threads=1)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).encode()
+    with served(spoken_by["w4"], choice) as running:
+        answer = json.load(urllib.request.urlopen(f"{running.url}/v1/completions", body, timeout=PATIENCE))
+    options = ("--cpu-weights", spoken_by["int8"], "--num-gpu-experts", 3, "--threads", 1)
+    spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert spoken.stdout == f"{PROMPT}{answer['choices'][0]['text']}\n"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def write_mask(path: Path, **tensors: Any) -> Path:
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
-    return path
+def ones(*shape: int, dtype: Any = np.bool_) -> Any:
+    return np.ones(shape, dtype)
 
 
-MASKS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "rows",
-        {"gpu_experts_mask": np.ones((3, 8), np.bool_)},
-        r"has shape \[3, 8\], but the model has 2 decoder layers",
-    ),
-    ("columns", {"gpu_experts_mask": np.ones((2, 9), np.bool_)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
-    ("flat", {"gpu_experts_mask": np.ones(8, np.bool_)}, r"is BOOL of shape \[8\]; a safetensors file with"),
-    ("dtype", {"gpu_experts_mask": np.ones((2, 8), np.float32)}, r"is F32 of shape \[2, 8\]; a safetensors file with"),
-    ("key", {"mask": np.ones((2, 8), np.bool_)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
+MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes] | None, str]] = [
+    ("rows", {hot_mask.KEY: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
+    ("columns", {hot_mask.KEY: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
+    ("flat", {hot_mask.KEY: ones(8)}, r"is BOOL of shape \[8\]; a safetensors file with"),
+    ("dtype", {hot_mask.KEY: ones(2, 8, dtype="f4")}, r"is F32 of shape \[2, 8\]; a safetensors file with"),
+    ("key", {"mask": ones(2, 8)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
+    ("cut", lambda whole: whole[:-4], "cut short"),
+    ("empty", lambda _: b"", "too short for a safetensors header"),
+    ("bytes", lambda whole: whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
+    ("nowhere", None, r"cannot be opened \(No such file or directory\)"),
 ]
 
 
-@pytest.mark.parametrize(("tensors", "why"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
-def test_masks_that_do_not_fit(spoken_by: dict[str, Path], tensors: Any, why: str, tmp_path: Path) -> None:
-    mask = write_mask(tmp_path / "mask.safetensors", **tensors)
+@pytest.mark.parametrize(("content", "why"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
+def test_masks_that_do_not_fit_or_are_damaged(
+    spoken_by: dict[str, Path], content: Any, why: str, tmp_path: Path
+) -> None:
+    mask = tmp_path / "mask.safetensors"
+    if isinstance(content, dict):
+        save_file(content, mask)
+    elif content is not None:
+        mask.write_bytes(content(spoken_by["mask"].read_bytes()))
     options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
     error = call(spoken_by["w4"], *options).exception
     assert type(error) is InputError
-    assert str(error).startswith(f"{mask}: ")
-    assert re.search(why, str(error)), error
+    assert re.match(rf"{re.escape(str(mask))}: .*{why}", str(error)), error
 
 
-def test_masks_that_are_damaged(spoken_by: dict[str, Path], tmp_path: Path) -> None:
-    whole = spoken_by["mask"].read_bytes()
-    mask = tmp_path / "mask.safetensors"
-    for data, why in (
-        (whole[:-4], "cut short"),
-        (b"", "too short for a safetensors header"),
-        (whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
-        (None, "cannot be opened (No such file or directory)"),
-    ):
-        mask.unlink(missing_ok=True)
-        if data is not None:
-            mask.write_bytes(data)
-        options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
-        error = call(spoken_by["w4"], *options).exception
-        assert type(error) is InputError
-        assert str(error).startswith(f"{mask}: ")
-        assert why in str(error)
-
-
+INT8 = ("--cpu-weights", "{int8}")
 REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
-    (("--num-gpu-experts", "2"), UsageError, "say which experts --cpu-weights does not compute; give that as well"),
-    (
-        ("--gpu-experts-mask", "{mask}"),
-        UsageError,
-        "say which experts --cpu-weights does not compute; give that as well",
-    ),
-    (
-        ("--cpu-weights", "{int8}", "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"),
-        UsageError,
-        "give one of them",
-    ),
-    (("--cpu-weights", "{int8}", "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),
+    (("--num-gpu-experts", "2"), UsageError, "experts --cpu-weights does not compute; give that as well"),
+    (("--gpu-experts-mask", "{mask}"), UsageError, "experts --cpu-weights does not compute; give that as well"),
+    ((*INT8, "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"), UsageError, "give one of them"),
+    ((*INT8, "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),
     (("--cpu-weights", "{w4}"), UnsupportedError, "w4: "),
 ]
 

@@ -6,9 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,12 @@ import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.outputs.card import ranges
-from rig import calibrated, conversion, forks, gguf, killpoint
-from rig.attempts import Attempts
+from rig import calibrated, forks, gguf
 from rig.safetensors import differing, metadata_of, read_file, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
-MODULES = (*calibrated.MODULES, "ktconvert.pipeline.cli.cpu", "ktconvert.pipeline.plans.cpu")
-UNITS = ("samples", "layer-000", "layer-001", "layer-002")
 # Families with other names, with experts in one tensor, in FP8; formats, parts, and tokens that do not suffice.
 CASES = {
     "bundled int4": ("bundled", ("--threadpool-count", "2")),
@@ -43,21 +37,15 @@ CASES = {
 }
 
 
-def arguments(model: Path, output: Path, dataset: Path, *options: str) -> list[str]:
-    words = ("--dataset", str(dataset), "--max-sequence-length", str(calibrated.MAX_LENGTH), "--cpuinfer-threads", "1")
-    where = ("-i", str(model), "-o", str(output))
-    return ["cpu", *where, "--scale", "gptq", "--force-cpu", "--min-expert-tokens", "4", *words, *options]
-
-
 @pytest.fixture(scope="session")
 def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an output of each case, and what was said beside it."""
 
     def make(root: Path) -> None:
-        with forks.Forks([], 1, modules=MODULES) as server:
+        with forks.Forks([], 1, modules=calibrated.MODULES) as server:
             for name, (source, options) in CASES.items():
                 model = converted.root / "models" / source
-                words = arguments(model, root / name, converted.dataset(), *options)
+                words = calibrated.scale_gptq(model, root / name, converted.dataset(), *options)
                 done = server.run(words, root / f"{name}.said")
                 assert done.returncode == 0, done.stderr
                 done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
@@ -191,50 +179,6 @@ def test_verify_finds_what_must_not_be(
     assert name.removesuffix(suffix) in problem and words in problem
 
 
-# --- cut off --------------------------------------------------------------------------------------
-
-
-def _arguments(model: Path, output: Path, dataset: Path) -> list[str]:
-    return arguments(model, output, dataset, "--threadpool-count", "1", "--save-statistics", f"{output}.statistics")
-
-
-@pytest.fixture(scope="module")
-def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
-    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with (
-        conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base,
-        forks.Forks([shim], conversion.CORES, modules=MODULES) as servers,
-    ):
-        yield Attempts(base, servers, _arguments, "gptq", UNITS)
-
-
-def test_killed_between_layers_and_within(attempts: Attempts) -> None:
-    chance = conversion.chance()
-    boundaries = [attempts.recorded_at(unit) + late for unit, late in zip(UNITS[1:], (1, 0, 1), strict=True)]
-    conversion.in_parallel(attempts.killed, sorted({*boundaries, chance.choice(attempts.within("layer-001"))}))
-    assert conversion.identity(attempts.model) == attempts.before
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        (("--dampening-frac", "0.01"), "--dampening-frac was 0.1, is 0.01"),
-        (("--calibrate", "all"), "--calibrate was mixed, is all"),
-        (("--scale", "mse"), "--scale was gptq, is mse"),
-        (("--cpuinfer-threads", "2"), "threads was 1, is 2"),
-    ],
-)
-def test_other_options_and_another_machine_are_refused(
-    change: tuple[str, ...], shown: str, attempts: Attempts, tmp_path: Path
-) -> None:
-    if change[0] == "--cpuinfer-threads" and conversion.CORES < 2:
-        pytest.skip("needs two cores, to compute with another number of threads")
-    output = attempts.output(f"options {change[-1]}")
-    assert attempts.run(output, kill=attempts.recorded_at("samples") + 1).returncode == killpoint.KILLED
-    words = [*_arguments(attempts.model, output, attempts.dataset), *change]
-    conversion.refused(attempts.run(output, *words), 7, shown)
-
-
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -251,17 +195,10 @@ def test_other_options_and_another_machine_are_refused(
 )
 def test_refused(options: tuple[str, ...], code: int, words: str, example: Path, tmp_path: Path, cli: Any) -> None:
     dataset = example.parent / "heldout.txt"
-    done = cli(*arguments(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code)
+    done = cli(
+        *calibrated.scale_gptq(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code
+    )
     assert words in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_torch_it_says_what_to_install(example: Path, tmp_path: Path) -> None:
-    program = "import sys; sys.modules['torch'] = None; from ktconvert.pipeline.cli import main; main()"
-    words = arguments(example, tmp_path / "out", example.parent / "heldout.txt")
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
-    said = "ktconvert: --scale gptq needs torch, not installed here: pip install 'ktconvert[gpu]'\n"
-    assert (done.returncode, done.stderr) == (1, said)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,7 +206,10 @@ def test_a_gguf_is_refused(tmp_path: Path, cli: Any, example: Path) -> None:
     model = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
     about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
     path = gguf.write(tmp_path / "model.gguf", model, about)
-    done = cli(*arguments(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"), code=3)
+    done = cli(
+        *calibrated.scale_gptq(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"),
+        code=3,
+    )
     assert "GGUF is no input of --scale gptq" in done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.models import generate, writing
-from ktconvert.pipeline.models.serving.request_options import RequestOptions, asking
-from rig.served import PATIENCE, Served, served, started, with_template
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.models import generating, loading
+from ktconvert.pipeline.models.serving import server as serving
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted
+from rig.served import PATIENCE, Served, free_port, served, started, with_template
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -72,48 +75,17 @@ def test_templates_that_refuse_what_they_get(template: str, example: Path, tmp_p
         assert client(running).completions.create(model=str(running.model), prompt=WORDS, max_tokens=1).choices
 
 
-ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
-SAYS_ROLES: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", {"messages": [{"role": "developer", "content": "A"}]}, "system:A|"),
-    ("responses", {"input": [{"role": "developer", "content": "A"}]}, "system:A|"),
-    ("responses", {"input": "A", "instructions": "B"}, "system:B|user:A|"),
-    ("responses", {"input": [{"role": "system", "content": "A"}], "instructions": "B"}, "system:B A|"),
-    ("responses", {"input": [{"role": "user", "content": "A"}, {"type": "input_text", "text": "B"}]}, "user:A|user:B|"),
-    ("responses", {"input": [{"type": "input_text", "text": "A"}, {"role": "user", "content": "B"}]}, "user:A|user:B|"),
-    ("responses", {"input": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]}, "user:A B|"),
-]
-
-
-def test_what_a_chat_template_gets(example: Path, tmp_path: Path) -> None:
-    """All that was said, in roles that templates know; and it reads only settings of its own."""
-    with served(with_template(example, tmp_path / "model", ROLES)) as running:
-        encode = running.turns.processor
-        for path, body, prompt in SAYS_ROLES:
-            limit = "max_tokens" if path == "chat/completions" else "max_output_tokens"
-            answer = httpx.post(f"{running.url}/v1/{path}", json={**body, limit: 1}, timeout=PATIENCE)
-            assert answer.status_code == 200, answer.text
-            assert running.passes[-1][1] == (1, len(encode(prompt)["input_ids"]))
-        for name in ("role", "m", "messages", "loop"):
-            refused = httpx.post(
-                f"{running.url}/v1/chat/completions",
-                json={"messages": SAID, "chat_template_kwargs": {name: "a"}},
-                timeout=PATIENCE,
-            )
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_holds_only_what_was_generated(name: str, example: Path, tmp_path: Path) -> None:
     """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
-    choice = generate.Choice(str(model), cpu_weights=model, threads=1)
-    loaded, tokenizer = generate.load(choice)
+    choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
+    loaded, tokenizer = loading.load(choice)
     # What looks like the beginning of an answer is the user's where the template writes another one.
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
-            inputs = writing.chat_inputs(tokenizer, [{"role": "user", "content": said}])
-            text, _ = writing.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+            inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": said}])
+            text, _ = generating.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
             assert text and answers(running, model, said) == [text] * 4
 
 
@@ -144,12 +116,16 @@ REQUESTS = {
     "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}], "max_tokens": LONG}),
     "a completion": ("/v1/completions", {"prompt": WORDS, "max_tokens": LONG}),
     "a response": ("/v1/responses", {"input": WORDS, "max_output_tokens": LONG}),
+    "a long prompt": ("/v1/completions", {"prompt": "import os\n" * 200, "max_tokens": 5}),  # while it is read
 }
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["in one piece", "streamed"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_is_computed_for_a_client_that_has_gone(name: str, stream: bool, server: Served) -> None:
+def test_nothing_is_computed_for_a_client_that_has_gone(
+    name: str, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generating, "PART", 4)
     path, body = REQUESTS[name]
     server.passes.clear()
     gone = server.left
@@ -158,26 +134,14 @@ def test_nothing_is_computed_for_a_client_that_has_gone(name: str, stream: bool,
         server.until(lambda: server.left > gone)
         server.until(lambda: not server.running)
     assert len(server.passes) <= 7
-
-
-def test_a_client_that_goes_while_its_prompt_is_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "PART", 4)
-    server.passes.clear()
-    gone = server.left
-    body = {"prompt": "import os\n" * 200, "max_tokens": 5, "temperature": 0}
-    with server.waiting(6, lambda: server.left > gone):
-        ask_and_leave(server, "/v1/completions", body, lambda: len(server.passes) > 5)
-        server.until(lambda: server.left > gone)
-        server.until(lambda: not server.running)
-    assert len(server.passes) <= 7
-    assert {shape for _, shape, _ in server.passes} == {(1, 4)}
+    assert name != "a long prompt" or {shape for _, shape, _ in server.passes} == {(1, 4)}
 
 
 def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
     """From the first one on of whoever came second."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
-    both_asked = server.waiting(0, lambda: server.turns._line.awaited() or bool(server.passes))
+    both_asked = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or bool(server.passes))
     with both_asked, ThreadPoolExecutor(2) as clients:
         for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=100), range(2)):
             pass
@@ -191,14 +155,14 @@ def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
 
 def test_a_seed_is_a_clients_own(server: Served) -> None:
     """Whoever draws random numbers at the same time."""
-    config = copy.deepcopy(server.turns.model.generation_config)
+    config = copy.deepcopy(server.scheduler.model.generation_config)
     config.update(do_sample=True, max_new_tokens=40)
 
     def draw(seed: int | None) -> list[int]:
-        with asking(f"seed-{seed}", RequestOptions(seed=seed)):
-            inputs = server.turns.processor(WORDS, return_tensors="pt")
-            done = server.turns.generate_non_streaming(
-                server.turns.model, server.turns.processor, inputs, config, f"seed-{seed}"
+        with noted(f"seed-{seed}", RequestOptions(seed=seed)):
+            inputs = server.scheduler.processor(WORDS, return_tensors="pt")
+            done = server.scheduler.generate_non_streaming(
+                server.scheduler.model, server.scheduler.processor, inputs, config, f"seed-{seed}"
             )
             return asyncio.run(done)[2]
 
@@ -226,15 +190,17 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> N
 
 def test_cancelled_answers_leave_their_places_to_others(server: Served) -> None:
     """Whether they were begun or waited; and no more is computed for them."""
-    turns = server.turns
-    config = copy.deepcopy(turns.model.generation_config)
+    scheduler = server.scheduler
+    config = copy.deepcopy(scheduler.model.generation_config)
     config.update(max_new_tokens=LONG, do_sample=False)
 
     async def cancel() -> list[Any]:
-        inputs = turns.processor(WORDS, return_tensors="pt")
+        inputs = scheduler.processor(WORDS, return_tensors="pt")
         answers = [
-            asyncio.ensure_future(turns.generate_non_streaming(turns.model, turns.processor, inputs, config, str(n)))
-            for n in range(len(turns._threads) + 2)
+            asyncio.ensure_future(
+                scheduler.generate_non_streaming(scheduler.model, scheduler.processor, inputs, config, str(n))
+            )
+            for n in range(len(scheduler.threads) + 2)
         ]
         await asyncio.to_thread(server.until, lambda: server.running > 1)
         for answer in answers:
@@ -256,14 +222,14 @@ def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example: Path, caplog
         released.wait(PATIENCE)
 
     with served(example) as running, ThreadPoolExecutor(2) as clients:
-        running.turns.model.get_input_embeddings().register_forward_pre_hook(compute)
+        running.scheduler.model.get_input_embeddings().register_forward_pre_hook(compute)
 
         def ask(stream: bool) -> Any:
             body = {"prompt": WORDS, "max_tokens": LONG, "stream": stream}
             return httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE)
 
         asked = [clients.submit(ask, stream) for stream in (False, True)]
-        running.until(lambda: begun.is_set() and running.turns._line.awaited())
+        running.until(lambda: begun.is_set() and running.scheduler.lock.is_awaited())
         running.end()
         whole, stream = (answer.result() for answer in asked)
         released.set()
@@ -304,7 +270,7 @@ def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.Monk
     ask = client(server)
     options = {"model": str(server.model), "prompt": "import os\nimport sys\n" * 30, "max_tokens": 8, "temperature": 0}
     whole = ask.completions.create(**options).choices[0].text
-    monkeypatch.setattr(writing, "PART", 16)
+    monkeypatch.setattr(generating, "PART", 16)
     server.passes.clear()
     assert ask.completions.create(**options).choices[0].text == whole
     shapes = [(shape, logits[1]) for _, shape, logits in server.passes]
@@ -355,9 +321,9 @@ def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(
     server: Served, example: Path, tmp_path: Path
 ) -> None:
     """Its end is the model's own, or a stop string; one token less, and it was cut off."""
-    encoded = server.turns.processor(f"{WORDS}\n", return_tensors="pt")
-    said = server.turns.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
-    stop = server.turns.processor.decode(said[-1:])
+    encoded = server.scheduler.processor(f"{WORDS}\n", return_tensors="pt")
+    said = server.scheduler.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
+    stop = server.scheduler.processor.decode(said[-1:])
     assert len({*said}) == 3
     assert {tokens: finishes(server, tokens, stop=stop) for tokens in (2, 3, 4)} == {
         2: {"length"},
@@ -372,3 +338,57 @@ def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(
         with served(model) as running:
             assert finishes(running, number + 1) == finishes(running, number + 2) == {"stop"}
             assert number == 0 or finishes(running, number) == {"length"}
+
+
+# ---- what is loaded --------------------------------------------------------------------------------------------------
+
+
+def test_converted_experts_and_whole_outputs(
+    server: Served, cli: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    """Beside the model, or in what is a whole model: the same numbers as from the source, so the same words."""
+    whole = tmp_path / "whole"
+    cli("cpu", "-i", example, "-o", whole, "--quant-method", "bf16", "--threadpool-count", 1, "--non-experts", "keep")
+    card = (whole / "README.md").read_text()
+    assert "ktconvert serve /path/to/this/folder\n" in card and "--cpu-weights" not in card
+    said = answers(server, example, WORDS)
+    for model, weights in ((whole, None), (example, whole)):
+        with served(model, loading.ModelChoice(str(model), cpu_weights=weights, threads=1)) as running:
+            assert answers(running, model, WORDS) == said
+
+
+def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path) -> None:
+    """Reported at once, not after minutes of loading."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = cli("serve", example, "--port", port, code=1)
+    assert done.stderr == (
+        f"ktconvert: 127.0.0.1:{port}: cannot listen there (Address already in use); choose --host and --port\n"
+    )
+
+
+def test_weights_that_do_not_fit(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
+    assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
+
+
+@pytest.mark.parametrize("lacks", ["tokenizer", "tensor"])
+def test_a_model_of_which_a_part_is_missing(lacks: str, example: Path, tmp_path: Path) -> None:
+    """Refused as `run` does: texts are not called empty, and weights are not made up."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(example, tmp_path / "model")
+    if lacks == "tokenizer":
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+        expected = "has no tokenizer; put its files (tokenizer.json) beside config.json"
+    else:
+        tensors = load_file(model / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        expected = "lacks 1 tensors of its model, such as model.norm.weight; download it again"
+    choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
+    for load in (serving.load, loading.load):
+        with pytest.raises(InputError) as refused:
+            load(choice)
+        assert str(refused.value) == f"{model}: {expected}"

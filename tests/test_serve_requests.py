@@ -24,8 +24,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
-connections = pytest.importorskip("ktconvert.pipeline.models.serving.connections")
-front = pytest.importorskip("ktconvert.pipeline.models.serving.front")
+uvicorn_server = pytest.importorskip("ktconvert.pipeline.models.serving.uvicorn_server")
+application = pytest.importorskip("ktconvert.pipeline.models.serving.application")
 
 CONTEXT = 1024  # of the bundled model
 SAID = [{"role": "user", "content": "import os"}]
@@ -277,22 +277,6 @@ def test_penalties_and_biases(client: Any) -> None:
     assert said(client, max_tokens=4, logit_bias={"0": 100}) != forced
 
 
-def test_stop_strings(client: Any) -> None:
-    """They end the answer and are no part of it."""
-    whole = said(client)
-    word = whole.split()[2]
-    assert said(client, stop=word) == said(client, stop=["never", word]) == whole[: whole.index(word)]
-
-
-def test_a_response_that_is_cut_off_says_so(client: Any) -> None:
-    """In one piece and streamed, as OpenAI does."""
-    ask = {"model": client.models.list().data[0].id, "input": "import os", "temperature": 0}
-    cut = client.responses.create(**ask, max_output_tokens=3)
-    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
-    *_, last = client.responses.create(**ask, max_output_tokens=3, stream=True)
-    assert last.type == "response.incomplete" and last.response.output_text == cut.output_text
-
-
 def test_streams_end_as_openai_says(server: Served) -> None:
     """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
     for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):
@@ -347,12 +331,12 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
             read = torch.tensor(
                 [
                     prompt
-                    + server.turns.model.generate(
+                    + server.scheduler.model.generate(
                         torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0
                     )[0, len(prompt) :].tolist()
                 ]
             )
-            logits = server.turns.model(input_ids=read).logits[0].float().log_softmax(-1)
+            logits = server.scheduler.model(input_ids=read).logits[0].float().log_softmax(-1)
         wanted = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
         told, length = choice.logprobs, len(prompt) + more["max_tokens"]
         assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
@@ -373,7 +357,7 @@ def test_a_bias_counts_where_probabilities_are_asked_for(server: Served) -> None
     for tokens in (1, 2):
         body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"7": 100})
         answer = post(server, TEXT, body).json()
-        assert answer["choices"][0]["text"] == server.turns.processor.decode([7] * tokens)
+        assert answer["choices"][0]["text"] == server.scheduler.processor.decode([7] * tokens)
 
 
 def connect(server: Served) -> socket.socket:
@@ -391,20 +375,20 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_clients_that_send_nothing_lock_nobody_out(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
-    monkeypatch.setattr(connections, "KEPT", 30)
+    monkeypatch.setattr(uvicorn_server, "KEPT", 30)
     stream = text(stream=True, max_tokens=CONTEXT // 4)
-    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * connections.KEPT):
+    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * uvicorn_server.KEPT):
         server.passes.clear()
         silent: list[socket.socket] = []
         with ThreadPoolExecutor(1) as other:
             answer = other.submit(post, server, TEXT, stream)
             server.until(lambda: len(server.passes) == 4)
-            for _ in range(3 * connections.KEPT):
+            for _ in range(3 * uvicorn_server.KEPT):
                 silent.append(opened.enter_context(connect(server)))
                 assert send(f"{server.url}/health").status_code == 200
             assert post(server, TEXT, text()).status_code == 200
             assert answer.result().text.endswith("data: [DONE]\n\n")
-        assert all(map(is_closed, silent[: connections.KEPT]))
+        assert all(map(is_closed, silent[: uvicorn_server.KEPT]))
 
 
 REQUEST = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
@@ -423,7 +407,7 @@ def test_a_request_that_is_not_sent_to_its_end(
 ) -> None:
     """The connection is closed, whatever was answered on it before."""
     for limit in ("HEADERS", "BODY"):
-        monkeypatch.setattr(connections, limit, 0.5)
+        monkeypatch.setattr(uvicorn_server, limit, 0.5)
     connection = connect(server)
     *whole, part = sent
     for request in whole:
@@ -435,7 +419,7 @@ def test_a_request_that_is_not_sent_to_its_end(
 
 def test_a_client_that_reads_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer ends, and its connection is closed."""
-    monkeypatch.setattr(connections, "READING", 0.5)
+    monkeypatch.setattr(uvicorn_server, "READING", 0.5)
     body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
     with connect(server) as connection:
         head = REQUEST.replace("100", str(len(body))).encode()
@@ -447,12 +431,12 @@ def test_a_client_that_reads_nothing(server: Served, monkeypatch: pytest.MonkeyP
 
 def test_more_requests_than_are_answered(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is told to come again."""
-    monkeypatch.setattr(front, "ANSWERED", 2)
+    monkeypatch.setattr(application, "ANSWERED", 2)
     refused: list[Any] = []
     server.passes.clear()
     with server.waiting(1, lambda: bool(refused)), ThreadPoolExecutor(2) as others:
         answers = [others.submit(post, server, TEXT, text()) for _ in range(2)]
-        server.until(lambda: server.turns._line.awaited())
+        server.until(lambda: server.scheduler.lock.is_awaited())
         answer = post(server, TEXT, text())
         refused.append(answer)
         assert send(f"{server.url}/health").status_code == 200
@@ -491,6 +475,7 @@ def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
             "user import os\nassistant os\ntool b\n",
         ),
     ]
+    said_a, said_b = ({"type": "input_text", "text": text} for text in "ab")
     flat = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
     output = [{"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": parts[:1]}]
     replies: list[tuple[dict[str, Any], str]] = [
@@ -498,7 +483,11 @@ def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
         (reply(instructions="a"), "system a\nuser import os\n"),
         (reply(tools=[flat]), "look_up\nuser import os\n"),
         (reply(input=[*SAID, *output]), "user import os\nassistant import\n"),
-        (reply(input=[{"type": "input_text", "text": "import os"}]), "user import os\n"),
+        (reply(input=[{"role": "developer", "content": "a"}]), "system a\n"),
+        (reply(input=[{"role": "system", "content": "a"}], instructions="b"), "system b a\n"),
+        (reply(input=[*SAID, said_b]), "user import os\nuser b\n"),
+        (reply(input=[said_a, *SAID]), "user a\nuser import os\n"),
+        (reply(input=[said_a, said_b]), "user a b\n"),
         (
             reply(input=[*SAID, {"type": "function_call", "call_id": "1", **called["function"]}]),  # type: ignore[dict-item]
             "user import os\nassistant os\n",
@@ -509,6 +498,10 @@ def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
             for body, prompt in cases:
                 answer = post(running, path, body).json()
                 assert answer["usage"][name] == len(tokenizer(prompt)["input_ids"]), (body, answer)
+        for name in ("role", "m", "messages", "loop"):  # no settings of the template's own
+            refused = post(running, CHAT, chat(chat_template_kwargs={name: "a"}))
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
         refused = post(running, CHAT, chat(messages=[{"role": "user", "content": "never"}]))
         assert refused.status_code == 400 and "template refuses this: not that" in refused.json()["error"]["message"]
 

@@ -55,7 +55,10 @@ HEAVY = {
 # modules import them inside a function.
 SUBCLASSING = {
     f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_operator", "hf_output")
-} | {f"ktconvert.pipeline.models.serving.{name}" for name in ("model_manager", "scheduler", "stream_decoder")}
+} | {
+    f"ktconvert.pipeline.models.serving.{name}"
+    for name in ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
+}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {

@@ -27,7 +27,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.consumers import Consumer, Counts, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights, TokenCounts
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq
@@ -98,7 +98,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
         scratch = folder / f"scratch-{layer}"
         scratch.mkdir()
         with RowFile(entering, sum(LENGTHS), lm.hidden, new=False) as rows:
-            walk_layer(LayerWalk(model, layer, LENGTHS, 3), lm, consumers_of(model, layer), rows, scratch, leaving)
+            walk_layer(LayerWalk(model, lm, layer, LENGTHS, 3), consumers_of(model, layer), rows, scratch, leaving)
         entering = leaving or entering
 
 
@@ -157,7 +157,7 @@ def assert_same(have: Any, want: Any, layers: Sequence[int]) -> None:
 @pytest.mark.parametrize("routed", [True, False])
 def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: list[Any], tmp_path: Path) -> None:
     """In every layer, and with another consumer that needs the other kind beside it."""
-    ours, other, counts = Magnitudes(routed), Magnitudes(not routed), Counts()
+    ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounts()
     walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
     model = transformers_model()
     layers = range(len(model.model.layers))

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import COUNT, NUMBER
@@ -29,16 +27,10 @@ FORM = f"a tensor {KEY!r}, int64 [decoder layers, experts], is needed, as `ktcon
 
 def read_counts(path: Path) -> I64:
     """int64 [decoder layers, experts]. Raises InputError where the file is damaged, or holds something else."""
-    entries = {entry.name: entry for entry in read_header(path).entries}
-    entry = entries.get(KEY)
-    if entry is None:
-        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {FORM}")
-    if entry.dtype != "I64" or len(entry.shape) != 2:
-        raise InputError(f"{path}: {KEY!r} is {entry.dtype} of shape {list(entry.shape)}; {FORM}")
-    counts = np.fromfile(path, "<i8", entry.nbytes // 8, offset=entry.start)
-    if 8 * counts.size != entry.nbytes or (counts < 0).any() or not counts.any():
+    counts: I64 = read_matrix(path, KEY, "I64", FORM)
+    if (counts < 0).any() or not counts.any():
         raise InputError(f"{path}: {KEY!r} holds {'a number below 0' if (counts < 0).any() else 'zeros only'}; {FORM}")
-    return counts.reshape(entry.shape)
+    return counts
 
 
 IMATRIX, DOCUMENT = "imatrix.gguf", "statistics.json"

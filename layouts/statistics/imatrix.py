@@ -130,21 +130,18 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int]
             raise InputError(
                 f"{path}: holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS}); {GIVE}"
             )
-        _same_layers(path, model, {layer for layer, _, _ in found}, shapes, others)
+        layers = {layer for layer, _, _ in found}
+        if shapes.keys() - layers or layers - shapes.keys() - set(others):
+            raise InputError(
+                f"{path}: has experts in layers {ranges(sorted(layers))}, and {model} in layers "
+                f"{ranges(sorted(shapes))}; {GIVE}"
+            )
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
                 own = _records_of(found, layer, projection, experts, f"{path}: has no sums of", model)
                 sums[layer, projection] = _sums(fd, path, own, experts, columns, f"layer {layer} of {model}")
     return Imatrix(path, sha256_file(path), status.st_size, status.st_mtime_ns, sums)
-
-
-def _same_layers(path: Path, model: str, found: set[int], shapes: Shapes, others: Collection[int]) -> None:
-    if shapes.keys() - found or found - shapes.keys() - set(others):
-        raise InputError(
-            f"{path}: has experts in layers {ranges(sorted(found))}, and {model} in layers {ranges(sorted(shapes))}; "
-            f"{GIVE}"
-        )
 
 
 def _records_of(

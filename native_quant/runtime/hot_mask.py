@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
@@ -30,16 +30,10 @@ def check(mask: object, count: int | None) -> None:
 
 def read(path: Path) -> Mask:
     """The mask in a file. Raises InputError where the file is damaged, or holds no such tensor."""
-    entries = {entry.name: entry for entry in read_header(path).entries}
-    entry = entries.get(KEY)
-    if entry is None:
-        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {FORM}")
-    if entry.dtype != "BOOL" or len(entry.shape) != 2:
-        raise InputError(f"{path}: {KEY!r} is {entry.dtype} of shape {list(entry.shape)}; {FORM}")
-    values = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
-    if len(values) != entry.nbytes or (values > 1).any():
+    values = read_matrix(path, KEY, "BOOL", FORM)
+    if (values > 1).any():
         raise InputError(f"{path}: {KEY!r} holds bytes that are neither 0 nor 1; {FORM}")
-    return values.astype(np.bool_).reshape(entry.shape)
+    return values.astype(np.bool_)
 
 
 def data_of(mask: Mask) -> bytes:

@@ -27,7 +27,7 @@ def eval(options: EvalOptions) -> None:
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
-    from ktconvert.pipeline.models.generate import Choice
+    from ktconvert.pipeline.models.loading import ModelChoice, require
     from ktconvert.pipeline.ui.plots import plot_eval
     from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.ui.text import aligned, tokens
@@ -39,11 +39,11 @@ def eval(options: EvalOptions) -> None:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
     preconditions.check_plot(options.plot)
     reporter = Reporter()
-    evaluate.require(reporter.warn, for_gpu=gpu is not None)
+    require("eval", reporter.warn, "run" if gpu is None else "gpu")
     preconditions.check_kernels("the command again")
     threads = preconditions.computing_threads(options.threads, reporter)
     text = evaluate.read_text(options.text)
-    choice = Choice(
+    choice = ModelChoice(
         options.model,
         cpu_weights=options.cpu_weights,
         revision=options.hub.revision,

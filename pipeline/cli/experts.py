@@ -31,7 +31,7 @@ def experts(options: ExpertsOptions) -> None:
     """
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
-    from ktconvert.pipeline.models import hot_choice
+    from ktconvert.pipeline.models import hot_by_counts
     from ktconvert.pipeline.ui.plots import plot_experts
     from ktconvert.pipeline.ui.text import aligned
 
@@ -42,9 +42,11 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = counts_of(options.dir.expanduser())
-    mask = hot_choice.of_all_layers(counts, total or 0) if each is None else hot_choice.of_each_layer(counts, each)
+    mask = (
+        hot_by_counts.of_all_layers(counts, total or 0) if each is None else hot_by_counts.of_each_layer(counts, each)
+    )
     publish.write_whole(output, hot_mask.data_of(mask))
-    covered = hot_choice.coverage(counts, mask)
+    covered = hot_by_counts.coverage(counts, mask)
     document = {
         "event": "chosen",
         "statistics": str(options.dir),

@@ -36,14 +36,14 @@ def run(options: RunOptions) -> None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline.models import generate, writing
+    from ktconvert.pipeline.models import generating, loading
     from ktconvert.pipeline.ui.progress import Reporter
 
     preconditions.check_kernels("the command again")
     reporter = Reporter()
-    generate.require("run", reporter.warn)
+    loading.require("run", reporter.warn)
     threads = preconditions.computing_threads(options.threads, reporter)
-    choice = generate.Choice(
+    choice = loading.ModelChoice(
         options.model,
         cpu_weights=options.cpu_weights,
         gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
@@ -54,12 +54,12 @@ def run(options: RunOptions) -> None:
         exact=options.exact,
     )
     if options.torch_experts or options.cpu_weights is not None:
-        loaded = generate.load(choice)
+        loaded = loading.load(choice)
     else:
-        loaded = generate.load_as_stored(choice, reporter.note)
+        loaded = loading.load_as_stored(choice, reporter.note)
 
     def write(inputs: Any) -> str:
-        text, speed = writing.write(
+        text, speed = generating.write(
             *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
         )
         _say("\n")
@@ -67,14 +67,14 @@ def run(options: RunOptions) -> None:
         return text
 
     if options.prompt is not None:
-        inputs = writing.prompt_inputs(loaded[1], options.prompt)
+        inputs = generating.prompt_inputs(loaded[1], options.prompt)
         _say(options.prompt)
         write(inputs)
         return
     messages: list[dict[str, str]] = []
     for line in _lines():
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": write(writing.chat_inputs(loaded[1], messages))})
+        messages.append({"role": "assistant", "content": write(generating.chat_inputs(loaded[1], messages))})
 
 
 def _say(text: str) -> None:

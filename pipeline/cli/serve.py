@@ -22,13 +22,13 @@ def serve(options: ServeOptions) -> None:
     MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
     server answers for this model only; Ctrl-C ends it.
     """
-    from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.models import loading
     from ktconvert.pipeline.models.serving import access
     from ktconvert.pipeline.models.serving.server import listen
     from ktconvert.pipeline.ui.progress import Reporter
 
     preconditions.check_kernels("the command again")
-    generate.require("serve", Reporter().warn)
+    loading.require("serve", Reporter().warn)
     threads = preconditions.computing_threads(options.threads, Reporter())
     file = options.api_key_file
     key = access.key_from(file)
@@ -38,7 +38,7 @@ def serve(options: ServeOptions) -> None:
         Reporter().warn(
             f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file"
         )
-    choice = generate.Choice(
+    choice = loading.ModelChoice(
         options.model,
         cpu_weights=options.cpu_weights,
         gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
@@ -47,4 +47,4 @@ def serve(options: ServeOptions) -> None:
         threads=threads,
         exact=options.exact,
     )
-    listen(generate.with_own_experts(choice), options.host, options.port, options.model_name, key)
+    listen(loading.with_own_experts(choice), options.host, options.port, options.model_name, key)

@@ -95,12 +95,21 @@ class Compensate:
 
         values = []
         for projection in PROJECTIONS:
-            linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
-            pieces = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
+            linear = self._nearest(group, expert, projection)
+            decoded = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
             weight = getattr(group.weights[expert], projection)
-            values.append(torch.from_numpy(join_parts(projection, pieces)).to(weight))
+            values.append(torch.from_numpy(join_parts(projection, decoded)).to(weight))
             stored[expert, projection] = linear
         return ExpertWeights(*values)
+
+    def _nearest(self, group: ExpertGroup, expert: int, projection: str) -> Stored:
+        """A linear rounded to nearest, by the mean square of each input column up to a common factor, if there was
+        input.
+        """
+        import torch
+
+        diagonal: F32 = torch.diagonal(_hessian(group, expert, projection).sum).float().cpu().numpy().copy()
+        return self.nearest(expert, projection, diagonal if diagonal.any() else None)
 
     def _compensate_experts(
         self, group: ExpertGroup, batch: Sequence[int], stored: dict[Item, Stored]
@@ -133,10 +142,10 @@ class Compensate:
         """The scales of rounding a linear to nearest, [n, groups]."""
         import torch
 
-        linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
         assert self.encoding.scales is not None
-        pieces = [self.encoding.scales(tensors[-1], part.n, part.k) for part, tensors in linear]
-        scales = join_parts(projection, pieces)
+        linear = self._nearest(group, expert, projection)
+        own = [self.encoding.scales(tensors[-1], part.n, part.k) for part, tensors in linear]
+        scales = join_parts(projection, own)
         device = group.weights[expert].gate.device
         return bf16.to_tensor(scales, device) if scales.dtype == np.uint16 else torch.from_numpy(scales).to(device)
 
@@ -184,9 +193,9 @@ def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scale: torch.Ten
     """The parts of a linear with these codes, int8 [n, k], and scales, BF16 or float32 [n, groups]."""
     expert, projection = item
     scales = bf16.to_bits(scale) if str(scale.dtype) == "torch.bfloat16" else scale.cpu().numpy()
-    pieces = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
+    cut = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
     stored: Stored = []
-    for part, own, own_scales in zip(grid.parts(expert, projection), *pieces, strict=True):
+    for part, own, own_scales in zip(grid.parts(expert, projection), *cut, strict=True):
         tensors = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(part.n, part.k)]
         assert encoding.pack is not None
         encoding.pack(np.ascontiguousarray(own), np.ascontiguousarray(own_scales), tensors)
@@ -197,14 +206,6 @@ def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scale: torch.Ten
 def _hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
     hessian: gptq.Hessian = (group.down if projection == "down" else group.gate_up)[expert]
     return hessian
-
-
-def _importance(hessian: gptq.Hessian) -> F32 | None:
-    """The mean square of each input column, up to a common factor; None if there was no input."""
-    import torch
-
-    diagonal: F32 = torch.diagonal(hessian.sum).float().cpu().numpy().copy()
-    return diagonal if diagonal.any() else None
 
 
 def _names(items: Sequence[Item]) -> str:

@@ -48,7 +48,7 @@ def quantize_model(
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             root, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
-        places = {place.layer: place.name for place in find_experts(model)}
+        names = {found.layer: found.name for found in find_experts(model)}
         rows = [
             {"input_ids": torch.from_numpy(ids)[None], "attention_mask": torch.ones((1, len(ids)))} for ids in samples
         ]
@@ -66,7 +66,7 @@ def quantize_model(
         ) from error
 
     def quantized(layer: int, expert: int, projection: str) -> Stored:
-        name = f"{places[layer]}.{expert}.{projection}_proj"
+        name = f"{names[layer]}.{expert}.{projection}_proj"
         linear = model.get_submodule(name)
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")

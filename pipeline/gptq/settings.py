@@ -10,8 +10,8 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.walk import needs
-from ktconvert.pipeline.walk.calibration import Calibration
+from ktconvert.pipeline.walk import footprint
+from ktconvert.pipeline.walk.calibration_data import Calibration
 
 INSTEAD = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice where a model cannot be calibrated
 
@@ -65,17 +65,17 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     def bytes_of(hidden: int, width: int) -> int:
         weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
         hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-        working = 0 if routed else needs.working_bytes(2 * width, hidden) - needs.working_bytes(0, hidden)
+        working = 0 if routed else footprint.working_bytes(2 * width, hidden) - footprint.working_bytes(0, hidden)
         return weights + hessians + working
 
-    return needs.experts_at_a_time(model, budget, bytes_of)
+    return footprint.experts_at_a_time(model, budget, bytes_of)
 
 
 def facts(options: QuantizationOptions) -> dict[str, Any]:
     """The calibration, for the manifest and the model card."""
     return {
         "calibration": {
-            **Calibration.of(options.samples).told(),
+            **Calibration.of(options.samples).facts(),
             "dampening": options.gptq.dampening_frac,
             "calibrate": options.gptq.calibrate,
             "engine": options.engine,
@@ -91,12 +91,12 @@ def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"too_few_tokens": listed} if listed else {}
 
 
-def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> needs.Shape:
+def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> footprint.WalkShape:
     """The shape from which memory and disk follow."""
-    return needs.shape_of(
+    return footprint.shape_of(
         model,
         options.samples,
-        "GPTQ",
+        quantizes=True,
         calibrate=settings.sees,
         statistics=options.gptq.save_statistics is not None,
         bits=fmt.encoding.grid.bits,

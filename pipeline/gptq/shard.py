@@ -36,7 +36,7 @@ ROWS = 32  # that are decoded at a time to find a value that is not zero
 
 
 @dataclass(frozen=True)
-class LayerWork:
+class GptqWork:
     """One layer with experts, and the layers without any that lie before it.
 
     grid    the parts of its experts
@@ -61,7 +61,7 @@ class LayerWork:
         return self.grid.layer
 
 
-def nearest(work: LayerWork) -> Nearest:
+def nearest(work: GptqWork) -> Nearest:
     """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
     count = work.model.shape(work.layer)[0]
     rtn = quantize_experts.ExpertsWork(work.model, work.fmt, work.choice, work.grid, 0, count, work.metadata)
@@ -72,19 +72,32 @@ def nearest(work: LayerWork) -> Nearest:
     return quantize
 
 
-class ShardWriter:
-    """The shard of a layer, into which linears are written in file order: all first tensors, then all second ones, and
-    so on.
-    """
+class LayerWriter:
+    """What a layer's linears are written with, in file order."""
 
-    def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
-        self.work, self.reporter = work, reporter
+    def __init__(self, work: GptqWork, partial: Path, reporter: Reporter) -> None:
+        self.work, self.partial, self.reporter = work, partial, reporter
+
+    def write(self, expert: int, projection: str, stored: Stored) -> None:
+        """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
+        _require_values(self.work, expert, projection, stored, self.reporter)
+        for part, tensors in stored:
+            self._put(part, tensors)
+        taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
+
+    def _put(self, part: Part, tensors: list[Bytes]) -> None:
+        raise NotImplementedError
+
+
+class ShardWriter(LayerWriter):
+    """A shard: all first tensors, then all second ones, and so on."""
+
+    def __enter__(self) -> ShardWriter:
+        work = self.work
         parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
         self.plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
         self._others: list[list[Bytes]] = []
-        self._file = DirectFile(partial, self.plan.size)
-
-    def __enter__(self) -> ShardWriter:
+        self._file = DirectFile(self.partial, self.plan.size)
         self._file.__enter__()
         self._file.append(self.plan.header)
         return self
@@ -92,13 +105,9 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         self._file.__exit__(*error)
 
-    def write(self, expert: int, projection: str, stored: Stored) -> None:
-        """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
-        _require_values(self.work, expert, projection, stored, self.reporter)
-        for _, (first, *others) in stored:
-            self._file.append(first)
-            self._others.append(others)
-        taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
+    def _put(self, part: Part, tensors: list[Bytes]) -> None:
+        self._file.append(tensors[0])
+        self._others.append(tensors[1:])
 
     def finish(self) -> tuple[tuple[Written, ...], int]:
         """Write the tensors that follow all first ones; returns the file and its number of tensors."""
@@ -106,39 +115,32 @@ class ShardWriter:
         return (Written("", self.plan.size, self._file.close()),), len(self.plan.entries)
 
 
-class FolderWriter:
-    """The folder of a layer, with a file for each tensor, synced together."""
-
-    def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
-        self.work, self.folder, self.reporter = work, partial, reporter
-        self._files: list[Written] = []
+class FolderWriter(LayerWriter):
+    """A folder with a file for each tensor, synced together."""
 
     def __enter__(self) -> FolderWriter:
-        expert_files.make_folders(self.folder, self.work.grid.numa)
+        self._files: list[Written] = []
+        expert_files.make_folders(self.partial, self.work.grid.numa)
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Nothing is open."""
 
-    def write(self, expert: int, projection: str, stored: Stored) -> None:
-        """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
-        _require_values(self.work, expert, projection, stored, self.reporter)
-        for part, tensors in stored:
-            self._files += expert_files.write_loose(self.work.fmt, part, tensors, self.folder)
-        taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
+    def _put(self, part: Part, tensors: list[Bytes]) -> None:
+        self._files += expert_files.write_loose(self.work.fmt, part, tensors, self.partial)
 
     def finish(self) -> tuple[tuple[Written, ...], int]:
         """Sync; returns the files and their number."""
-        publish.sync_tree(self.folder)
+        publish.sync_tree(self.partial)
         return tuple(self._files), len(self._files)
 
 
-def writer(work: LayerWork, partial: Path, reporter: Reporter) -> ShardWriter | FolderWriter:
+def writer(work: GptqWork, partial: Path, reporter: Reporter) -> ShardWriter | FolderWriter:
     """What the layer is written with."""
     return (FolderWriter if work.loose else ShardWriter)(work, partial, reporter)
 
 
-def _require_values(work: LayerWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
+def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
     """Raise VerificationError if all codes of a linear are zero and the source is not: such an expert computes
     nothing.
     """
@@ -155,7 +157,7 @@ def _require_values(work: LayerWork, expert: int, projection: str, stored: Store
     reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
 
 
-def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
+def error_of_sample(work: GptqWork, made: Path) -> dict[str, Any]:
     """How far one expert of the layer's shard or folder is from the source: the quality figure of the report."""
     entries = {} if work.loose else {e.name: e for e in read_header(made).entries}
     names = work.fmt.names_in(work.model)
@@ -177,7 +179,7 @@ def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
     return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)
 
 
-def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
+def report(work: GptqWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
     """Report what happened to the layer's experts; returns the figures for the journal and the model card."""
     if done.too_few:
         how = "rounded to nearest" if work.choice.choose is None else "not compensated"

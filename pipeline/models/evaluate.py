@@ -11,18 +11,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError, VerificationError
-from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models import generate
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
+from ktconvert.pipeline.models import loading
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +39,6 @@ class Windows:
     before: int
     skipped: int
 
-    @property
-    def positions(self) -> int:
-        """Predictions made: the first token of a window has no prediction."""
-        count, window = self.ids.shape
-        return int(count * (window - 1))
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -64,9 +56,9 @@ class Compared:
 
 
 @dataclass
-class LayerError:
-    """How far the converted experts' output lies from the original's, on the original's inputs: sums of squares over
-    all tokens.
+class ExpertsError:
+    """How far a layer's converted experts' output lies from the original's, on the original's inputs: sums of squares
+    over all tokens.
     """
 
     layer: int
@@ -84,39 +76,8 @@ class Evaluation:
     """All windows together, and the error of each layer."""
 
     compared: Compared
-    layers: tuple[LayerError, ...]
+    layers: tuple[ExpertsError, ...]
     seconds: float
-
-    def figures(self) -> dict[str, Any]:
-        """Perplexities, divergence and agreement, for the JSON document."""
-        compared = self.compared
-        return {
-            "perplexity": {
-                "original": float(np.exp(compared.original.mean())),
-                "converted": float(np.exp(compared.converted.mean())),
-            },
-            "kl": {
-                "mean": float(compared.divergence.mean()),
-                "p99": float(np.quantile(compared.divergence, 0.99)),
-                "max": float(compared.divergence.max()),
-            },
-            "top1_agreement": float(compared.agree.mean()),
-            "layers": [{"layer": error.layer, "relative_error": error.relative} for error in self.layers],
-        }
-
-
-def require(warn: Callable[[str], None], for_gpu: bool = False) -> None:
-    """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks
-    experts), or transformers is too old; one that is newer than what was tested is told to `warn`.
-    """
-    needed = (*generate.NEEDS["run"], *(["compressed_tensors"] if for_gpu else []))
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        extra = "gpu" if for_gpu else "run"
-        raise KtconvertError(
-            f"`ktconvert eval` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
-        )
-    transformers_version.require(warn)
 
 
 def read_text(path: Path) -> str:
@@ -129,7 +90,7 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is not UTF-8 text ({error}); give --text a text file.") from error
 
 
-def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
+def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
     """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
 
     Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
@@ -137,13 +98,13 @@ def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int
     """
     if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
         raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id.")
-    config = generate.prepare(choice)
+    config = loading.prepare(choice)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with generate.explained(choice.model):
+    with loading.explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        generate.require_tokenizer(tokenizer, choice.model)
+        loading.require_tokenizer(tokenizer, choice.model)
     longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
     if isinstance(longest, int) and window > longest:
         raise UsageError(
@@ -177,22 +138,22 @@ def packed_method(gpu_weights: Path) -> str:
     return f"W{bits.pop()}A16"
 
 
-def load_pair(choice: generate.Choice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
+def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
     """The original model and the converted one; with CPU weights they share every weight but the experts.
 
-    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for
+    Raises what loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for
     GPU weights of another model.
     """
     if gpu_weights is not None:
-        original, _ = generate.load(choice)
-        converted, _ = generate.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
+        original, _ = loading.load(choice)
+        converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
         if _identity(original) != _identity(converted):
             raise UnsupportedError(
                 f"{gpu_weights}: was made from another model than {choice.model}; give what `ktconvert gpu` made of it."
             )
         return original.eval(), converted.eval()
-    converted, _ = generate.load(choice)
-    original, _ = generate.load(replace(choice, cpu_weights=None))
+    converted, _ = loading.load(choice)
+    original, _ = loading.load(replace(choice, cpu_weights=None))
     for name, parameter in converted.named_parameters():
         parameter.data = original.get_parameter(name).data
     return original.eval(), converted.eval()
@@ -217,8 +178,7 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
     together = [np.concatenate([getattr(one, name) for one in compared]) for name in Compared.__dataclass_fields__]
     everything = Compared(*together)
     for model, likelihood in (("original", everything.original), ("converted", everything.converted)):
-        bad = int(np.count_nonzero(~np.isfinite(likelihood)))
-        if bad:
+        if bad := int(np.count_nonzero(~np.isfinite(likelihood))):
             raise VerificationError(
                 f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert "
                 "verify --run`."
@@ -244,21 +204,18 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 
 @contextmanager
-def experts_compared(original: Any, converted: Any) -> Iterator[list[LayerError]]:
+def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
     """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs
     are compared.
     """
-    errors: list[LayerError] = []
-    hooks = []
-    for layer, name in _experts_of(converted) if converted is not original else []:
-        errors.append(LayerError(layer))
-        hook = _comparing(converted.get_submodule(name), errors[-1])
-        hooks.append(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
-    try:
+    errors: list[ExpertsError] = []
+    with ExitStack() as hooks:
+        for layer, name in _experts_of(converted) if converted is not original else []:
+            errors.append(ExpertsError(layer))
+            hook = _comparing(converted.get_submodule(name), errors[-1])
+            handle = original.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            hooks.callback(handle.remove)
         yield errors
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def _experts_of(converted: Any) -> list[tuple[int, str]]:
@@ -269,16 +226,16 @@ def _experts_of(converted: Any) -> list[tuple[int, str]]:
 
     ours = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
     try:
-        return ours or [(place.layer, place.name) for place in find_experts(converted)]
+        return ours or [(found.layer, found.name) for found in find_experts(converted)]
     except UnsupportedError:
         return []
 
 
-def _comparing(module: Any, error: LayerError) -> Callable[..., None]:
+def _comparing(module: Any, error: ExpertsError) -> Callable[..., None]:
     def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        wanted, computed = output.double(), module(*args, **kwargs).double()
-        error.difference += float((computed - wanted).square().sum())
-        error.original += float(wanted.square().sum())
+        expected, computed = output.double(), module(*args, **kwargs).double()
+        error.difference += float((computed - expected).square().sum())
+        error.original += float(expected.square().sum())
 
     return hook
 
@@ -301,6 +258,7 @@ def document(
 ) -> dict[str, Any]:
     """What `ktconvert eval --json` prints."""
     count, window = windows.ids.shape
+    compared = evaluation.compared
     return {
         "event": "evaluated",
         "model": model,
@@ -313,8 +271,18 @@ def document(
         "skip_windows": windows.before // window,
         "windows": count,
         "skipped_tokens": windows.skipped,
-        "positions": windows.positions,
-        **evaluation.figures(),
+        "positions": count * (window - 1),  # the first token of a window has no prediction
+        "perplexity": {
+            "original": float(np.exp(compared.original.mean())),
+            "converted": float(np.exp(compared.converted.mean())),
+        },
+        "kl": {
+            "mean": float(compared.divergence.mean()),
+            "p99": float(np.quantile(compared.divergence, 0.99)),
+            "max": float(compared.divergence.max()),
+        },
+        "top1_agreement": float(compared.agree.mean()),
+        "layers": [{"layer": error.layer, "relative_error": error.relative} for error in evaluation.layers],
         "seconds": round(evaluation.seconds, 3),
     }
 

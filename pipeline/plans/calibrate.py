@@ -25,9 +25,8 @@ from ktconvert.pipeline.plans.checkpoint import (
 )
 from ktconvert.pipeline.plans.quantizing import machine_notes, on_one_machine, require_same_machine
 from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
-from ktconvert.pipeline.walk import environment, needs
-from ktconvert.pipeline.walk.calibration import Calibration
-from ktconvert.pipeline.walk.settings import Walking
+from ktconvert.pipeline.walk import environment, footprint
+from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 
 @collector_at_rest()
@@ -45,11 +44,11 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
     require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, rows_for(options.arch_row))
     chain.require_calibratable(model, calibrate_layers.INSTEAD)
-    group = needs.experts_at_a_time(model, int(machine["group_bytes"]), needs.squares_bytes)
+    group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), footprint.squares_bytes)
     calibration = Calibration.of(options.samples)
-    walking = Walking(calibration, group, options.machine.trust_remote_code, machine, options.weights)
+    walking = WalkSettings(calibration, group, options.machine.trust_remote_code, machine, options.weights)
     on_gpu = machine["device_type"] != "cpu"
-    shape = needs.shape_of(model, options.samples, "calibrate", group=group, on_gpu=on_gpu)
+    shape = footprint.shape_of(model, options.samples, quantizes=False, group=group, on_gpu=on_gpu)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
     files = source_files(source, options, hashed)
@@ -66,9 +65,9 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
         notes=(*_notes(model), *machine_notes(options)),
         assembly=Assembly(companions=(), config=None, loose=True),
         conversion=Calibrating(CheckpointFiles(source, files), request, shape, about),
-        scratch_bytes=needs.needs(shape).disk,
-        advice=tuple(needs.advice(shape)),
-        remedies=needs.REMEDIES_TO_CALIBRATE,
+        scratch_bytes=footprint.footprint(shape).disk,
+        advice=tuple(footprint.advice(shape)),
+        remedies=footprint.REMEDIES_TO_CALIBRATE,
     )
 
 
@@ -78,12 +77,12 @@ class Calibrating:
 
     files: CheckpointFiles
     request: Request[CalibrateOptions]
-    shape: needs.Shape
+    shape: footprint.WalkShape
     about: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
         """As the walk needs it, whatever the number of threads."""
-        return needs.needs(self.shape).host
+        return footprint.footprint(self.shape).host
 
     def require_ready(self) -> None:
         """Calibration goes on only on the machine where it began."""

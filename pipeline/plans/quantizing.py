@@ -32,7 +32,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     source_files,
 )
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers, quantize_experts
-from ktconvert.pipeline.walk import environment, needs
+from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.dataset import local_files
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
@@ -100,17 +100,17 @@ def compensated(
             document=document,
         ),
         lambda _: _peak(model, settings, shape),
-        scratch_bytes=needs.needs(shape).disk if stream else 0,
+        scratch_bytes=footprint.footprint(shape).disk if stream else 0,
         notes=() if stream else (ONESHOT,),
-        advice=tuple(needs.advice(shape)) if stream else (),
-        remedies=needs.REMEDIES,
+        advice=tuple(footprint.advice(shape)) if stream else (),
+        remedies=footprint.REMEDIES,
         require_ready=lambda: require_same_machine(request),
     )
 
 
-def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> int:
+def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShape) -> int:
     whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
-    return needs.needs(shape).host + whole
+    return footprint.footprint(shape).host + whole
 
 
 # ---- the machine of a walk ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
 from ktconvert.pipeline.stages.gather_statistics import KEYS
-from ktconvert.pipeline.walk.calibration import Calibration
+from ktconvert.pipeline.walk.calibration_data import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")
 ELSEWHERE = ("dataset", "arch_row", "max_shard_size")  # paths, and what stands in `data` or changes nothing here
@@ -32,7 +32,7 @@ def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[Ca
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
             **{key: facts[key] for key in SIZES},
         },
-        "data": Calibration.of(request.options.samples).told(),
+        "data": Calibration.of(request.options.samples).facts(),
         "settings": dict(sorted(settings.items())),
     }
 

@@ -11,10 +11,10 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit
 from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.walk.calibration_data import WalkSettings
 from ktconvert.pipeline.walk.consumers import spread
-from ktconvert.pipeline.walk.needs import REMEDIES_TO_CALIBRATE
+from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
 from ktconvert.pipeline.walk.samples import SamplesWork, write_samples
-from ktconvert.pipeline.walk.settings import Walking
 
 NAME = "calibrate"
 VERSION = 1
@@ -27,23 +27,25 @@ class CalibrateWork:
 
     model: MoeModel
     step: chain.Step
-    walking: Walking
+    settings: WalkSettings
     samples: SamplesWork
 
 
 Work = SamplesWork | CalibrateWork | gather_statistics.Closing
 
 
-def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], about: Mapping[str, Any]) -> Stage[Work]:
+def stage(
+    model: MoeModel, settings: WalkSettings, rest: Mapping[str, OtherTensor], about: Mapping[str, Any]
+) -> Stage[Work]:
     """The chain.
 
     rest   the checkpoint's tensors outside the routed experts, by name
     about  model, data and settings, as statistics.json has them
     """
-    skeleton = chain.skeleton_of(model, rest, walking.machine, trusted=walking.trust_remote_code, instead=INSTEAD)
-    samples = SamplesWork(walking.calibration, walking.machine["threads"], skeleton)
-    boundary = chain.boundary_bytes(model, walking.calibration)
-    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, walking.fingerprint, boundary, samples)]
+    skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=settings.trust_remote_code, instead=INSTEAD)
+    samples = SamplesWork(settings.calibration, settings.machine["threads"], skeleton)
+    boundary = chain.boundary_bytes(model, settings.calibration)
+    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, settings.fingerprint, boundary, samples)]
     for step in chain.steps(model, rest, boundary):
         units.append(
             Unit(
@@ -57,7 +59,7 @@ def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], ab
                 bytes_out=gather_statistics.layer_bytes(model, step.layer),
                 kept=False,
                 handed_on=step.handed_on,
-                work=CalibrateWork(model, step, walking, samples),
+                work=CalibrateWork(model, step, settings, samples),
             )
         )
     units += gather_statistics.closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
@@ -78,7 +80,7 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
             return write_samples(unit.key, work, partial, context)
         gathering = gather_statistics.Gathering(work.step.layer)
         link: Link = context.chain  # type: ignore[assignment]
-        step, group = work.step, work.walking.group
+        step, group = work.step, work.settings.group
         chain.walk(work.model, step.layer, step.before, samples.skeleton(), group, gathering.consumers, link)
         written, tensors = gathering.write(partial)
     context.reporter.advance(unit.bytes_in)

@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.pipeline.engine.units import Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.walk.calibration import Calibration
+from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
@@ -142,14 +142,13 @@ def walk(
     entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
     for dense in before:
         with entering:
-            left = walk_dense_layer(
-                LayerWalk(model, dense, lengths, group), lm, entering, link.scratch / f"after-{dense:03d}"
-            )
+            path = link.scratch / f"after-{dense:03d}"
+            left = walk_dense_layer(LayerWalk(model, lm, dense, lengths, group), entering, path)
         if entering.path != link.before:
             entering.path.unlink()
         entering = left
     with entering:
-        walk_layer(LayerWalk(model, layer, lengths, group), lm, consumers, entering, link.scratch, link.handed_on)
+        walk_layer(LayerWalk(model, lm, layer, lengths, group), consumers, entering, link.scratch, link.handed_on)
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
 from ktconvert.pipeline.stages.chain import SAMPLES
-from ktconvert.pipeline.walk.consumers import Consumer, Counts
-from ktconvert.pipeline.walk.importance import Importance
+from ktconvert.pipeline.walk.consumers import Consumer, Importance, TokenCounts
 from ktconvert.pipeline.walk.samples import read_samples
 
 VERSION = 1
@@ -39,7 +38,7 @@ class Gathering:
     """The two consumers that gather the statistics of one layer."""
 
     layer: int
-    counts: Counts = field(default_factory=Counts)
+    counts: TokenCounts = field(default_factory=TokenCounts)
     importance: Importance = field(default_factory=Importance)
 
     @property

@@ -15,18 +15,18 @@ from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, 
 from ktconvert.pipeline.gptq import oneshot
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
-from ktconvert.pipeline.gptq.shard import LayerWork, error_of_sample, nearest, report, writer
+from ktconvert.pipeline.gptq.shard import GptqWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
-from ktconvert.pipeline.walk.needs import REMEDIES
+from ktconvert.pipeline.walk.footprint import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 NAME = "gptq"
 VERSION = 1
-Work = SamplesWork | LayerWork | gather_statistics.Closing
+Work = SamplesWork | GptqWork | gather_statistics.Closing
 
 
 def stage(
@@ -87,7 +87,7 @@ def stage(
                 bytes_out=experts * expert_bytes(fmt.encoding, grid),
                 handed_on=step.handed_on,
                 side=0 if document is None else gather_statistics.layer_bytes(model, step.layer),
-                work=LayerWork(model, fmt, settings, grid, choice, step.before, about, skeleton, library, loose_files),
+                work=GptqWork(model, fmt, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
     if document is not None:
@@ -115,7 +115,7 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
     return Result(files, tensors, figures)
 
 
-def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
     link: Link = context.chain  # type: ignore[assignment]
     settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
@@ -132,7 +132,7 @@ def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple
     return written, tensors, {**error_of_sample(work, partial), **reported}
 
 
-def write_whole(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
     link: Link = context.chain  # type: ignore[assignment]
     quantized = work.oneshot(link.store[chain.SAMPLES])

@@ -15,7 +15,7 @@ from typing import Any
 
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models import generate
+from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.verify.checks import Check
 
 NEEDS = ("torch", "transformers", "accelerate", "compressed_tensors")
@@ -83,12 +83,12 @@ def model_class(root: Any) -> tuple[Any, Any]:
 
     Raises what transformers does, ValueError where it has no class.
     """
-    generate.share_cores()
+    loading.share_cores()
     import transformers
 
     with quiet():
         config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False, local_files_only=True)
-    generate.ask_for_predictions(config)
+    loading.ask_for_predictions(config)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             kind: Any = table[type(config)]

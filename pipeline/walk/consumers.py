@@ -1,5 +1,5 @@
-"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and the one that only
-counts tokens.
+"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and two of them: one
+counts tokens, one gathers importance.
 
 A consumer is any object with these three members. The walk knows none of them by name: to add one, write it and pass it
 to `walk_layer`."""
@@ -16,6 +16,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+F64 = npt.NDArray[np.float64]
 Tokens = npt.NDArray[np.int64]  # tokens routed to each expert of a layer, over all sequences: [experts]
 
 
@@ -96,7 +97,7 @@ class Consumer(Protocol):
 
 
 @dataclass
-class Counts:
+class TokenCounts:
     """Counts the tokens that are routed to each expert, by layer."""
 
     tokens: dict[int, Tokens] = field(default_factory=dict)
@@ -106,6 +107,50 @@ class Counts:
     def take(self, group: ExpertGroup) -> None:
         """Store the layer's token counts."""
         self.tokens[group.layer] = group.tokens
+
+
+@dataclass
+class Squares:
+    """The sum of x * x by column over calibration inputs, float64 [k]: the diagonal of the sum of x xT."""
+
+    sum: torch.Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: Any = "cpu") -> Squares:
+        """No input yet, for linears of k = width inputs."""
+        import torch
+
+        return cls(torch.zeros(width, dtype=torch.float64, device=device))
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add a sequence's inputs, BF16 [T, k]. Their squares are exact in float32."""
+        import torch
+
+        if len(inputs):
+            self.sum += inputs.to(self.sum.device, torch.float32).square().sum(0, dtype=torch.float64)
+
+
+@dataclass
+class Importance:
+    """Gathers the importance of one layer: for each column of what an expert's linears read, the sum of its squares
+    over the tokens that are routed to the expert.
+
+    inputs  float64 [experts, H]: of what gate and up read
+    middle  float64 [experts, I]: of what down reads
+    """
+
+    inputs: F64 = field(default_factory=lambda: np.empty((0, 0)))
+    middle: F64 = field(default_factory=lambda: np.empty((0, 0)))
+    evidence = Evidence(Squares.empty, "routed")
+    replaces = False
+
+    def take(self, group: ExpertGroup) -> None:
+        """Store the sums of a group's experts."""
+        for expert in group.weights:
+            of_inputs, of_middle = (sums[expert].sum.cpu().numpy() for sums in (group.gate_up, group.down))
+            if not self.inputs.size:
+                self.inputs, self.middle = (np.zeros((len(group.tokens), len(x))) for x in (of_inputs, of_middle))
+            self.inputs[expert], self.middle[expert] = of_inputs, of_middle
 
 
 def spread(tokens: Tokens) -> dict[str, int]:

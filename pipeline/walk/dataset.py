@@ -23,6 +23,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 Row = Mapping[str, Any]
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SUFFIXES = ", ".join(KINDS)
 # How `datasets` is to read them: text with its line ends, and rows as they are, also where they look like the log of a
 # coding agent.
 LOADING: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def local_files(dataset: str) -> list[Path]:
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         raise InputError(
-            f"{dataset}: no such file or folder; give --dataset a file or folder ({suffixes()}), or a hub id such as "
+            f"{dataset}: no such file or folder; give --dataset a file or folder ({SUFFIXES}), or a hub id such as "
             "org/name"
         )
     if not path.is_dir():
@@ -61,7 +62,7 @@ def local_files(dataset: str) -> list[Path]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give --dataset another folder") from error
     files = [_known(file) for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
     if not files:
-        raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({suffixes()})")
+        raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({SUFFIXES})")
     kinds = sorted({kind_of(file) for file in files})
     if len(kinds) > 1:
         raise InputError(
@@ -75,14 +76,9 @@ def kind_of(file: Path) -> str:
     return KINDS[file.suffix.lower()]
 
 
-def suffixes() -> str:
-    """For messages."""
-    return ", ".join(KINDS)
-
-
 def _known(file: Path) -> Path:
     if file.suffix.lower() not in KINDS:
-        raise InputError(f"{file}: is of no kind that can be read as calibration data ({suffixes()}); convert it")
+        raise InputError(f"{file}: is of no kind that can be read as calibration data ({SUFFIXES}); convert it")
     return file
 
 
@@ -187,14 +183,14 @@ def _explained(dataset: str, error: BaseException) -> KtconvertError:
     if NO_SPLIT.search(first_line(error)):
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
-        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({suffixes()}) or a folder of such "
+        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({SUFFIXES}) or a folder of such "
         f"files, or run `hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its "
         "cache, or take --quant-method RTN, which needs no data"
     )
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """The first line of an error's message, without its full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

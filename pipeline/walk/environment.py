@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models.generate import share_cores
+from ktconvert.pipeline.models.loading import require_packages, share_cores
 
 WALK = ("torch", "transformers", "accelerate", "datasets")
 NEEDS = (*WALK, "llmcompressor", "compressed_tensors")
@@ -24,33 +23,20 @@ GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 def require(what: str = "--quant-method GPTQ", needs: Sequence[str] = NEEDS) -> None:
     """Raise KtconvertError, which names what to install, where a package that `what` needs is missing or too old."""
-    missing = [name for name in needs if find_spec(name) is None]
-    if missing:
-        raise KtconvertError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'")
+    require_packages(what, needs, "gpu")
     if (why := transformers_version.refusal()) is not None:
         raise KtconvertError(why)
     share_cores()
-    quiet()
-
-
-def quiet() -> None:
-    """Let llmcompressor and compressed-tensors log errors only, unless the user has set another level."""
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
         os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")
-
-
-def hide_gpus() -> None:
-    """Hide all GPUs from torch; call before torch is imported."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 
 def this_machine(
     threads: int, force_cpu: bool, max_gpu_memory: int | None, packages: Sequence[str] = PACKAGES
 ) -> dict[str, Any]:
     """The properties of this machine that can change bytes, sorted by name: other machines add in another order."""
-    if force_cpu:
-        hide_gpus()
+    if force_cpu:  # before torch is imported
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     import torch
 
     facts: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in packages}}
@@ -58,9 +44,9 @@ def this_machine(
         total = torch.cuda.get_device_properties(0).total_memory
         group = min(total, max_gpu_memory or total) // GPU_SHARE
         facts |= {"device_type": "cuda", "device": torch.cuda.get_device_name(0), "group_bytes": group}
-        return dict(sorted(facts.items()))
-    capability = torch.backends.cpu.get_cpu_capability()
-    facts |= {"device_type": "cpu", "device": f"CPU with {capability}", "group_bytes": GROUP_BYTES}
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+        facts |= {"device_type": "cpu", "device": f"CPU with {capability}", "group_bytes": GROUP_BYTES}
     return dict(sorted(facts.items()))
 
 

@@ -26,6 +26,8 @@ from ktconvert.pipeline.walk.layered import LayeredModel
 if TYPE_CHECKING:
     import torch
 
+Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+
 
 @dataclass(frozen=True)
 class LayerWalk:
@@ -36,25 +38,32 @@ class LayerWalk:
     """
 
     model: MoeModel
+    lm: LayeredModel
     layer: int
     lengths: Sequence[int]
     group: int
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of each sequence's rows."""
+    def sequences(self, rows: RowFile) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, BF16 [T, width]) of each sequence."""
         start = 0
         for length in self.lengths:
-            yield start, start + length
+            yield start, bf16.to_tensor(rows.read(start, start + length), self.lm.device)
             start += length
+
+    def middle(self, x: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
+        """What the down projection of an expert reads for these inputs, BF16 [T, H]."""
+        import torch
+
+        return self.lm.middle(self.layer, *(torch.nn.functional.linear(x, w) for w in (expert.gate, expert.up)))
+
+    def weights(self, expert: int) -> ExpertWeights:
+        """An expert of the checkpoint in BF16."""
+        linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
+        return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
 
 
 def walk_layer(
-    walk: LayerWalk,
-    lm: LayeredModel,
-    consumers: Sequence[Consumer],
-    entering: RowFile,
-    scratch: Path,
-    leaving: Path | None,
+    walk: LayerWalk, consumers: Sequence[Consumer], entering: RowFile, scratch: Path, leaving: Path | None
 ) -> None:
     """Run all sequences through a layer with experts.
 
@@ -65,37 +74,37 @@ def walk_layer(
     LayeredModel does."""
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
-    evidence = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
-    with lm.loaded(walk.layer), ExitStack() as files:
-        lm.require_causal(walk.layer)
-        rows = files.enter_context(_file_like(entering, scratch / "inputs"))
-        inputs = _record(walk, lm, entering, rows, evidence)
+    kinds = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
+    with walk.lm.loaded(walk.layer), ExitStack() as files:
+        walk.lm.require_causal(walk.layer)
+        inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / "inputs")), kinds)
         outputs = files.enter_context(_file_like(entering, scratch / "outputs")) if leaving is not None else None
-        _visit_experts(walk, lm, inputs, consumers, evidence, outputs)
+        _visit_experts(walk, inputs, consumers, kinds, outputs)
         if outputs is not None and leaving is not None:
             with _file_like(entering, leaving) as left:
-                _pass_on(walk, lm, entering, outputs, left)
+                for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
+
+                    def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
+                        return summed.reshape(x.shape)
+
+                    left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden, experts)))
                 left.sync()
 
 
-def walk_dense_layer(walk: LayerWalk, lm: LayeredModel, entering: RowFile, leaving: Path) -> RowFile:
-    """Run all sequences through a layer without routed experts; what leaves it goes to a new
-    file, which is returned.
+def walk_dense_layer(walk: LayerWalk, entering: RowFile, leaving: Path) -> RowFile:
+    """Run all sequences through a layer without routed experts; what leaves it goes to a new file, which is
+    returned.
     """
     left = _file_like(entering, leaving)
-    with lm.loaded(walk.layer):
-        lm.require_causal(walk.layer)
-        for start, stop in walk.spans():
-            hidden = bf16.to_tensor(entering.read(start, stop), lm.device)
-            left.write(start, bf16.to_bits(lm.run(walk.layer, hidden)))
+    with walk.lm.loaded(walk.layer):
+        walk.lm.require_causal(walk.layer)
+        for start, hidden in walk.sequences(entering):
+            left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden)))
     return left
 
 
 def _file_like(other: RowFile, path: Path) -> RowFile:
     return RowFile(path, other.count, other.width, new=True)
-
-
-# --- what the experts read ------------------------------------------------------------------------
 
 
 @dataclass
@@ -106,26 +115,24 @@ class _Inputs:
 
     rows: RowFile
     ids: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    shares: list[torch.Tensor]
     shared: Mapping[Evidence, Accumulator]
 
 
-def _record(
-    walk: LayerWalk, lm: LayeredModel, entering: RowFile, rows: RowFile, evidence: Collection[Evidence]
-) -> _Inputs:
+def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Collection[Evidence]) -> _Inputs:
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
-    shared = {kind: kind.empty(entering.width, lm.device) for kind in evidence if kind.shared}
+    shared = {kind: kind.empty(entering.width, walk.lm.device) for kind in kinds if kind.shared}
     inputs = _Inputs(rows, [], [], shared)
-    for start, stop in walk.spans():
-        x, ids, weights = lm.routed_inputs(walk.layer, bf16.to_tensor(entering.read(start, stop), lm.device))
+    for start, hidden in walk.sequences(entering):
+        x, ids, shares = walk.lm.routed_inputs(walk.layer, hidden)
         with torch.inference_mode():
             for accumulator in shared.values():
                 accumulator.add(x)
         rows.write(start, bf16.to_bits(x))
         inputs.ids.append(ids.int().cpu())
-        inputs.weights.append(weights.cpu())
+        inputs.shares.append(shares.cpu())
     return inputs
 
 
@@ -137,15 +144,11 @@ def _token_counts(walk: LayerWalk, inputs: _Inputs) -> Tokens:
     return counts
 
 
-# --- group after group ----------------------------------------------------------------------------
-
-
 def _visit_experts(
     walk: LayerWalk,
-    lm: LayeredModel,
     inputs: _Inputs,
     consumers: Sequence[Consumer],
-    evidence: Collection[Evidence],
+    kinds: Collection[Evidence],
     outputs: RowFile | None,
 ) -> None:
     """Pass one group of experts after the other to the consumers; the sums of the experts' outputs, by token, go to
@@ -153,9 +156,8 @@ def _visit_experts(
     """
     tokens = _token_counts(walk, inputs)
     for start in range(0, len(tokens), walk.group):
-        weights = {e: _weights(walk, lm, e) for e in range(start, min(start + walk.group, len(tokens)))}
-        gathered = {kind: _accumulators(walk, lm, inputs, weights, kind) for kind in evidence}
-        _gather(walk, lm, inputs, weights, gathered)
+        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, len(tokens)))}
+        gathered = _gather(walk, inputs, weights, kinds)
         computing: Mapping[int, ExpertWeights] = weights
         for consumer in consumers:
             gate_up, down = gathered[consumer.evidence] if consumer.evidence is not None else ({}, {})
@@ -164,93 +166,53 @@ def _visit_experts(
                 assert replaced is not None and replaced.keys() == weights.keys()
                 computing = replaced
         if outputs is not None:
-            _add_outputs(walk, lm, inputs, computing, outputs)
-
-
-Gathered = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
-
-
-def _accumulators(
-    walk: LayerWalk, lm: LayeredModel, inputs: _Inputs, experts: Collection[int], kind: Evidence
-) -> Gathered:
-    _, hidden, width = walk.model.shape(walk.layer)
-    gate_up = {e: inputs.shared[kind] if kind.shared else kind.empty(hidden, lm.device) for e in experts}
-    return gate_up, {e: kind.empty(width, lm.device) for e in experts}
+            _add_outputs(walk, inputs, computing, outputs)
 
 
 def _gather(
-    walk: LayerWalk,
-    lm: LayeredModel,
-    inputs: _Inputs,
-    weights: Mapping[int, ExpertWeights],
-    gathered: Mapping[Evidence, Gathered],
-) -> None:
-    """Add the inputs of a group's linears, for all sequences, to the accumulators."""
+    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: Collection[Evidence]
+) -> Mapping[Evidence, Accumulators]:
+    """The evidence of a group's linears, over all sequences."""
     import torch
 
-    inner = lm.expert(walk.layer).inner
+    _, hidden, width = walk.model.shape(walk.layer)
+    gathered: dict[Evidence, Accumulators] = {}
+    for kind in kinds:
+        gate_up = {e: inputs.shared[kind] if kind.shared else kind.empty(hidden, walk.lm.device) for e in weights}
+        gathered[kind] = gate_up, {e: kind.empty(width, walk.lm.device) for e in weights}
     with torch.inference_mode():
-        for (start, stop), ids in zip(walk.spans(), inputs.ids, strict=True):
-            x = bf16.to_tensor(inputs.rows.read(start, stop), lm.device)
-            for routed in sorted({kind.routed for kind in gathered}):
-                of_kind = [(kind.shared, *both) for kind, both in gathered.items() if kind.routed == routed]
+        for (_, x), ids in zip(walk.sequences(inputs.rows), inputs.ids, strict=True):
+            for routed in sorted({kind.routed for kind in kinds}):
                 for e, own in weights.items():
-                    seen = x[torch.where(ids == e)[0].to(lm.device)] if routed else x
-                    between = inner(_linear(seen, own.gate), _linear(seen, own.up))
-                    for shared, gate_up, down in of_kind:
-                        if not shared:
+                    seen = x[torch.where(ids == e)[0].to(walk.lm.device)] if routed else x
+                    middle = walk.middle(seen, own)
+                    for kind, (gate_up, down) in gathered.items():
+                        if kind.routed != routed:
+                            continue
+                        if not kind.shared:
                             gate_up[e].add(seen)
-                        down[e].add(between)
+                        down[e].add(middle)
+    return gathered
 
 
-def _add_outputs(
-    walk: LayerWalk, lm: LayeredModel, inputs: _Inputs, weights: Mapping[int, ExpertWeights], outputs: RowFile
-) -> None:
+def _add_outputs(walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], outputs: RowFile) -> None:
     """Add the outputs of a group of experts for the tokens routed to them, in BF16, expert after expert."""
     import torch
 
-    inner = lm.expert(walk.layer).inner
-    first = 0 in weights
+    device = walk.lm.device
     with torch.inference_mode():
-        for (start, stop), ids, shares in zip(walk.spans(), inputs.ids, inputs.weights, strict=True):
-            x = bf16.to_tensor(inputs.rows.read(start, stop), lm.device)
-            total = torch.zeros_like(x) if first else bf16.to_tensor(outputs.read(start, stop), lm.device)
+        for (start, x), ids, shares in zip(walk.sequences(inputs.rows), inputs.ids, inputs.shares, strict=True):
+            first = 0 in weights
+            total = torch.zeros_like(x) if first else bf16.to_tensor(outputs.read(start, start + len(x)), device)
             for e, own in weights.items():
-                tokens, place = torch.where(ids == e)
+                tokens, choice = torch.where(ids == e)
                 if not len(tokens):
                     continue
-                share = shares[tokens, place, None].to(lm.device)
-                tokens = tokens.to(lm.device)
+                share = shares[tokens, choice, None].to(device)
+                tokens = tokens.to(device)
                 # The matrix library takes another path for a single row, which gives other bits than the same row among
                 # others.
                 seen = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
-                out = _linear(inner(_linear(seen, own.gate), _linear(seen, own.up)), own.down)[: len(tokens)]
+                out = torch.nn.functional.linear(walk.middle(seen, own), own.down)[: len(tokens)]
                 total.index_add_(0, tokens, (out * share).to(total.dtype))
             outputs.write(start, bf16.to_bits(total))
-
-
-def _weights(walk: LayerWalk, lm: LayeredModel, expert: int) -> ExpertWeights:
-    """An expert of the checkpoint in BF16."""
-    linears = (walk.model.linear(walk.layer, expert, projection) for projection in PROJECTIONS)
-    return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), lm.device) for linear in linears))
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.nn.functional.linear(x, weight)
-
-
-# --- what goes on ---------------------------------------------------------------------------------
-
-
-def _pass_on(walk: LayerWalk, lm: LayeredModel, entering: RowFile, outputs: RowFile, leaving: RowFile) -> None:
-    """Run a loaded layer for all sequences, with its experts' outputs read from `outputs`."""
-    for start, stop in walk.spans():
-        summed = bf16.to_tensor(outputs.read(start, stop), lm.device)
-
-        def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
-            return summed.reshape(x.shape)
-
-        hidden = bf16.to_tensor(entering.read(start, stop), lm.device)
-        leaving.write(start, bf16.to_bits(lm.run(walk.layer, hidden, experts)))

@@ -10,15 +10,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.pipeline.models.loading import auto_class
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
-from ktconvert.pipeline.walk.skeleton import build_skeleton
+from ktconvert.pipeline.walk.dataset import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -31,21 +31,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer besides th
 
 class _Reached(Exception):
     """Ends a forward pass that has come as far as needed."""
-
-
-@dataclass(frozen=True)
-class Expert:
-    """How a layer's experts compute: the module on the meta device, without its weights."""
-
-    module: Any
-
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """What goes into the down projection: silu(gate) * up, as the model's class computes it."""
-        import torch
-
-        if hasattr(self.module, "_apply_gate"):
-            return self.module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
-        return self.module.act_fn(gate) * up  # type: ignore[no-any-return]
 
 
 class LayeredModel:
@@ -76,19 +61,19 @@ class LayeredModel:
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
         self.model = build_skeleton(source, trust_remote_code, instead)
-        places = find_experts(self.model)
+        found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
-        for place in places:
-            if place.zero_ids:
+        for experts in found:
+            if experts.zero_ids:
                 raise UnsupportedError(
-                    f"{source.root}: {place.name} has experts that give back what they get, which cannot be "
+                    f"{source.root}: {experts.name} has experts that give back what they get, which cannot be "
                     f"calibrated yet; {instead}."
                 )
-            module = self.model.get_submodule(place.name)
+            module = self.model.get_submodule(experts.name)
             for name in list(module._parameters):
                 del module._parameters[name]
-            self._experts[place.layer] = module
-        prefix = places[0].name[: places[0].name.rindex("layers.")]
+            self._experts[experts.layer] = module
+        prefix = found[0].name[: found[0].name.rindex("layers.")]
         self.stack = self.model.get_submodule(prefix.rstrip("."))
         self.layers = self.stack.layers
         for module in self.model.modules():
@@ -151,7 +136,7 @@ class LayeredModel:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        wanted = {key for key in self.model.state_dict() if key.startswith(prefix)}
+        needed = {key for key in self.model.state_dict() if key.startswith(prefix)}
         config = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=torch.bfloat16,
@@ -161,7 +146,7 @@ class LayeredModel:
         stored = {name: self._tensor(self.tensors[name]) for name in names}
         loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
         del stored
-        if lacks := sorted(wanted & loading.missing_keys):
+        if lacks := sorted(needed & loading.missing_keys):
             raise InputError(
                 f"{self.source.root}: lacks {len(lacks)} tensors of its model, such as {lacks[0]}; download it again."
             )
@@ -174,22 +159,21 @@ class LayeredModel:
                 for info in self.tensors[name].reads:
                     self.source.release(info)
 
-    def _tensor(self, carried: OtherTensor) -> torch.Tensor:
+    def _tensor(self, tensor: OtherTensor) -> torch.Tensor:
         """A stored tensor: a view of the file where its bytes can be used as they are."""
         import torch
 
-        info = carried.reads[0]
-        entry = carried.entry
+        info, entry = tensor.reads[0], tensor.entry
         kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
         if kind is None:
             raise UnsupportedError(
                 f"{self.source.path(info)}: tensor {info.name!r} is {entry.dtype}, which cannot be "
                 f"computed with; take the model's BF16 release, or {self._instead}."
             )
-        if carried.stored is info and info.start % kind.itemsize == 0:
+        if tensor.stored is info and info.start % kind.itemsize == 0:
             raw = self.source.view(info).reshape(-1).view(np.uint8)
         else:
-            raw = np.concatenate(list(bytes_of(self.source, carried)))
+            raw = np.concatenate(list(bytes_of(self.source, tensor)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
             return torch.from_numpy(raw).view(kind).reshape(entry.shape)
@@ -282,9 +266,14 @@ class LayeredModel:
             self.run(layer, hidden, catch)
         return called[0]
 
-    def expert(self, layer: int) -> Expert:
-        """How the layer's experts compute."""
-        return Expert(self._experts[layer])
+    def middle(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What a layer's down projections read: silu(gate) * up, as the model's class computes it."""
+        import torch
+
+        module = self._experts[layer]
+        if hasattr(module, "_apply_gate"):
+            return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
+        return module.act_fn(gate) * up  # type: ignore[no-any-return]
 
     def require_causal(self, layer: int) -> None:
         """Raise VerificationError where a token of a loaded layer sees those after it: calibration would then be
@@ -306,3 +295,29 @@ class LayeredModel:
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
                 f"wrong; {self._instead}, and tell us the model."
             )
+
+
+def build_skeleton(source: TensorSource, trust_remote_code: bool, instead: str) -> Any:
+    """The model on the meta device, its buffers real, in BF16 with eager attention.
+
+    instead: what to do where it cannot be built. Raises UnsupportedError there.
+    """
+    import torch
+    import transformers
+    from accelerate import init_empty_weights
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        with init_empty_weights(include_buffers=False):
+            model = auto_class(config).from_config(
+                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UnsupportedError(
+            f"{source.root}: transformers {transformers.__version__} cannot build this model ({first_line(error)}); "
+            f"{instead}."
+        ) from error
+    return model.eval()

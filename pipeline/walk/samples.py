@@ -17,7 +17,7 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Link, Result, Written
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.calibration import Calibration, token_ids
+from ktconvert.pipeline.walk.calibration_data import Calibration, token_ids
 from ktconvert.pipeline.walk.layered import LayeredModel
 
 

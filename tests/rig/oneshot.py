@@ -26,8 +26,6 @@ class Job(NamedTuple):
 
     ignore      patterns of linears to be left alone; None: those that `ktconvert gpu` names in quantization_config
     repaired    give decoder layers a causal mask; without, they get what the library gives them
-    linearized  load it with the library's own way to load a mixture of experts
-    fails       that it raises something is what is to be seen
     `actorder` is the library's default, as in the script.
     """
 
@@ -39,15 +37,12 @@ class Job(NamedTuple):
     ignore: Sequence[str] | None = None
     repaired: bool = True
     calibrate_all: bool = True
-    linearized: bool = False
-    fails: bool = False
 
 
 def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     """Do the jobs in one process, since it takes long to start, and report on each:
 
-    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]},
-    "error": ...}.
+    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}}.
     """
     words = [
         job._asdict()
@@ -66,11 +61,6 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(report_of(job.out).read_text()) for job in jobs]
-
-
-def oneshot_gptq(model: Path, out: Path, ids: Sequence[Sequence[int]], scheme: str = "W4A16", **how: Any) -> Any:
-    """One job, and its report."""
-    return run([Job(model, out, ids, scheme, **how)])[0]
 
 
 def report_of(out: Path) -> Path:
@@ -92,32 +82,24 @@ def ignored(model: Path) -> list[str]:
 def main(job: dict[str, Any]) -> None:
     import torch
     from llmcompressor import oneshot
-    from llmcompressor.modeling.moe.linearize import load_quantizable_moe
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
 
     report: dict[str, Any] = {"masks": {}, "routed": {}}
     samples = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in job["ids"]]
-    try:
-        with load_quantizable_moe() if job["linearized"] else contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
-        with repaired(model) if job["repaired"] else contextlib.nullcontext():
-            watch(model, report)
-            oneshot(
-                model=model,
-                dataset=torch.utils.data.DataLoader(samples, batch_size=None),
-                recipe=GPTQModifier(
-                    targets="Linear", scheme=job["scheme"], ignore=job["ignore"], dampening_frac=job["dampening"]
-                ),
-                output_dir=job["out"],
-                max_seq_length=max(map(len, job["ids"])),
-                num_calibration_samples=len(samples),
-                moe_calibrate_all_experts=job["calibrate_all"],
-            )
-    except Exception as error:
-        if not job["fails"]:
-            raise
-        report["error"] = f"{type(error).__name__}: {error}"
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
+    recipe = {"scheme": job["scheme"], "ignore": job["ignore"], "dampening_frac": job["dampening"]}
+    with repaired(model) if job["repaired"] else contextlib.nullcontext():
+        watch(model, report)
+        oneshot(
+            model=model,
+            dataset=torch.utils.data.DataLoader(samples, batch_size=None),
+            recipe=GPTQModifier(targets="Linear", **recipe),
+            output_dir=job["out"],
+            max_seq_length=max(map(len, job["ids"])),
+            num_calibration_samples=len(samples),
+            moe_calibrate_all_experts=job["calibrate_all"],
+        )
     report["masks"] = {name: sorted(kinds) for name, kinds in report["masks"].items()}
     # Every sample goes through every layer twice: before and after it is quantized.
     report["routed"] = {name: [count // 2 for count in counts] for name, counts in report["routed"].items()}

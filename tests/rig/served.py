@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.models.generate import Choice
+from ktconvert.pipeline.models.loading import ModelChoice
 from ktconvert.pipeline.models.serving import clients
-from ktconvert.pipeline.models.serving.server import load, serving
+from ktconvert.pipeline.models.serving.server import load
 
 PATIENCE = 300  # seconds; only what never happens takes so long
 
@@ -72,7 +72,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 class Served:
     """A running server.
 
-    turns     who generates for it
+    scheduler generates for it
     passes    through the model: (thread, shape of input_ids, shape of logits) in their order
     running   generations at this moment
     left      clients that the server saw go while it generated
@@ -80,7 +80,7 @@ class Served:
     """
 
     model: Path
-    turns: Any
+    scheduler: Any
     url: str = ""
     passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     running: int = 0
@@ -102,7 +102,7 @@ class Served:
             if len(self.passes) >= after:
                 self.until(happened)
 
-        handle = self.turns.model.register_forward_pre_hook(wait)
+        handle = self.scheduler.model.register_forward_pre_hook(wait)
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class Served:
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count what happens."""
-        model = self.turns.model
+        model = self.scheduler.model
         generate, left = model.generate, clients.Client.left
 
         def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
@@ -134,24 +134,27 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, **more: Any) -> Iterator[Served]:
-    """The model behind a server, its experts as they are stored; more: of server.load."""
-    application, turns = load(Choice(str(model), cpu_weights=model, threads=1), **more)
-    server = serving(application, turns, port=0, log_level="warning")
+def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
+    """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of server.load."""
+    from ktconvert.pipeline.models.serving.uvicorn_server import Server
+
+    choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
+    application, scheduler = load(choice, **more)
+    server = Server(application, scheduler, port=0, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        answering = Served(model, turns, end=lambda: server.handle_exit(signal.SIGINT, None))
+        answering = Served(model, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
         with pytest.MonkeyPatch.context() as monkeypatch:
             answering.watch(monkeypatch)
             answering.until(lambda: server.started)
             answering.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
             yield answering
     finally:
-        turns.interrupt()
+        scheduler.interrupt()
         server.should_exit = True
         thread.join()
-        turns.stop()
+        scheduler.stop()
 
 
 def with_template(example: Path, to: Path, template: str | None) -> Path:

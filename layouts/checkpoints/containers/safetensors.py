@@ -8,6 +8,9 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
 from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
@@ -26,6 +29,7 @@ DTYPE_BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
 def read_header(path: Path, file: str = "") -> Header:
@@ -47,6 +51,23 @@ def read_header(path: Path, file: str = "") -> Header:
         raise damaged_file(path, "ends inside its header")
     entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path), file)
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
+
+
+def read_matrix(path: Path, name: str, dtype: str, form: str) -> npt.NDArray[Any]:
+    """A file's tensor of this name, of rank 2 and of a dtype of INTEGERS. form: what is needed, for messages.
+
+    Raises InputError where the file is damaged or holds something else.
+    """
+    entries = {entry.name: entry for entry in read_header(path).entries}
+    entry = entries.get(name)
+    if entry is None:
+        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {form}")
+    if entry.dtype != dtype or len(entry.shape) != 2:
+        raise InputError(f"{path}: {name!r} is {entry.dtype} of shape {list(entry.shape)}; {form}")
+    data = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
+    if len(data) != entry.nbytes:
+        raise InputError(f"{path}: became shorter while it was being read; {REMEDY}")
+    return data.view(INTEGERS[dtype]).reshape(entry.shape)
 
 
 def parse_header(

@@ -1,1 +1,1 @@
-"""transformers' server, with our experts in its model."""
+"""An OpenAI-compatible server: the handlers of `transformers serve`, with our experts in the model."""

@@ -1,4 +1,4 @@
-"""Who may ask: the API key, and the addresses from which this server can be reached."""
+"""The API key, and the addresses from which the server can be reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.pipeline.models.serving.errors import Refused
+from ktconvert.pipeline.models.serving.refused import Refused
 
 VARIABLE = "KTCONVERT_API_KEY"
 LONGEST = 4096  # bytes of a key

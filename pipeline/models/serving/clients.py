@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _client: ContextVar[Client] = ContextVar("client")
 
@@ -48,15 +46,13 @@ def when_gone(call: Callable[[], None]) -> None:
 
 
 class Watched:
-    """An ASGI application around another one, which listens to the client once it has said all of its request."""
+    """An ASGI application around another one, which listens to the client once all of its request has come."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: ASGIApp) -> None:
         self.application = application
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
-        if scope["type"] != "http":
-            return await self.application(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it; only for http."""
         client, watching = Client(), None
 
         async def watch() -> None:

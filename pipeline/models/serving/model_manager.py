@@ -1,7 +1,8 @@
-"""transformers' keeper of models, which here keeps one: with our experts in it, under the name it is served by."""
+"""transformers' manager of models, which here has one: with our experts in it, under the name it is served by."""
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -9,21 +10,38 @@ import transformers
 from transformers.cli.serving import model_manager
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from ktconvert.pipeline.models.generate import Choice, load_model, require_tokenizer
-from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
+from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
+from ktconvert.pipeline.models.loading import ModelChoice, load_model, require_tokenizer
+from ktconvert.pipeline.models.serving.refused import Refused
 
 theirs: Any = model_manager.ModelManager
 auto: Any = transformers
 
 
 class OneModel(theirs):  # type: ignore[misc]
-    """Loads the chosen model at once, and keeps it until the server ends. What asks it checks the name: see Served."""
+    """Loads the chosen model at once, and keeps it until the server ends.
 
-    def __init__(self, choice: Choice, config: Any, name: str) -> None:
-        """config: what generate.prepare gave; name: the id under which clients know the model."""
+    defaults  the model's own generation config, as far as it says anything
+    """
+
+    def __init__(self, choice: ModelChoice, config: Any, name: str) -> None:
+        """config: what loading.prepare gave; name: the id under which clients know the model."""
         self.choice, self.config, self.name = choice, config, name
         self.created = int(time.time())
         super().__init__(device=choice.device(), trust_remote_code=choice.trust_remote_code, force_model=name)
+        self.model, self.processor = self.load_model_and_processor(name)
+        own = self.model.generation_config
+        self.defaults: dict[str, Any] = json.loads(own.to_json_string(use_diff=True))
+        own.stop_strings = None  # `model.generate` would fill them in, and StreamDecoder looks for them
+
+    def entry(self) -> dict[str, Any]:
+        """This model in /v1/models."""
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "ktconvert"}
+
+    def check_name(self, name: str | None) -> None:
+        """Raises Refused with 404 for the name of another model."""
+        if name is not None and name != self.name:
+            raise Refused(404, f"model: this server answers for {self.name} only", "model", "model_not_found")
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -31,7 +49,7 @@ class OneModel(theirs):  # type: ignore[misc]
         return model_id
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Theirs asks for the config again, with the quantization that a packed model has by itself."""
+        """Theirs loads the config again, with the quantization that a packed model has by itself."""
         several = self.config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
         kind = auto.AutoModelForMultimodalLM if several else auto.AutoModelForCausalLM
         return load_model(

@@ -1,16 +1,20 @@
-"""What transformers' server answers, whole or streamed, in OpenAI's form."""
+"""The answers of transformers' handlers, whole or streamed, in OpenAI's form."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from ktconvert.pipeline.models.serving.clients import Message, Send
-from ktconvert.pipeline.models.serving.errors import Refused
-from ktconvert.pipeline.models.serving.request_options import RequestOptions
+from ktconvert.pipeline.models.serving.refused import Refused
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+    from ktconvert.pipeline.models.serving.request_options import RequestOptions
 
 FAILED = "the server failed to answer; its log says why"
+Edit = Callable[[Any], Iterator[Any]]  # an event of a stream -> the events to send instead
 
 
 async def respond(send: Send, status: int, body: dict[str, Any], **headers: str) -> None:
@@ -27,72 +31,24 @@ def event(content: Any) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-class Whole:
-    """Takes an answer instead of a client."""
+async def edited(stream: AsyncIterator[str], edit: Edit, done: bool) -> AsyncIterator[bytes]:
+    """The events of a handler's stream, each of whose chunks holds whole ones, changed by `edit`.
 
-    def __init__(self) -> None:
-        self.status, self.body = 500, b""
-
-    async def send(self, message: Message) -> None:
-        """As ASGI has it."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.body += message.get("body", b"")
-
-    def json(self) -> dict[str, Any]:
-        """The answer. Raises Refused for one that is an error."""
-        try:
-            body = json.loads(self.body)
-        except ValueError:
-            body = {}
-        if self.status < 400:
-            answer: dict[str, Any] = body
-            return answer
-        said = body.get("detail") or body.get("error") or FAILED
-        # What their checks call 422 (a field that they do not know) is 400 in OpenAI's API.
-        raise Refused(400 if self.status == 422 else self.status, said if isinstance(said, str) else json.dumps(said))
+    done: whether OpenAI ends such a stream with [DONE]
+    """
+    async for chunk in stream:
+        yield b"".join(event(new) for old in chunk.split("\n\n")[:-1] for new in edit(_content(old)))
+    if done:
+        yield b"data: [DONE]\n\n"
 
 
-class Streamed:
-    """Passes a stream of events on to the client, each changed by `edit`, which gives the events to send instead."""
-
-    def __init__(self, send: Send, edit: Callable[[Any], Iterator[Any]], done: bool) -> None:
-        """done: whether OpenAI ends such a stream with [DONE]."""
-        self._send, self._edit, self._done = send, edit, done
-        self._refused: Whole | None = None
-        self._rest = b""
-
-    async def send(self, message: Message) -> None:
-        """As ASGI has it; an answer that is an error instead of a stream is kept for `check`."""
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            self._refused = Whole()
-        if self._refused is not None:
-            return await self._refused.send(message)
-        if message["type"] == "http.response.body":
-            *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
-            data = b"".join(new for old in events for new in self._changed(old))
-            more = message.get("more_body", False)
-            if not more and self._done:
-                data += b"data: [DONE]\n\n"
-            message = {"type": "http.response.body", "body": data, "more_body": more}
-        await self._send(message)
-
-    def check(self) -> None:
-        """Raises Refused for an answer that was no stream but an error."""
-        if self._refused is not None:
-            self._refused.json()
-
-    def _changed(self, old: bytes) -> Iterator[bytes]:
-        text = old.removeprefix(b"data: ")
-        try:
-            piece = json.loads(text)
-        except ValueError:  # an error's words come as they are, with quotes in them
-            piece = {"error": text.decode(errors="replace").removeprefix('{"error": "').removesuffix('"}')}
-        if isinstance(piece.get("error"), str):
-            piece = Refused(500, piece["error"]).body()
-        for changed in self._edit(piece):
-            yield event(changed)
+def _content(text: str) -> Any:
+    text = text.removeprefix("data: ")
+    try:
+        content = json.loads(text)
+    except ValueError:  # an error's words come as they are, with quotes in them
+        content = {"error": text.removeprefix('{"error": "').removesuffix('"}')}
+    return Refused(500, content["error"]).body() if isinstance(content.get("error"), str) else content
 
 
 def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
@@ -108,30 +64,30 @@ def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
     return answer
 
 
-def of_response(asked: RequestOptions) -> Callable[[Any], Iterator[Any]]:
-    """Of the events of /v1/responses: the last one says whether the answer was cut off."""
+def edit_response(options: RequestOptions) -> Edit:
+    """For the events of /v1/responses: the last one says whether the answer was cut off."""
 
-    def edit(piece: Any) -> Iterator[Any]:
-        if piece.get("type") == "response.completed":
-            piece["response"] = finished(piece["response"], asked.cut)
-            piece["type"] = f"response.{piece['response']['status']}"
-        yield piece
+    def edit(content: Any) -> Iterator[Any]:
+        if content.get("type") == "response.completed":
+            content["response"] = finished(content["response"], options.cut)
+            content["type"] = f"response.{content['response']['status']}"
+        yield content
 
     return edit
 
 
-def of_text(asked: RequestOptions, with_usage: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
-    """Of a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
+def edit_text(options: RequestOptions, with_usage: bool, prompt: int) -> Edit:
+    """For a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
     nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
     """
 
-    def edit(piece: Any) -> Iterator[Any]:
-        if any(choice.get("finish_reason") for choice in piece.get("choices", ())):
-            finished(piece, asked.cut)
-        usage = piece.pop("usage", None)
-        yield piece
+    def edit(content: Any) -> Iterator[Any]:
+        if any(choice.get("finish_reason") for choice in content.get("choices", ())):
+            finished(content, options.cut)
+        usage = content.pop("usage", None)
+        yield content
         if with_usage and usage is not None:
             usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
-            yield {**piece, "choices": [], "usage": usage}
+            yield {**content, "choices": [], "usage": usage}
 
     return edit

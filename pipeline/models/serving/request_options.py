@@ -1,7 +1,8 @@
-"""What a request wants of generation, and its answer's end, which transformers' handlers do not pass on; by its id.
+"""What a request says of generation: its generation_config, and the options that transformers' handlers do not pass
+on, noted under its id.
 
-The layer before transformers' server notes it; whoever generates looks it up, with the request_id that the handlers
-hand to `generate_streaming` and `generate_non_streaming`.
+The layer before the handlers notes them; whoever generates looks them up, with the request_id that the handlers hand to
+`generate_streaming` and `generate_non_streaming`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ktconvert.pipeline.models.generating import sampled_at
+
 if TYPE_CHECKING:
     import torch
+
+    from ktconvert.pipeline.models.serving.schemas import CommonRequest
+
+ANSWER = 1024  # tokens, where a request names no number; transformers' server has it too
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass
@@ -31,6 +39,13 @@ class RequestOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     cut: bool = True
 
+    @classmethod
+    def of(cls, request: CommonRequest, ids: Sequence[int] | None = None) -> RequestOptions:
+        """What the handlers would not pass on of this request."""
+        names = ("presence_penalty", "frequency_penalty", "logit_bias")
+        given = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
+        return cls(ids, request.seed, **given)
+
     def processors(self, prompt: int) -> list[Any]:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
 
@@ -44,23 +59,46 @@ class RequestOptions:
             tokens = ids.new_tensor(list(self.logit_bias))
             return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
 
-        wanted = ((penalize, self.presence_penalty or self.frequency_penalty), (add_bias, self.logit_bias))
-        return [process for process, given in wanted if given]
+        steps = ((penalize, self.presence_penalty or self.frequency_penalty), (add_bias, self.logit_bias))
+        return [process for process, given in steps if given]
 
 
-_asked: dict[str, RequestOptions] = {}
+_noted: dict[str, RequestOptions] = {}
 
 
 @contextmanager
-def asking(request_id: str, asked: RequestOptions) -> Iterator[None]:
-    """Note it while the request is answered."""
-    _asked[request_id] = asked
+def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
+    """Note them while the request is answered."""
+    _noted[request_id] = options
     try:
         yield
     finally:
-        del _asked[request_id]
+        del _noted[request_id]
 
 
-def of(request_id: str) -> RequestOptions:
+def noted_for(request_id: str) -> RequestOptions:
     """What was noted for this request; nothing, if nothing was."""
-    return _asked.get(request_id) or RequestOptions()
+    return _noted.get(request_id) or RequestOptions()
+
+
+def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens.
+
+    A temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
+    model's own generation_config.json says which.
+    """
+    config = dict(defaults)
+    lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]
+    config["max_new_tokens"] = min([most, *(lengths or [max(config.get("max_new_tokens") or 0, ANSWER)])])
+    given = {name: getattr(request, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    config |= {name: value for name, value in given.items() if value is not None}
+    if request.temperature is not None:
+        config["do_sample"] = request.temperature > 0
+        config["temperature"] = sampled_at(request.temperature)
+    elif any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
+        config["do_sample"] = True
+    if not config.get("do_sample"):
+        config = {name: value for name, value in config.items() if name not in ("temperature", "top_p", "top_k")}
+    if stop := getattr(request, "stop", None):
+        config["stop_strings"] = stop
+    return config

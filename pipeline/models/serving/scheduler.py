@@ -1,8 +1,8 @@
-"""Generations beside each other, each of them `model.generate` in a thread, of which one computes at a time.
+"""Several generations at a time, each of them `model.generate` in a thread, of which one computes at a time.
 
-Before each pass through the model (a token, or a part of a long prompt) a generation lets those that wait have their
-turn, and before each layer's experts it looks whether anybody still wants what it computes. So clients share the
-machine by tokens, and nothing is computed for a client that has gone.
+Before each pass through the model (a token, or a part of a long prompt) a generation lets those compute that wait, and
+before each layer's experts it checks whether its client is still there. So clients share the machine by tokens, and
+nothing is computed for a client that has gone.
 
 transformers' continuous batching is not used: it has one set of sampling parameters for all clients, no seed and no
 stop string of theirs, takes most of the machine's memory at once, and was no faster (docs/SERVING.md).
@@ -16,6 +16,7 @@ import copy
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -24,22 +25,61 @@ import torch
 from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.pipeline.models.serving import clients, request_options
-from ktconvert.pipeline.models.serving.errors import ending
-from ktconvert.pipeline.models.serving.fair_lock import FairLock
-from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, Written, read_answers_of
-from ktconvert.pipeline.models.writing import in_parts
+from ktconvert.pipeline.models.generating import read_in_parts
+from ktconvert.pipeline.models.serving import clients
+from ktconvert.pipeline.models.serving.refused import ending
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
+from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
 PATIENCE = 1.0  # seconds
 
 
+class FairLock:
+    """Like threading.Lock, but first come, first served; from that, whoever runs may take it again at once."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held = False
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().set()  # it is held still, by the one that waited longest
+            else:
+                self._held = False
+
+    def is_awaited(self) -> bool:
+        """Whether another thread waits for it."""
+        return bool(self._waiting)
+
+    def step_back(self) -> None:
+        """Let the others that wait have it first, and wait to have it again. For the holder."""
+        mine = threading.Event()
+        with self._guard:
+            if not self._waiting:
+                return
+            self._waiting.append(mine)
+            self._waiting.popleft().set()
+        mine.wait()
+
+
 class Ended(Exception):
-    """Thrown through what computes: nobody wants it any more, or it is done before its time."""
+    """Thrown through what computes: its client has gone, or it is done before its time."""
 
 
 class ClientWatch:
-    """Whether anybody still waits for what a request has computed."""
+    """Whether the client of a request still waits for what is computed."""
 
     def __init__(self) -> None:
         """In a request's context, it knows when the client goes."""
@@ -47,33 +87,33 @@ class ClientWatch:
         clients.when_gone(self.cancel)
 
     def cancel(self) -> None:
-        """Nobody does."""
+        """It does not."""
         self._gone = True
 
     def check(self) -> None:
-        """Raises Ended if nobody does."""
+        """Raises Ended if it does not."""
         if self._gone:
             raise Ended
 
 
 class Answer(ClientWatch):
-    """What one request is being answered: the streamer of `model.generate`.
+    """The answer to one request: the streamer of `model.generate`.
 
-    say    gets each piece of the answer, in the generating thread
+    emit   gets each piece of the answer, in the generating thread
     whole  whether it has come to its end
     """
 
-    def __init__(self, pieces: StreamDecoder, say: Callable[[Any], None]) -> None:
+    def __init__(self, decoder: StreamDecoder, emit: Callable[[Any], None]) -> None:
         super().__init__()
-        self.pieces, self.say = pieces, say
+        self.decoder, self.emit = decoder, emit
         self.whole = False
-        self.ids = Written()
-        self.ids.ends, self.ids.stop = tuple(pieces.ends), pieces.stop
+        self.ids = GeneratedIds()
+        self.ids.ends, self.ids.stop = tuple(decoder.ends), decoder.stop
         self._prompt = True  # is what `put` gets first
 
     @property
     def total_tokens(self) -> int:
-        """As the handlers of transformers' server ask for it."""
+        """For the handlers of transformers' server."""
         return len(self.ids)
 
     def put(self, tokens: torch.Tensor) -> None:
@@ -83,93 +123,86 @@ class Answer(ClientWatch):
             return
         for token in tokens.tolist():
             self.ids.append(token)
-            for piece in self.pieces.put(token):
-                self.say(piece)
-        if self.pieces.stopped:
+            for item in self.decoder.put(token):
+                self.emit(item)
+        if self.decoder.stopped:
             self.whole = True
             raise Ended
 
     def end(self) -> None:
-        """For `model.generate`; what was held back is said by `Turns`, since cancelled answers have an end too."""
+        """For `model.generate`; the Scheduler emits what was held back, since cancelled answers have an end too."""
 
 
 class Scheduler(utils.BaseGenerateManager):
     """Generates for the handlers of transformers' server; everything else that computes with the model goes through
-    `submit`, too.
+    `run`, too.
 
-    It is asked from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
+    It is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
     stream, or is raised by generate_non_streaming. A cancelled one ends with what it has.
     """
 
     def __init__(self, model: Any, processor: Any, active: int = ACTIVE) -> None:
         self.model = model
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
-        self._line = FairLock()
+        self.lock = FairLock()
         self._jobs: queue.SimpleQueue[tuple[ClientWatch, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._mine = threading.local()  # .wanted: what this thread computes for
+        self._own = threading.local()  # .watch: of the client that this thread computes for
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
-        read_answers_of(processor, model)
+        parse_answers_of(processor, model)
         model.register_forward_pre_hook(self._before_pass)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.register_forward_pre_hook(self._check)
-        self._threads = [threading.Thread(target=self._work, daemon=True, name=f"turns-{i}") for i in range(active)]
-        for thread in self._threads:
+        self.threads = [threading.Thread(target=self._work, daemon=True, name=f"generate-{i}") for i in range(active)]
+        for thread in self.threads:
             thread.start()
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Any]:
-        """Theirs, with what was asked for beside it: a queue of pieces, of which the last is None, and the streamer."""
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        """Theirs, by the options that were noted: a queue of items, of which the last is None, and the streamer."""
+        loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
-        def say(piece: Any) -> None:
+        def emit(item: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before us
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                loop.call_soon_threadsafe(items.put_nowait, item)
 
-        def run() -> None:
+        def generate() -> None:
             try:
-                self._generate(answer, inputs, gen_config, wish)
-                say(None)
+                self._generate(answer, inputs, gen_config, options)
+                emit(None)
             except Exception as error:
-                say(utils._StreamError(str(error)))
+                emit(utils._StreamError(str(error)))
 
-        wish, answer = request_options.of(request_id), self._answer(gen_config, response_parser, say)
-        self.submit(answer, run)
-        return pieces, answer
+        options, answer = noted_for(request_id), self._answer(gen_config, response_parser, emit)
+        self._submit(answer, generate)
+        return items, answer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Theirs: the text, the number of tokens of the prompt, and the new ids."""
-        said: list[str] = []
-        wish, answer = request_options.of(request_id), self._answer(gen_config, None, said.append)
-        await self.done(answer, lambda: self._generate(answer, inputs, gen_config, wish))
-        length = inputs["input_ids"].shape[-1] if wish.ids is None else len(wish.ids)
-        return "".join(said), length, answer.ids
-
-    def wanted(self) -> ClientWatch:
-        """By the client of this request, until it goes."""
-        return ClientWatch()
+        text: list[str] = []
+        options, answer = noted_for(request_id), self._answer(gen_config, None, text.append)
+        await self.run(lambda: self._generate(answer, inputs, gen_config, options), answer)
+        length = inputs["input_ids"].shape[-1] if options.ids is None else len(options.ids)
+        return "".join(text), length, answer.ids
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
         own = self.model.generation_config.eos_token_id
         return _listed(own if config.eos_token_id is None else config.eos_token_id)
 
-    def submit(self, wanted: ClientWatch, work: Callable[[], Any]) -> Future[Any]:
-        """Have `work` done in its turn. Its passes through the model raise Ended when nobody wants it any more."""
-        future: Future[Any] = Future()
-        self._jobs.put((wanted, work, future))
-        return future
-
-    async def done(self, wanted: ClientWatch, work: Callable[[], Any]) -> Any:
-        """What `work` gives, or raises, in its turn. Nobody wants it any more when this is cancelled."""
+    async def run(self, work: Callable[[], Any], watch: ClientWatch | None = None) -> Any:
+        """What `work` gives, or raises, in one of the threads; its passes through the model raise Ended when the client
+        has gone, which it also has when this is cancelled.
+        """
+        watch = watch or ClientWatch()
         try:
-            return await asyncio.wrap_future(self.submit(wanted, work))
+            return await asyncio.wrap_future(self._submit(watch, work))
         finally:
-            wanted.cancel()
+            watch.cancel()
 
     def interrupt(self) -> None:
         """Have all that is computed end at its next layer. Safe in a signal handler, which a lock would not be."""
@@ -180,67 +213,72 @@ class Scheduler(utils.BaseGenerateManager):
         midst of one when the interpreter ends.
         """
         self.interrupt()
-        for _ in self._threads:
+        for _ in self.threads:
             self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(PATIENCE / len(self._threads))
+        for thread in self.threads:
+            thread.join(PATIENCE / len(self.threads))
+
+    def _submit(self, watch: ClientWatch, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((watch, work, future))
+        return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._mine.wanted, work, future = job
+            self._own.watch, work, future = job
             if future.set_running_or_notify_cancel():
                 try:
-                    with self._line:
+                    with self.lock:
                         result = work()
                 except BaseException as error:
                     future.set_exception(error)
                 else:
                     future.set_result(result)
                     del result
-            self._mine.wanted = None
+            self._own.watch = None
             del job, work, future  # with the prompt and the answer, while this thread waits for the next one
 
-    def _answer(self, config: Any, parser: Any, say: Callable[[Any], None]) -> Answer:
-        return Answer(StreamDecoder(self.processor, parser, self.ends(config), _listed(config.stop_strings)), say)
+    def _answer(self, config: Any, parser: Any, emit: Callable[[Any], None]) -> Answer:
+        return Answer(StreamDecoder(self.processor, parser, self.ends(config), _listed(config.stop_strings)), emit)
 
-    def _generate(self, answer: Answer, inputs: Any, config: Any, wish: request_options.RequestOptions) -> None:
-        """Generate until the end, or until nobody waits. Raises Refused if the server ends before it does."""
+    def _generate(self, answer: Answer, inputs: Any, config: Any, options: RequestOptions) -> None:
+        """Generate until the end, or until the client has gone. Raises Refused if the server ends before it does."""
         config = copy.deepcopy(config)
-        config.stop_strings = None  # Pieces knows them, without a table of the tokens that they may begin in
+        config.stop_strings = None  # StreamDecoder knows them, without a table of the tokens that they may begin in
         if config.pad_token_id is None:
             config.pad_token_id = (*_listed(config.eos_token_id), 0)[0]
-        if wish.ids is not None:
-            ids = torch.tensor([wish.ids], device=self.model.device)
+        if options.ids is not None:
+            ids = torch.tensor([options.ids], device=self.model.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        in_parts(self.model, config, inputs)
-        more: dict[str, Any] = {"logits_processor": wish.processors(inputs["input_ids"].shape[-1])}
+        read_in_parts(self.model, config, inputs)
+        more: dict[str, Any] = {"logits_processor": options.processors(inputs["input_ids"].shape[-1])}
         if hasattr(self.model, "has_talker"):
             more["generation_mode"] = "text"
-        torch.manual_seed(secrets.randbits(63) if wish.seed is None else wish.seed)
+        torch.manual_seed(secrets.randbits(63) if options.seed is None else options.seed)
         with contextlib.suppress(Ended):
             self._check()
             self.model.generate(**inputs, **more, generation_config=config, streamer=answer)
             answer.whole = True
         if self._stopping and not answer.whole:
             raise ending()
-        for piece in answer.pieces.end():
-            answer.say(piece)
-        wish.cut = not answer.pieces.ended
+        for item in answer.decoder.end():
+            answer.emit(item)
+        options.cut = not answer.decoder.ended
 
     def _check(self, *_: Any) -> None:
-        """Raises Ended in a thread whose work nobody waits for."""
-        wanted = getattr(self._mine, "wanted", None)
-        if wanted is not None:
+        """Raises Ended in a thread whose client has gone."""
+        watch = getattr(self._own, "watch", None)
+        if watch is not None:
             if self._stopping:
                 raise Ended
-            wanted.check()
+            watch.check()
 
     def _before_pass(self, *_: Any) -> None:
-        """Let those that wait have their turn, and come back. A seed is a client's own, whoever else draws numbers."""
+        """Let the threads that wait compute first. A seed is a client's own, whoever else draws numbers."""
         self._check()
-        if getattr(self._mine, "wanted", None) is not None and self._line.awaited():
+        if getattr(self._own, "watch", None) is not None and self.lock.is_awaited():
             state = self._random.get_rng_state()
-            self._line.step_back()
+            self.lock.step_back()
             self._random.set_rng_state(state)
             self._check()
 
@@ -250,17 +288,13 @@ def _listed(value: Any) -> Sequence[Any]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-class OneByOne(utils.GenerationState):
-    """What the handlers ask for somebody who generates."""
+class SchedulerState(utils.GenerationState):
+    """What the handlers get their generation manager from."""
 
-    def __init__(self, turns: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        self.turns = turns
+        self.scheduler = scheduler
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Scheduler:
         """The same for all requests."""
-        return self.turns
-
-    def shutdown(self) -> None:
-        """With the server."""
-        self.turns.stop()
+        return self.scheduler

@@ -6,9 +6,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.pipeline.models.serving import request_options
-from ktconvert.pipeline.models.serving.errors import Refused, ending
-from ktconvert.pipeline.models.serving.served import Served
+import torch
+import transformers
+
+from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.prompts import Prompts
+from ktconvert.pipeline.models.serving.refused import Refused, ending
+from ktconvert.pipeline.models.serving.request_options import noted_for
+from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
+from ktconvert.pipeline.models.serving.schemas import Completion
+from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, decode_all
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
@@ -37,58 +44,51 @@ class Scores:
 
 
 async def completion(
-    served: Served, generator: Any, request: Any, ids: list[int], config: dict[str, Any], name: str
+    manager: OneModel,
+    prompts: Prompts,
+    scheduler: Scheduler,
+    request: Completion,
+    ids: list[int],
+    config: dict[str, Any],
+    name: str,
 ) -> dict[str, Any]:
     """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
     more. The one likeliest token, for which lm-eval asks, comes of the same pass.
 
     Raises Refused for a text so long that its logits would not fit.
     """
-    import torch
-    import transformers
-
-    from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, spoken
-
-    count, wanted = config["max_new_tokens"], request.logprobs is not None
-    most = MOST // served.vocabulary
-    if wanted and len(ids) + count > most:
+    model, count, top = manager.model, config["max_new_tokens"], request.logprobs
+    most = MOST // prompts.vocabulary
+    if top is not None and len(ids) + count > most:
         raise Refused(400, f"logprobs: of at most {most} tokens of prompt and answer with this model", "logprobs")
     likeliest = config.keys() <= PLAIN and not config.get("do_sample") and not request.logit_bias
-    one_more = wanted and count == 1 and likeliest
+    one_more = top is not None and count == 1 and likeliest
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
-        read = torch.tensor([ids], device=served.model.device)
+        read = torch.tensor([ids], device=model.device)
         inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
-        text, _, new = await generator.generate_non_streaming(
-            served.model, served.processor, inputs, settings(**config), request_id=name
+        text, _, new = await scheduler.generate_non_streaming(
+            model, manager.processor, inputs, settings(**config), request_id=name
         )
     logprobs = None
-    if wanted:
-        scores = await _scores(served, generator, [*ids, *new], request.logprobs, one_more)
-        logprobs = await served.apart(_told, served.tokenizer, scores, 0 if request.echo else len(ids))
+    if top is not None:
+        try:
+            scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_more))
+        except Ended:
+            raise ending() from None
+        logprobs = await prompts.in_thread(_logprobs, prompts.tokenizer, scores, 0 if request.echo else len(ids))
         if one_more:
             new = scores.ids[len(ids) :]
-            pieces = StreamDecoder(served.tokenizer, None, generator.ends(settings(**config)), ())
-            text = "".join(await served.apart(spoken, pieces, new))
-            request_options.of(name).cut = not pieces.ended
+            decoder = StreamDecoder(prompts.tokenizer, None, scheduler.ends(settings(**config)), ())
+            text = "".join(await prompts.in_thread(decode_all, decoder, new))
+            noted_for(name).cut = not decoder.ended
     if request.echo:
-        text = await served.apart(served.tokenizer.decode, ids) + text
+        text = await prompts.decode(ids) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
-    whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": served.name}
+    whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": manager.name}
     return {**whole, "choices": [choice], "usage": usage}
-
-
-async def _scores(served: Served, generator: Any, ids: list[int], top: int, one_more: bool) -> Scores:
-    """`score`, in the client's turn."""
-    from ktconvert.pipeline.models.serving.scheduler import Ended
-
-    try:
-        scores: Scores = await generator.done(generator.wanted(), lambda: score(served.model, ids, top, one_more))
-        return scores
-    except Ended:
-        raise ending() from None
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
@@ -96,8 +96,6 @@ def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Score
 
     top: how many of the likeliest tokens are listed at each position; one_more: add the likeliest token after them
     """
-    import torch
-
     scores = Scores([*ids], [], [])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
@@ -114,7 +112,7 @@ def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Score
     return scores
 
 
-def _told(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
+def _logprobs(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
     """OpenAI's `logprobs` of the tokens from `first` on; of a text's first token there is none."""
     words = [_name(tokenizer, token) for token in scores.ids[first:]]
     offsets, at = [], 0

@@ -1,69 +1,41 @@
-"""The hand-over to `transformers serve`: its endpoints, its chat templates, its handlers; only the experts are ours."""
+"""`ktconvert serve`: the endpoints, chat templates and handlers of `transformers serve`; only the experts are ours."""
 
 from __future__ import annotations
 
-import inspect
 import socket
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.models.generate import Choice, explained, prepare
+from ktconvert.pipeline.models.loading import ModelChoice, explained, prepare
 
 
-def listen(choice: Choice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
+def listen(choice: ModelChoice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
     """Load the model and answer at http://host:port/v1 until interrupted. name, key: see `load`.
 
-    Raises KtconvertError for a port that is taken (before the model is loaded), and what generate.load raises.
+    Raises KtconvertError for a port that is taken (before the model is loaded), and what loading.load raises.
     """
     _require_free(host, port)
-    application, turns = load(choice, name, key)
-    serving(application, turns, host=host, port=port, log_level="info").run()
+    application, scheduler = load(choice, name, key)
+    from ktconvert.pipeline.models.serving.uvicorn_server import Server
+
+    Server(application, scheduler, host=host, port=port, log_level="info").run()
 
 
-def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
-    """The ASGI application that answers for this model, and the Turns that generate for it.
+def load(choice: ModelChoice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
+    """The ASGI application that answers for this model, and the Scheduler that generates for it.
 
     name: what clients call the model, as it is called here by default; key: the API key that they have to send
     """
-    config = prepare(choice)
+    config = prepare(choice)  # before torch is imported
+    from ktconvert.pipeline.models.serving.application import Application
     from ktconvert.pipeline.models.serving.clients import Watched
-    from ktconvert.pipeline.models.serving.front import Front
     from ktconvert.pipeline.models.serving.model_manager import OneModel
-    from ktconvert.pipeline.models.serving.scheduler import OneByOne, Scheduler
-    from ktconvert.pipeline.models.serving.served import Served
+    from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
     with explained(choice.model):
-        keeper = OneModel(choice, config, name or choice.model)
-        served = Served.of(keeper)
-        turns = Scheduler(*keeper.load_model_and_processor(keeper.name))
-    return Watched(Front(_application(keeper, OneByOne(turns)), served, turns, key)), turns
-
-
-def serving(application: Any, turns: Any, **settings: Any) -> Any:
-    """The server of what `load` gave. settings: of uvicorn."""
-    import uvicorn
-
-    from ktconvert.pipeline.models.serving.connections import Connection
-    from ktconvert.pipeline.models.serving.stopping import Server
-
-    return Server(uvicorn.Config(application, http=Connection, ws="none", **settings), turns)
-
-
-def _application(keeper: Any, state: Any) -> Any:
-    """transformers' own application: its handlers of chat completions, completions and responses over one model.
-
-    state: gives the handlers who generates
-    """
-    from transformers.cli.serving import chat_completion, completion, response, server
-
-    handlers = {
-        "chat_handler": chat_completion.ChatCompletionHandler(keeper, state),
-        "completion_handler": completion.CompletionHandler(keeper, state),
-        "response_handler": response.ResponseHandler(keeper, state),
-    }
-    build: Any = server.build_server
-    others = {name: None for name in inspect.signature(build).parameters if name.endswith("_handler")}
-    return build(keeper, generation_state=state, **{**others, **handlers})
+        manager = OneModel(choice, config, name or choice.model)
+        scheduler = Scheduler(manager.model, manager.processor)
+    return Watched(Application(manager, scheduler, key)), scheduler
 
 
 def _require_free(host: str, port: int) -> None:

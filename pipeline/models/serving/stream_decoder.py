@@ -1,4 +1,4 @@
-"""From a model's token ids to the text that a client gets: piece by piece, and never a word of the prompt.
+"""The text that a client gets of a model's token ids, in pieces as they come, and never a word of the prompt.
 
 Where a chat template does not begin an answer as transformers' parser of answers expects, transformers' server has the
 parser read the whole prompt, and the answer begins with what the user said. Here the parser gets the beginning that the
@@ -17,12 +17,12 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 PROBES = ("a", "b")
 THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 HELD = 64  # tokens whose text may still change before it is given nevertheless
-_template, _decoded = utils.get_response_template, utils._decode_prefix  # before `read_answers_of`
+_template, _decoded = utils.get_response_template, utils._decode_prefix  # before `parse_answers_of`
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of its bytes are missing
 
 
 class StreamDecoder:
-    """Takes ids one at a time and gives what can be said already: text, reasoning and tool calls, as the handlers of
+    """Takes ids one at a time and gives what is certain already: text, reasoning and tool calls, as the handlers of
     transformers' server take them.
 
     tokenizer  of the model, or a processor that has one
@@ -37,7 +37,7 @@ class StreamDecoder:
         self.stopped = False  # at a stop string
         self.ended = False  # there, or with an end token; else the text is cut off
         self._ids: list[int] = []
-        self._said = 0  # ids of which the text was given
+        self._given = 0  # ids of which the text was given
         self._held = ""  # text that may be the beginning of a stop string
         self._unread = ""  # text that the parser has taken and not given back
 
@@ -47,18 +47,18 @@ class StreamDecoder:
         if self.ended:
             return []
         self._ids.append(token)
-        before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
-        if len(now) <= len(before) or (now.endswith(CUT) and len(self._ids) - self._said < HELD):
+        before, now = self._decode(self._ids[: self._given]), self._decode(self._ids)
+        if len(now) <= len(before) or (now.endswith(CUT) and len(self._ids) - self._given < HELD):
             return []
         # What came before stays for the next decoding: many tokenizers write the first word of a text differently.
-        self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
+        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
         return self._text(now[len(before) :])
 
     def end(self) -> list[Any]:
         """What was held back."""
         last: list[Any] = []
         if not self.stopped:
-            last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._said])) :])
+            last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
         if not self.stopped:
             last += self._parsed(self._held)
         if self.parser is not None:
@@ -102,16 +102,16 @@ class StreamDecoder:
         return items
 
 
-class Written(list[int]):
-    """A generation's new ids, with what is needed to tell its text: see Pieces."""
+class GeneratedIds(list[int]):
+    """A generation's new ids, with what StreamDecoder needs of them."""
 
     ends: Sequence[int] = ()
     stop: Sequence[str] = ()
 
 
-def read_answers_of(processor: Any, model: Any) -> None:
-    """Have the handlers of transformers' server read this model's answers by `message`, and parse them only where its
-    chat template writes the words from which parsing starts; other answers are plain text.
+def parse_answers_of(processor: Any, model: Any) -> None:
+    """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
+    its chat template writes the words from which parsing starts; other answers are plain text.
 
     Parsers start with what the template writes after these words ("<think>"), and nothing that a user says. The
     handlers look these functions up in their modules, and offer no other place to replace them.
@@ -127,7 +127,7 @@ def read_answers_of(processor: Any, model: Any) -> None:
     modules: Any = utils, chat_completion, response
     modules[0].get_response_template = lambda processor, model: template if beginnings else None
     modules[0]._decode_prefix = prefix
-    modules[1].parse_assistant_message = modules[2].parse_assistant_message = message
+    modules[1].parse_assistant_message = modules[2].parse_assistant_message = parse_message
 
 
 def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
@@ -152,20 +152,20 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
     return found
 
 
-def message(
-    processor: Any, model: Any, generated_ids: Written, input_ids: Any, cleaned_content: str = "", **more: Any
+def parse_message(
+    processor: Any, model: Any, generated_ids: GeneratedIds, input_ids: Any, cleaned_content: str = "", **more: Any
 ) -> tuple[str, str | None, list[Any] | None]:
     """A whole answer as (text, reasoning, tool calls): what a stream of it would give, in one piece."""
     parser = utils.build_response_parser(processor, model, input_ids, **more)
     if parser is None:
         return cleaned_content, None, None
-    items = spoken(StreamDecoder(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
+    items = decode_all(StreamDecoder(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
     calls = [item for item in items if isinstance(item, utils.ToolCall)]
     reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
     text = "".join(item for item in items if isinstance(item, str) and not isinstance(item, utils.ReasoningText))
     return text, reasoning or None, calls or None
 
 
-def spoken(pieces: StreamDecoder, ids: Iterable[int]) -> list[Any]:
-    """All that these ids say."""
-    return [item for token in ids for item in pieces.put(token)] + pieces.end()
+def decode_all(decoder: StreamDecoder, ids: Iterable[int]) -> list[Any]:
+    """All that comes of these ids."""
+    return [item for token in ids for item in decoder.put(token)] + decoder.end()

@@ -1,4 +1,4 @@
-"""Which experts are to be hot, by how often they were routed to."""
+"""The choice of hot experts, by how often experts were routed to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory and disk that a walk through a model needs, computed from its sizes for the plan: nothing is loaded.
+"""The memory and disk that a walk through a model takes, computed from its sizes for the plan: nothing is loaded.
 
 H hidden size, I expert width, E experts of a layer, N samples of T tokens. Sizes are bytes. No torch.
 """
@@ -43,8 +43,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the needs follow from.
+class WalkShape:
+    """What a footprint follows from.
 
     width      I
     head       values of a head, the widest of q, k and v
@@ -52,7 +52,7 @@ class Shape:
                MLP
     dense      whether layers without experts lie before one with, and are run with it
     top_k      experts that a token is routed to
-    method     "GPTQ"; "RTN", which needs no walk; "calibrate", which gathers statistics and quantizes nothing
+    quantizes  whether there are Hessians and codes; else only statistics are gathered
     calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own;
                "mixed": gate and up as with "all", down as with "routed"
     statistics whether GPTQ gathers statistics, too
@@ -67,7 +67,7 @@ class Shape:
     samples: int = 512
     length: int = 2048
     bits: int = 4
-    method: str = "GPTQ"
+    quantizes: bool = True
     calibrate: str = "all"
     group: int = 1
     head: int = 128
@@ -77,21 +77,15 @@ class Shape:
     on_gpu: bool = False
     statistics: bool = False
 
-    @property
-    def quantizes(self) -> bool:
-        """Whether there are Hessians and codes."""
-        return self.method == "GPTQ"
-
 
 @dataclass(frozen=True)
-class Needs:
-    """Sizes in bytes. All are 0 for RTN, which streams and needs no more than its plan's peak memory.
+class Footprint:
+    """Sizes in bytes.
 
     host      main memory at most, libraries included
     gpu       memory of the card at most; 0 without one
     disk      files of activations that exist together, beside the output: what enters a layer and its experts, what
-              leaves them,
-              and what leaves layers without experts before it
+              leaves them, and what leaves layers without experts before it
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
     hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
@@ -101,16 +95,16 @@ class Needs:
     boundary  the activations that enter a layer, a file
     """
 
-    host: int = 0
-    gpu: int = 0
-    disk: int = 0
-    layer: int = 0
-    weights: int = 0
-    hessians: int = 0
-    squares: int = 0
-    working: int = 0
-    scores: int = 0
-    boundary: int = 0
+    host: int
+    gpu: int
+    disk: int
+    layer: int
+    weights: int
+    hessians: int
+    squares: int
+    working: int
+    scores: int
+    boundary: int
 
 
 def working_bytes(rows: int, width: int) -> int:
@@ -121,12 +115,10 @@ def working_bytes(rows: int, width: int) -> int:
     return rows * width * (3 * FLOAT + 2 * HALF) + 3 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
 
 
-def needs(shape: Shape) -> Needs:
+def footprint(shape: WalkShape) -> Footprint:
     """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of
     experts.
     """
-    if shape.method == "RTN":
-        return Needs()
     h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
     expert = 3 * h * i * HALF
     tokens = shape.samples * shape.length
@@ -153,7 +145,7 @@ def needs(shape: Shape) -> Needs:
     boundary = tokens * h * HALF
     routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
     moved = shape.rest + group * expert + sequence  # what passes through main memory on its way to a card
-    return Needs(
+    return Footprint(
         host=LIBRARIES + routing + (moved if shape.on_gpu else peak),
         gpu=CUDA + peak if shape.on_gpu else 0,
         disk=(5 if shape.dense else 4) * boundary,
@@ -170,14 +162,14 @@ def needs(shape: Shape) -> Needs:
 def shape_of(
     model: MoeModel,
     options: Samples,
-    method: str,
     *,
+    quantizes: bool,
     group: int,
     on_gpu: bool,
     calibrate: str = "routed",
     statistics: bool = False,
     bits: int = 8,
-) -> Shape:
+) -> WalkShape:
     """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
     shapes = [model.shape(layer) for layer in model.layers]
     config = model.source.config
@@ -185,7 +177,7 @@ def shape_of(
     heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
     widths = [_number(config, 0, key) for key in ("head_dim", "v_head_dim")]
     widths.append(_number(config, 0, "qk_nope_head_dim") + _number(config, 0, "qk_rope_head_dim"))
-    return Shape(
+    return WalkShape(
         hidden=hidden,
         width=max(s[2] for s in shapes),
         experts=max(s[0] for s in shapes),
@@ -193,7 +185,7 @@ def shape_of(
         samples=options.num_calibration_samples,
         length=options.max_sequence_length,
         bits=bits,
-        method=method,
+        quantizes=quantizes,
         calibrate=calibrate,
         group=group,
         head=max(widths) or hidden // heads,
@@ -231,24 +223,20 @@ def _rest(model: MoeModel) -> int:
     return max(layers.values(), default=0)
 
 
-def max_gpu_memory(card_gib: int, needed: Needs) -> str | None:
-    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small, or if no GPU is used.
+def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
+    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small.
 
     The rest of the card is for activations and Hessians; never more than the part that kt-kernel's README advises.
     """
-    if not needed.gpu:
-        return None
     left = card_gib * GIB - (needed.gpu - needed.weights)
     share = next(part for least, part in SHARES if card_gib >= least)
     limit = min(int(card_gib * share), left // GIB)
     return f"{limit}GiB" if limit * GIB >= needed.weights else None
 
 
-def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
+def advice(shape: WalkShape, cards: Sequence[int] = CARDS) -> list[str]:
     """Sentences for the plan: the memory and disk that it takes, and a --max-gpu-memory for each card."""
-    needed = needs(shape)
-    if not needed.host:
-        return []
+    needed = footprint(shape)
     shared = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
     hessians = (
         f"the Hessian of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
@@ -261,7 +249,7 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
         f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; "
         + (hessians if shape.quantizes else f"the sums of squares of their inputs are {size(needed.squares)}"),
     ]
-    on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))
+    on_gpu = needed if shape.on_gpu else footprint(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
     fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
     small = [f"{card} GiB" for card, limit in limits.items() if not limit]
@@ -278,6 +266,6 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     return sentences
 
 
-def _count(shape: Shape) -> str:
+def _count(shape: WalkShape) -> str:
     group = min(shape.group, shape.experts)
     return "one by one" if group == 1 else f"{group} at a time"

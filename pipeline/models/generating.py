@@ -1,4 +1,4 @@
-"""A loaded model of transformers writes: its prompt, its words streamed, its speed measured."""
+"""Text by a loaded model of transformers: prompts, streaming, and how fast it was."""
 
 from __future__ import annotations
 
@@ -37,15 +37,9 @@ class Speed:
 
 
 def write(
-    model: Any,
-    tokenizer: Any,
-    inputs: Any,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    say: Callable[[str], None],
+    model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, say: Callable[[str], None]
 ) -> tuple[str, Speed]:
-    """Let the model go on after `inputs` (input_ids [1, T], ...), saying each piece as soon as it is a whole word.
+    """Let the model go on after `inputs` (input_ids [1, T], ...), printing each piece as soon as it is a whole word.
 
     temperature  0: always the likeliest token. Returns the whole text, and the speed.
     """
@@ -76,7 +70,7 @@ def write(
         config.top_p = config.top_k = None
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    in_parts(model, config, inputs)
+    read_in_parts(model, config, inputs)
     spoken = Spoken()
     inputs = inputs.to(model.device)
     begin = time.perf_counter()
@@ -92,7 +86,7 @@ def sampled_at(temperature: float) -> float | None:
     return max(temperature, COLDEST) if temperature > 0 else None
 
 
-def in_parts(model: Any, config: Any, inputs: Any) -> None:
+def read_in_parts(model: Any, config: Any, inputs: Any) -> None:
     """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`.
 
     Only of text, and not where state-space layers remember what was read: some of transformers' begin anew with each

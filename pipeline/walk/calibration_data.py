@@ -1,5 +1,5 @@
-"""Calibration data: from a data set to token ids, one array per sample, in the order in which the library
-visits them.
+"""Calibration data: from a data set to token ids, one array per sample, in the order in which the library visits them;
+and the settings of a walk that reads them.
 
 Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
 template applied, cut at max_length tokens, no special tokens added.
@@ -8,7 +8,7 @@ template applied, cut at max_length tokens, no special tokens added.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
+from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.walk.dataset import (
     Row,
@@ -65,20 +65,37 @@ class Calibration:
             seed=options.random_seed,
         )
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """For manifests and descriptions: a local data set by its name alone."""
         local = Path(self.dataset).is_absolute()  # as the command line stores a local one
         dataset = Path(self.dataset).name if local else self.dataset
         return {**vars(self), "dataset": dataset}
 
 
-def token_ids(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+@dataclass(frozen=True)
+class WalkSettings:
+    """The settings of a walk.
+
+    group        experts in memory at a time
+    machine      properties of the machine where it was begun that can change bytes, "threads" and "device_type" among
+                 them
+    fingerprint  all that can change a byte: (name, value)
+    """
+
+    calibration: Calibration
+    group: int
+    trust_remote_code: bool
+    machine: Mapping[str, Any]
+    fingerprint: tuple[tuple[str, Any], ...]
+
+
+def token_ids(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are
     fewer rows.
 
     Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples()
     does."""
-    shuffled = samples(wanted, tokenizer, note)
+    shuffled = samples(calibration, tokenizer, note)
     return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
 
 
@@ -93,7 +110,7 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
     return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
 
 
-def samples(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
     with a note.
 
@@ -104,30 +121,31 @@ def samples(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | N
 
     Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token
     at all."""
-    files = of_split(local_files(wanted.dataset), wanted.split)
+    files = of_split(local_files(calibration.dataset), calibration.split)
     rows: list[Ids] = []
     with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
-            most = wanted.samples - len(rows)
+            most = calibration.samples - len(rows)
             if kind_of(file) == "text":
-                rows += _pieces((row["text"] for row in rows_of_file(file, cache)), tokenizer, wanted.max_length, most)
+                lines = (row["text"] for row in rows_of_file(file, cache))
+                rows += _consecutive(lines, tokenizer, calibration.max_length, most)
             else:
-                rows += _encoded(rows_of_file(file, cache, most), tokenizer, wanted.max_length, str(file))
-            if len(rows) >= wanted.samples:
+                rows += _encoded(rows_of_file(file, cache, most), tokenizer, calibration.max_length, str(file))
+            if len(rows) >= calibration.samples:
                 break
         if not files:
-            hub = rows_of_hub(wanted.dataset, wanted.split, wanted.samples, cache, note)
-            rows = _encoded(hub, tokenizer, wanted.max_length, wanted.dataset)
-    order = np.random.default_rng(wanted.seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
+            hub = rows_of_hub(calibration.dataset, calibration.split, calibration.samples, cache, note)
+            rows = _encoded(hub, tokenizer, calibration.max_length, calibration.dataset)
+    order = np.random.default_rng(calibration.seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
     kept = [rows[index] for index in order if rows[index].size]
     if not kept:
-        raise InputError(f"{wanted.dataset}: holds no token; give --dataset a data set with text")
+        raise InputError(f"{calibration.dataset}: holds no token; give --dataset a data set with text")
     if note and len(kept) < len(rows):
-        note(f"{wanted.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
+        note(f"{calibration.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
     return kept
 
 
-def _pieces(lines: Iterable[str], tokenizer: Any, max_length: int, most: int) -> list[Ids]:
+def _consecutive(lines: Iterable[str], tokenizer: Any, max_length: int, most: int) -> list[Ids]:
     """A text in at most `most` consecutive pieces of max_length tokens; no more of it is read than they need."""
     ids: list[int] = []
     for stretch in _stretches(lines):

@@ -1,9 +1,9 @@
-"""A model of transformers, loaded with or without converted experts."""
+"""Loading a model of transformers, with or without converted experts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,14 +19,12 @@ from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 
+RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
-NEEDS = {
-    "run": ("torch", "transformers", "accelerate"),
-    "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
-}
+NEEDS = {"run": RUN, "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"), "gpu": (*RUN, "compressed_tensors")}
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-FOREVER = 10**9  # seconds before a bar is drawn
+FOREVER = "1000000000"  # seconds before a bar is drawn
 # What a config.json may ask of a model beside its predictions, and how it is left out. Left over from training, router
 # logits make transformers add up a loss, which fails for a prompt in parts, with padding and with beams.
 PREDICTIONS_ONLY = {
@@ -40,16 +38,18 @@ PREDICTIONS_ONLY = {
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 
 
-def require(extra: str, warn: Callable[[str], None]) -> None:
-    """Raises KtconvertError, which names what to install, where a package of this extra is missing or transformers is
-    too old; one that is newer than what was tested is told to `warn`.
+def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
+    """Raises KtconvertError, which names what to install, where a package of this extra (by default named as the
+    command) is missing or transformers is too old; one that is newer than what was tested goes to `warn`.
     """
-    missing = [name for name in NEEDS[extra] if find_spec(name) is None]
-    if missing:
-        raise KtconvertError(
-            f"`ktconvert {extra}` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
-        )
+    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
     transformers_version.require(warn)
+
+
+def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raise KtconvertError, which names the extra to install, where a package that `what` needs is missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise KtconvertError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'")
 
 
 def share_cores() -> None:
@@ -61,13 +61,11 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
-    os.environ.setdefault(
-        "TQDM_DELAY", str(FOREVER)
-    )  # TQDM_DISABLE is overruled by compressed-tensors, which draws four
+    os.environ.setdefault("TQDM_DELAY", FOREVER)  # TQDM_DISABLE is overruled by compressed-tensors, which draws four
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """Which model, and who computes its experts.
 
     model        a directory or a hub id
@@ -168,7 +166,7 @@ def explained(model: str) -> Iterator[None]:
         raise InputError(f"{model}: transformers cannot load it: {lines[0]}") from error
 
 
-def prepare(choice: Choice) -> Any:
+def prepare(choice: ModelChoice) -> Any:
     """Threads, and the model's config, without its own quantization if our experts take that place. To be called before
     torch is imported.
 
@@ -217,7 +215,7 @@ def ask_for_predictions(config: Any) -> None:
             ask_for_predictions(part)
 
 
-def with_own_experts(choice: Choice) -> Choice:
+def with_own_experts(choice: ModelChoice) -> ModelChoice:
     """The choice with the model's own experts as its CPU weights; one that was converted stays as it is.
 
     Raises UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
@@ -230,7 +228,7 @@ def with_own_experts(choice: Choice) -> Choice:
     return replace(choice, cpu_weights=root)
 
 
-def load_as_stored(choice: Choice, note: Callable[[str], None]) -> tuple[Any, Any]:
+def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[Any, Any]:
     """The model and its tokenizer, its experts computed as they are stored; by transformers where the runtime cannot,
     and then note(why).
     """
@@ -241,26 +239,32 @@ def load_as_stored(choice: Choice, note: Callable[[str], None]) -> tuple[Any, An
     return load(choice)
 
 
-def load(choice: Choice) -> tuple[Any, Any]:
+def load(choice: ModelChoice) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
     Raises UnsupportedError where the experts do not fit it, and what load_model and require_tokenizer raise."""
     config = prepare(choice)
     import transformers
 
-    kind: Any = transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        kind = transformers.AutoModelForImageTextToText
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     with explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
         require_tokenizer(tokenizer, choice.model)
-        return load_model(kind, choice, config, **options), tokenizer
+        return load_model(auto_class(config), choice, config, **options), tokenizer
 
 
-def load_model(kind: Any, choice: Choice, config: Any, **options: Any) -> Any:
+def auto_class(config: Any) -> Any:
+    """The auto class of transformers for a model of this config that writes text."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
+def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
     """The model by this class of transformers, which generates one answer at a time, whatever its
     generation_config.json says. Raises InputError for one of which a part is missing, and what from_pretrained raises.
     """

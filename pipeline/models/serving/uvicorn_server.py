@@ -1,4 +1,5 @@
-"""The connections of clients: how long one may take over its request, and which is closed where there are too many.
+"""uvicorn's server and connections: how long a client may take over its request, which connection is closed where there
+are too many, and an end within two seconds of Ctrl-C or SIGTERM, in the midst of answers too.
 
 uvicorn waits for requests for ever, and refuses all further clients when it has enough connections.
 """
@@ -6,13 +7,23 @@ uvicorn waits for requests for ever, and refuses all further clients when it has
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
 KEPT = 512  # connections; a further one takes the place of that which has waited longest for its client
 HEADERS = 10.0  # seconds for a request's headers, from the beginning of the connection or the end of the answer before
 BODY = 60.0  # seconds for its body, from there
 READING = 60.0  # seconds for the client to read some of an answer of which no more can be sent
+PATIENCE = 1  # seconds at the end for what is on its way; a client that does not read it does not hold the server
+INTERRUPTED = 130  # the exit code
 
 
 class Connection(H11Protocol):
@@ -58,7 +69,7 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it is the client's turn: to send a request, or to read an answer."""
+        """Whether it waits for the client: to send a request, or to read an answer."""
         return self._awaited is not None
 
     def precedence(self) -> tuple[bool, float]:
@@ -66,7 +77,7 @@ class Connection(H11Protocol):
         return self.flow.write_paused, self._since
 
     def _look(self) -> None:
-        """Whose turn is it?"""
+        """Note whose part is next."""
         if self.flow.write_paused:
             self._await((self.flow, READING))
         elif self.cycle is None or self.cycle.response_complete:
@@ -88,3 +99,27 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self.transport.close()  # after what the client has still to read
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which waits for the answers that it is giving; here they end at once."""
+
+    def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
+        """settings: of uvicorn."""
+        more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off"}
+        super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=PATIENCE, **more, **settings))
+        self._scheduler = scheduler
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The handler of both signals."""
+        self._scheduler.interrupt()
+        super().handle_exit(sig, frame)
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Until a signal, which uvicorn raises again at the end: SIGTERM ends the process, SIGINT is an exception."""
+        try:
+            super().run(*args, **kwargs)
+        except KeyboardInterrupt:
+            # The interpreter would take the model apart first, which is seconds, and wait for layers in computation.
+            atexit.register(os._exit, INTERRUPTED)
+            raise

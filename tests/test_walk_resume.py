@@ -1,0 +1,230 @@
+"""Walks through a model that are cut off: killed between layers and within, and resumed, `calibrate` and GPTQ make the
+bytes of a run that was never cut off; and the folder of statistics beside GPTQ's output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.statistics.folder import read_statistics
+from ktconvert.layouts.statistics.imatrix import PARTS
+from rig import calibrated, conversion, forks, killpoint
+from rig.attempts import Attempts
+from rig.safetensors import differing, read_folder
+
+if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
+    pytest.skip("llmcompressor is not installed", allow_module_level=True)
+
+UNITS = ("samples", "layer-000", "layer-001", "layer-002", "imatrix", "counts", "statistics")
+OTHER_MACHINE = ("--cpuinfer-threads", "2")
+SHAPES = dict.fromkeys(range(3), (4, 128, 128))
+two_cores = pytest.mark.skipif(
+    conversion.CORES < 2, reason="needs two cores, to compute with another number of threads"
+)
+
+
+def gpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
+    statistics = ("--save-statistics", f"{output}.statistics")
+    return calibrated.arguments(model, output, "W4A16", dataset, *statistics, *more)
+
+
+def cpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
+    statistics = ("--save-statistics", f"{output}.statistics", "--threadpool-count", "1")
+    return calibrated.scale_gptq(model, output, dataset, *statistics, *more)
+
+
+CHAINS = {"calibrate": (calibrated.calibrate, "calibrate"), "gpu": (gpu, "gptq"), "cpu": (cpu, "gptq")}
+only_gpu = pytest.mark.parametrize("attempts", ["gpu"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
+    with forks.Forks([shim], conversion.CORES, modules=calibrated.MODULES) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=CHAINS)
+def attempts(
+    request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Attempts]:
+    arguments, stage = CHAINS[request.param]
+    with conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base:
+        yield Attempts(base, servers, arguments, stage, UNITS)
+
+
+def begun(attempts: Attempts, name: str, unit: str = "layer-000") -> Path:
+    """An output that was cut off when this unit was recorded."""
+    output = attempts.output(name)
+    assert attempts.run(output, kill=attempts.recorded_at(unit) + 1).returncode == killpoint.KILLED
+    return output
+
+
+def test_killed_between_layers_and_within(attempts: Attempts) -> None:
+    """Right before or after some units' records, and at some moment of the making of two; finished layers are not made
+    again."""
+    chance = conversion.chance()
+    boundaries = [attempts.recorded_at(UNITS[n]) + late for n, late in ((0, 0), (1, 1), (2, 0), (4, 1), (6, 1))]
+    inside = [chance.choice(attempts.within(unit)) for unit in ("layer-001", "imatrix")]
+    conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
+    assert conversion.identity(attempts.model) == attempts.before
+
+
+@pytest.mark.long
+def test_killed_before_every_call(attempts: Attempts) -> None:
+    print(f"{len(attempts.calls)} kill points")
+    conversion.in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
+    assert conversion.identity(attempts.model) == attempts.before
+
+
+@only_gpu
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_while_resuming(count: int, attempts: Attempts) -> None:
+    calls = len(attempts.calls)
+    pairs = conversion.pairs(range(1 if count > 2 else 20, calls + 1), range(1, calls + 1), count)
+    conversion.in_parallel(lambda n: attempts.killed_twice(*pairs[n]), range(len(pairs)))
+
+
+@only_gpu
+def test_the_data_set_is_read_once(attempts: Attempts) -> None:
+    """Its samples are the first thing that is stored: the file may change or go while layers are made."""
+    output, moved = begun(attempts, "data"), attempts.dataset.with_suffix(".moved")
+    attempts.dataset.rename(moved)
+    try:
+        attempts.finish(output, "without the data set", "resume", str(output))
+    finally:
+        moved.rename(attempts.dataset)
+
+
+@two_cores
+def test_another_machine(attempts: Attempts) -> None:
+    """Sums are rounded in another order there: refused, by `resume` and by the same command."""
+    output = begun(attempts, "machine")
+    work = conversion.tree(output.with_name("out.work"))
+    same = attempts.arguments(attempts.model, output, attempts.dataset)
+    for words in (("resume", str(output), *OTHER_MACHINE), (*same, *OTHER_MACHINE)):
+        conversion.refused(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
+        assert conversion.differing(conversion.tree(output.with_name("out.work")), work) == []
+    attempts.finish(output, "on the first machine again", "resume", str(output), "--cpuinfer-threads", "1")
+
+
+@two_cores
+@only_gpu
+def test_another_machine_that_is_allowed(attempts: Attempts) -> None:
+    """What is finished is kept; with --overwrite it is not."""
+    output = begun(attempts, "allowed")
+    assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
+    ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
+    assert not any(".layers.0." in name for name in differing(ours, wanted))
+    assert ours.keys() == wanted.keys()
+    output = begun(attempts, "afresh")
+    for threads, what in ((2, "unfinished"), (1, "finished")):
+        words = gpu(attempts.model, output, attempts.dataset, "--overwrite", "--cpuinfer-threads", str(threads))
+        done = attempts.run(output, *words)
+        assert done.returncode == 0, f"over the {what} one: {done.stderr}"
+        settings = json.loads((output / "manifest.json").read_text())["settings"]
+        assert settings["machine"]["threads"] == threads
+    assert conversion.differing(conversion.tree(output), attempts.made) == []
+
+
+OTHER_OPTIONS = [
+    ("gpu", ("--dampening-frac", "0.01"), "--dampening-frac was 0.1, is 0.01"),
+    ("gpu", ("--calibrate", "routed"), "--calibrate was all, is routed"),
+    ("gpu", ("--num-calibration-samples", "2"), "--num-calibration-samples was 512, is 2"),
+    ("gpu", ("--random-seed", "1"), "--random-seed was 42, is 1"),
+    ("cpu", ("--calibrate", "all"), "--calibrate was mixed, is all"),
+    ("cpu", ("--scale", "mse"), "--scale was gptq, is mse"),
+]
+
+
+@pytest.mark.parametrize(("attempts", "change", "shown"), OTHER_OPTIONS, indirect=["attempts"])
+def test_other_options_are_refused(change: tuple[str, ...], shown: str, attempts: Attempts) -> None:
+    output = begun(attempts, f"options {change[0]}", "samples")
+    words = [*attempts.arguments(attempts.model, output, attempts.dataset), *change]
+    conversion.refused(attempts.run(output, *words), 7, shown)
+
+
+# ---- the statistics beside GPTQ's output -----------------------------------------------------------------------------
+
+
+@only_gpu
+def test_gptq_leaves_statistics_and_the_same_weights(attempts: Attempts, servers: Any, tmp_path: Path) -> None:
+    """The first layer reads what it reads without GPTQ; later ones read what quantized experts lead to."""
+    made, alone = attempts.base / "whole", tmp_path / "alone"
+    plain = calibrated.arguments(attempts.model, alone, "W4A16", attempts.dataset)
+    assert servers.run(plain, tmp_path / "said").returncode == 0
+    assert not differing(read_folder(made / "out"), read_folder(alone))
+    walk = calibrated.calibrate(attempts.model, tmp_path / "source", attempts.dataset)
+    assert servers.run(walk, tmp_path / "said").returncode == 0
+    own, source = read_statistics(made / "out.statistics"), read_statistics(tmp_path / "source")
+    for projection in PARTS:
+        ours, theirs = (each.imatrix("it", SHAPES).read(0, projection) for each in (own, source))
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(*(each.imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
+    np.testing.assert_array_equal(own.counts.sum(1), source.counts.sum(1))
+    assert own.document["settings"]["quant_type"] == "W4A16"
+    assert conversion.names(made / "out.statistics") == ["counts.safetensors", "imatrix.gguf", "statistics.json"]
+
+
+@only_gpu
+def test_cut_off_while_statistics_are_written(attempts: Attempts) -> None:
+    """Those of a layer, and before and after their folder appears."""
+    side = next(n for n, c in enumerate(attempts.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path)
+    appears = next(n for n, c in enumerate(attempts.calls, 1) if c.second == "out.statistics")
+    conversion.in_parallel(attempts.killed, [side + 1, appears, appears + 1])
+
+
+@only_gpu
+def test_a_bit_that_flipped_in_what_a_chain_needs(attempts: Attempts) -> None:
+    """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
+    first = begun(attempts, "flipped", "layer-001")
+    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".left")]
+
+    def resumed(n: int) -> None:
+        output = attempts.output(f"flipped{n}")
+        work = shutil.copytree(first.with_name("out.work"), output.with_name("out.work"))
+        plan = (work / "plan.json").read_text()
+        (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
+        begin, end = found[n]
+        (victim,) = (work / "store").glob(f"{begin}*{end}")
+        conversion.edit(victim, -2 if end == ".left" else 200, keep_time=True)
+        done = attempts.run(output, "resume", str(output))
+        assert f"is made again: {victim} is not what was written" in done.stderr
+        assert conversion.differing(conversion.tree(output.parent), attempts.wanted) == []
+
+    conversion.in_parallel(resumed, range(len(found)))
+
+
+@only_gpu
+def test_the_folder_of_statistics_is_not_overwritten(attempts: Attempts) -> None:
+    output = attempts.output("taken")
+    taken = output.with_name("out.statistics")
+    taken.mkdir()
+    (taken / "thesis.txt").write_text("mine")
+    whole = gpu(attempts.model, output, attempts.dataset)
+    for more in ((), ("--dry-run",)):
+        conversion.refused(attempts.run(output, *whole, *more), 7, "out.statistics exists already")
+        done = attempts.run(output, *whole, "--overwrite", *more)
+        conversion.refused(done, 7, f"{taken}: --overwrite would delete 1 file", "thesis.txt", "--delete-others")
+    shutil.copy(attempts.dataset, taken)
+    inside = gpu(attempts.model, output, taken / attempts.dataset.name, "--overwrite", "--delete-others")
+    conversion.refused(attempts.run(output, *inside), 2, str(taken / attempts.dataset.name), "is read")
+    (taken / attempts.dataset.name).unlink()
+    assert conversion.names(taken) == ["thesis.txt"]
+    words = calibrated.arguments(attempts.model, output, "W4A16", attempts.dataset)
+    done = attempts.run(output, *words, "--save-statistics", str(attempts.model / "statistics"))
+    conversion.refused(done, 2, "choose another folder")
+
+
+@only_gpu
+def test_finished_without_its_folder(attempts: Attempts) -> None:
+    output = attempts.output("gone")
+    shutil.copytree(attempts.base / "whole" / "out", output)
+    conversion.refused(attempts.run(output), 7, "does not have what was gathered with it")
