@@ -185,7 +185,7 @@ def test_cut_off_while_statistics_are_written(attempts: Attempts) -> None:
 def test_a_bit_that_flipped_in_what_a_chain_needs(attempts: Attempts) -> None:
     """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
     first = begun(attempts, "flipped", "layer-001")
-    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".left")]
+    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
 
     def resumed(n: int) -> None:
         output = attempts.output(f"flipped{n}")
@@ -194,7 +194,7 @@ def test_a_bit_that_flipped_in_what_a_chain_needs(attempts: Attempts) -> None:
         (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
         begin, end = found[n]
         (victim,) = (work / "store").glob(f"{begin}*{end}")
-        conversion.edit(victim, -2 if end == ".left" else 200, keep_time=True)
+        conversion.edit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
         done = attempts.run(output, "resume", str(output))
         assert f"is made again: {victim} is not what was written" in done.stderr
         assert conversion.differing(conversion.tree(output.parent), attempts.wanted) == []
