@@ -10,6 +10,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.walk.footprint import (
     CARDS,
     LIBRARIES,
@@ -126,11 +127,10 @@ def test_advice_names_sizes_that_people_can_check() -> None:
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
 def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
-    settings: dict[str, Any] = {"num_calibration_samples": 64, "max_sequence_length": 256, "calibrate": "all"}
+    samples = Samples(num_calibration_samples=64, max_sequence_length=256)
+    options: dict[str, Any] = {"quantizes": True, "calibrate": "all", "group": 4, "on_gpu": True}
     bits = 4 if quant_type == "W4A16" else 8
-    shape = shape_of(
-        recognise(open_checkpoint(str(example))), settings, quantizes=True, bits=bits, group=4, on_gpu=True
-    )
+    shape = shape_of(recognise(open_checkpoint(str(example))), samples, bits=bits, **options)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
     wanted = WalkShape(256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
