@@ -398,13 +398,6 @@ def test_a_record_of_a_file_that_cannot_be(name: str, paths: Paths) -> None:
         assert command("resume", paths.broken, "--dry-run") == 0
 
 
-def test_an_original_whose_config_is_a_list(paths: Paths) -> None:
-    with restored(paths.source / "config.json"):
-        (paths.source / "config.json").write_text("[1]")
-        arguments = ["merge", "-i", paths.loose, "-r", paths.source, "-o", new(paths), "--dry-run"]
-        assert command(*arguments, words="config.json: must hold a JSON object") == 5
-
-
 def test_a_manifest_of_more_experts_than_memory_holds(paths: Paths) -> None:
     with restored(paths.packed / "manifest.json"):
         changed(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))

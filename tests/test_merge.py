@@ -126,15 +126,13 @@ def four(tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, ra
     return source, base / "loose"
 
 
-def without_manifest(folder: Path, where: Path) -> Path:
-    """As kt-kernel leaves a loose folder."""
-    return Path(
-        shutil.copytree(
-            folder,
-            where,
-            ignore=lambda at, names: [n for n in names if Path(at, n).is_file() and not n.endswith(".kt")],
-        )
-    )
+def copied(folder: Path, where: Path, manifest: bool = False) -> Path:
+    """A copy; without a manifest as kt-kernel leaves a loose folder."""
+
+    def left_out(at: str, names: list[str]) -> list[str]:
+        return [] if manifest else [n for n in names if Path(at, n).is_file() and not n.endswith(".kt")]
+
+    return Path(shutil.copytree(folder, where, ignore=left_out))
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
@@ -144,9 +142,7 @@ def test_a_missing_layer_is_named(
     gone: int, manifest: bool, original: bool, tmp_path: Path, cli: Any, four: tuple[Path, Path]
 ) -> None:
     source, whole = four
-    loose = (
-        Path(shutil.copytree(whole, tmp_path / "loose")) if manifest else without_manifest(whole, tmp_path / "loose")
-    )
+    loose = copied(whole, tmp_path / "loose", manifest)
     shutil.rmtree(loose / f"_layer_{gone}")
     words = ["merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else [])]
     if gone == 2 or manifest or original:
@@ -160,9 +156,7 @@ def test_layers_are_left_out_where_others_are_named(
     manifest: bool, tmp_path: Path, cli: Any, four: tuple[Path, Path]
 ) -> None:
     source, whole = four
-    loose = (
-        Path(shutil.copytree(whole, tmp_path / "loose")) if manifest else without_manifest(whole, tmp_path / "loose")
-    )
+    loose = copied(whole, tmp_path / "loose", manifest)
     shutil.rmtree(loose / "_layer_2")
     words = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
     assert "layer 2 has no experts here" in cli(*words, "--layers", "1-2", code=2).stderr
@@ -185,7 +179,7 @@ def test_the_original_of_another_model_is_refused(
 ) -> None:
     source = write_qwen(tmp_path / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(4)})
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", "--threadpool-count", 1)
-    loose = tmp_path / "loose" if manifest else without_manifest(tmp_path / "loose", tmp_path / "bare")
+    loose = tmp_path / "loose" if manifest else copied(tmp_path / "loose", tmp_path / "bare")
     original = tmp_path / "original"
     original.mkdir()
     config = json.loads((source / "config.json").read_text())
@@ -267,7 +261,7 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
     options = ["--threadpool-count", 1]
     cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
-    bare = without_manifest(tmp_path / "loose", tmp_path / "bare")
+    bare = copied(tmp_path / "loose", tmp_path / "bare")
     wanted = tensors(tmp_path / "direct")
     for at, (folder, original) in enumerate(
         ((tmp_path / "loose", []), (tmp_path / "loose", ["-r", source]), (bare, ["-r", source]))

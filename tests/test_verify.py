@@ -18,7 +18,7 @@ from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.quantizers import ROW_GRIDS
 from rig.files import edit_json
 from rig.safetensors import data_start, edit_file, edit_header, header_of, read_file
-from rig.verifying import accepted, failed, made, problems, refused, verified
+from rig.verifying import accepted, failed, in_forms, made, problems, refused, verified
 
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = "model.safetensors.index.json"
@@ -34,8 +34,7 @@ def convert(source: Path, output: Path, *options: object) -> Path:
 @pytest.fixture(scope="module")
 def conversions(packed_example: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model in both methods, merged and loose, for two NUMA nodes."""
-    more = {"merged": [], "loose": ["--no-merge-safetensor"]}
-    return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in SHAPES}
+    return in_forms(packed_example, SHAPES)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
-from rig.verifying import failed, row, verified
+from rig.verifying import failed, in_forms, row, verified
 
 FORMS = ("int4-merged", "int8-merged", "int8-loose")
 
@@ -27,8 +27,7 @@ FORMS = ("int4-merged", "int8-merged", "int8-loose")
 @pytest.fixture(scope="module")
 def converted(packed_example: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model in both methods, for two NUMA nodes."""
-    more = {"merged": [], "loose": ["--no-merge-safetensor"]}
-    return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in FORMS}
+    return in_forms(packed_example, FORMS)
 
 
 @pytest.fixture

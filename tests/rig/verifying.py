@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ def made(command: click.Command, *arguments: object) -> None:
     """Run a command, quietly, and expect success."""
     done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
     assert done.exception is None, done.output
+
+
+def in_forms(packed_example: Callable[..., Path], names: Sequence[str]) -> dict[str, Path]:
+    """The bundled model for two NUMA nodes, as "int4-merged", "int8-loose"."""
+    more = {"merged": [], "loose": ["--no-merge-safetensor"]}
+    return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in names}
 
 
 def verified(output: Path, *options: object) -> dict[str, Any]:
