@@ -225,9 +225,6 @@ GONE = set(
 VECTORS = ("native_quant/", "quantizers/scale_search.py")  # where a lane is one of a vector
 # Files of a table may have the name of another file: commands, encodings of the numbers that quantizers define.
 ROWS = (("pipeline", "cli"), ("layouts", "encodings"))
-# What is still to be renamed.
-STILL_GONE: set[str] = {"PIECE", "_asked", "_pieces", "_told", "_turns", "_wanted", "apart", "asked", "carried", "keeper", "piece", "pieces", "places", "room", "told", "turns", "wanted"}  # fmt: skip
-STILL_TWICE: set[str] = {"class Counts", "class Part", "class Request", "class Written", "errors.py", "importance.py", "settings.py"}  # fmt: skip
 
 
 def parts_of(name: str) -> set[str]:
@@ -263,7 +260,7 @@ def test_names_are_plain() -> None:
     for name, where in identifiers():
         if parts_of(name) & (GONE - ({"lane", "lanes"} if where.startswith(VECTORS) else set())):
             wrong.setdefault(name, []).append(where)
-    none([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items()) if name not in STILL_GONE])
+    none([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items())])
 
 
 def test_no_class_and_no_file_twice() -> None:
@@ -277,7 +274,7 @@ def test_no_class_and_no_file_twice() -> None:
         command = where.parts[1] == "plans" and (ROOT / "pipeline" / "cli" / path.name).exists()
         if path.stem != "__init__" and where.parts[:2] not in ROWS and not command:
             found.setdefault(path.name, []).append(str(where))
-    none([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1 and name not in STILL_TWICE])
+    none([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1])
 
 
 def test_every_file_says_what_it_is() -> None:
