@@ -1,4 +1,4 @@
-"""Looks up values in config.json, at the places where families keep them."""
+"""Values of config.json, under the keys that families of models use, and what it says of quantization."""
 
 from __future__ import annotations
 

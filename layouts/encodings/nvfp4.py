@@ -1,6 +1,6 @@
 """NVFP4: FP4 E2M1 codes, two to a byte, with one E4M3 scale for 16 columns of a row, and one float32 scale for all.
 
-Of that there are two conventions, told apart by its name: modelopt's weight_scale_2 multiplies the others,
+Of that there are two conventions, which its name shows: modelopt's weight_scale_2 multiplies the others,
 compressed-tensors' weight_global_scale divides them."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.moe_model import MoeModel
     from ktconvert.layouts.outputs.format import Format
 
-RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that are told of
+RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that notes name
 
 
 def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:

@@ -1,7 +1,7 @@
 """A folder with the statistics of one model's experts: imatrix.gguf, counts.safetensors, and statistics.json, which
 says what they are of. Written by `ktconvert calibrate` and by GPTQ with --save-statistics.
 
-The places of experts that a layer does not have are zeros in counts.safetensors. The blocks of an MTP part are in
+The numbers of experts that a layer does not have are zeros in counts.safetensors. The blocks of an MTP part are in
 neither file.
 """
 
