@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.documents import COUNT, mismatch
 from ktconvert.layouts.outputs.format import Arrangement
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
 
@@ -30,7 +29,10 @@ def _is_trusted(facts: Mapping[str, Any]) -> bool:
     return (
         are_templates(facts.get(TEMPLATES))
         and isinstance(facts.get("method"), str)
-        and all(mismatch(facts.get(name), COUNT) is None for name in ("bits", "group_size", "packed_linears"))
+        and all(
+            type(facts.get(name)) is int and 0 < facts[name] < 1 << 31
+            for name in ("bits", "group_size", "packed_linears")
+        )
         and "layers" in facts
     )
 

@@ -11,12 +11,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
-from ktconvert.layouts.files.documents import COUNT, NUMBER
+from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.statistics.imatrix import I64, Imatrix, Shapes, open_imatrix
@@ -35,25 +37,49 @@ def read_counts(path: Path) -> I64:
 
 IMATRIX, DOCUMENT = "imatrix.gguf", "statistics.json"
 FORMAT = 1
-LAYERS = range(1 << 20)
-SIZES = (COUNT, [COUNT])
-# The entries that we read, and the types that they must have (documents.mismatch).
-STATISTICS = {
-    "model": {
-        "architecture": str,
-        "name": (str, None),
-        "source": str,
-        "decoder_layers": range(1, 1 << 20),
-        "layers": [LAYERS],
-        "experts": SIZES,
-        "hidden": SIZES,
-        "intermediate": SIZES,
-    },
-    "data": {"dataset": str, "samples": COUNT, "tokens": COUNT},
-    "settings": {},
-    "files": [{"name": str, "size": NUMBER, "sha256": str}],
-}
 MAKE = "make it again with `ktconvert calibrate`"
+
+
+# --- the entries that we read -------------------------------------------------------------------------------------
+
+
+class _Header(msgspec.Struct):
+    name: Literal["ktconvert-statistics"]
+    version: Number
+
+
+class _Model(msgspec.Struct):
+    architecture: str
+    name: str | None
+    source: str
+    decoder_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)]
+    layers: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)], ...]
+    experts: Count | tuple[Count, ...]
+    hidden: Count | tuple[Count, ...]
+    intermediate: Count | tuple[Count, ...]
+
+
+class _Data(msgspec.Struct):
+    dataset: str
+    samples: Count
+    tokens: Count
+
+
+class _File(msgspec.Struct):
+    name: str
+    size: Number
+    sha256: str
+
+
+class _Listing(msgspec.Struct):
+    format: _Header
+    files: tuple[_File, ...]
+
+
+class _Document(_Listing):
+    model: _Model
+    data: _Data
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -107,13 +133,11 @@ def read_statistics(folder: Path) -> Statistics:
     """
     path = folder / DOCUMENT
     try:
-        document = documents.parse(path.read_bytes())
-        wrong = documents.mismatch(document, {"format": {"name": "ktconvert-statistics", "version": NUMBER}})
-        if wrong is None and document["format"]["version"] > FORMAT:
+        data = path.read_bytes()
+        if documents.read(data, _Listing).format.version > FORMAT:
             raise InputError(f"{path}: written by a newer ktconvert; update this one.")
-        wrong = wrong or documents.mismatch(document, STATISTICS)
-        if wrong is not None:
-            raise ValueError(wrong)
+        documents.read(data, _Document)
+        document = documents.parse(data)
         recorded = {file["name"]: file for file in document["files"]}
         for name in (IMATRIX, COUNTS):
             size = (folder / name).stat().st_size
@@ -142,12 +166,10 @@ def read_statistics(folder: Path) -> Statistics:
 def listed(folder: Path) -> set[str]:
     """The names of the files that the document in a folder describes, and its own; none without a document of ours."""
     try:
-        document = documents.parse((folder / DOCUMENT).read_bytes())
+        listing = documents.read((folder / DOCUMENT).read_bytes(), _Listing)
     except (OSError, ValueError):
         return set()
-    if documents.mismatch(document, {"format": {"name": "ktconvert-statistics"}, "files": STATISTICS["files"]}):
-        return set()
-    return {DOCUMENT, *(file["name"] for file in document["files"])}
+    return {DOCUMENT, *(file.name for file in listing.files)}
 
 
 def imatrix_of(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
@@ -163,7 +185,7 @@ def counts_of(folder: Path) -> I64:
 
 
 def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
-    """statistics.json, of the entries of STATISTICS. No time stamps, no paths: same input and options, same bytes."""
+    """statistics.json, of the entries of _Document. No time stamps, no paths: same input and options, same bytes."""
     document = {
         "format": {"name": "ktconvert-statistics", "version": FORMAT},
         "tool": {"name": "ktconvert", "version": version},

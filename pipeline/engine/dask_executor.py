@@ -15,6 +15,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
 from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
@@ -226,6 +228,10 @@ def _client(connect: Callable[..., Any], where: str) -> Any:
         raise KtconvertError(f"--executor dask:{where}: no Dask scheduler answers there ({why[0]}).") from error
 
 
+class _SchedulerFile(msgspec.Struct):
+    address: str
+
+
 def _address(where: str) -> str:
     """What a scheduler's file says. Raises UsageError where it is none."""
     path = Path(where).expanduser()
@@ -235,11 +241,8 @@ def _address(where: str) -> str:
             "the file that `dask scheduler --scheduler-file` writes."
         )
     try:
-        content = documents.parse(path.read_bytes())
+        return documents.read(path.read_bytes(), _SchedulerFile).address
     except ValueError as error:
-        content = {"": str(error)}
-    if wrong := documents.mismatch(content, {"address": str}):
         raise UsageError(
-            f"--executor dask:{where}: is not what `dask scheduler --scheduler-file` writes ({wrong}); give its file."
-        )
-    return str(content["address"])
+            f"--executor dask:{where}: is not what `dask scheduler --scheduler-file` writes ({error}); give its file."
+        ) from error
