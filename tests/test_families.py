@@ -5,7 +5,6 @@ with the logits of the original, or refused with the sentence that is expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,14 @@ import pytest
 from families import HEAD, Outcome, families, line, outcome
 from rig.family_rows import PLAIN, ROWS, Row
 
+pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 # Measured, the largest of all families: 0.036. Another expert's weights give about 1.
 ERROR = 0.05
 DECISIVE = 0.4  # the smallest that experts move the logits: 0.48
 QUICK = ("granitemoe", "qwen3_omni_moe_thinker")  # the others take minutes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch's threads cost more than they give on models this small."""
-    torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def version(text: str) -> tuple[int, ...]:
