@@ -222,13 +222,7 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _install(self, experts: Experts) -> None:
-        layer = WrappedLayer(
-            experts,
-            self._member,
-            self._mask,
-            self.num_experts_per_tok,
-            self._may_defer,
-        )
+        layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._may_defer)
         self._layer = layer
         self._cpu, self._stream, self.moe = OnCpu(layer), OnStream(layer), experts
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from numa.see import MBIND, NO_NUMA_CALLS, run, seen_by
+from numa.see import run, seen_by
 from numa.variants import Variant
 
 # Two parts from a file and two that are packed here, with the default pool.
@@ -147,35 +146,6 @@ def test_auto_counts_the_nodes_that_memory_is_bound_to(node: int, model: Path) -
         membind=[node],
     )
     assert seen["is_mapped"] == (node == 1)
-
-
-@pytest.mark.on("small")
-def test_auto_counts_per_node_and_says_so_once(model: Path) -> None:
-    seen = seen_by(f"experts = Experts.load({str(model)!r}, 0); again = Experts.load({str(model)!r}, 1); say()")
-    said = [line for line in seen["stderr"].splitlines() if re.search(r"node 1\b", line)]
-    assert len(said) == 1, seen["stderr"]
-
-
-@pytest.mark.on("small", "two")
-def test_the_plan_counts_per_node(source: Path, variant: Variant) -> None:
-    """Two parts of 150 MiB do not fit node 1 of `small`, and do fit the nodes of `two`."""
-    options = ("-i", source, "-o", "/dev/shm/out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
-    done = run("ktconvert", "cpu", *options)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"node 1\b", line)]
-    assert len(said) == (variant.nodes[1][1] < 200), done.stdout + done.stderr
-
-
-@pytest.mark.on("two")
-@pytest.mark.parametrize("calls", [(MBIND,), NO_NUMA_CALLS], ids=["mbind", "as in Docker"])
-def test_a_denied_mbind_is_told_once(calls: tuple[int, ...], model: Path) -> None:
-    code = f"layers = [Experts.load({str(model)!r}, n, memory='copy') for n in range(3)]; packed = pack(2); say()"
-    said = [line for line in seen_by(code, without=calls)["stderr"].splitlines() if "Warning: " in line]
-    assert len(said) == 1 and "mbind" in said[0], said
-    assert re.search("SYS_NICE|seccomp", said[0], re.I), said  # the remedy
-    doctor = run("ktconvert", "doctor", without=calls)
-    assert doctor.returncode == 0
-    assert len(re.findall(r"^warning: .*mbind", doctor.stdout, re.M)) == 1, doctor.stdout
 
 
 @pytest.mark.on("memoryless", "memoryless0", "cpuless", "hole", "four", "small")

@@ -8,28 +8,8 @@ from typing import Any
 
 import pytest
 
-from numa.see import run, seen_by
+from numa.see import run
 from numa.variants import Variant
-
-
-@pytest.mark.on("four")
-def test_a_count_without_nodes_takes_nodes_that_the_process_may_use() -> None:
-    seen = seen_by(
-        """
-        import torch
-        from ktconvert.native_quant import KTMoEWrapper
-        weights = [torch.randn(4, 1024, 1024) / 32 for _ in range(3)]
-        nodes = []
-        for count in 1, 2:
-            moe = KTMoEWrapper(0, 4, 2, 1024, 1024, None, 2, count, "", 512, method="AMXINT8")
-            moe.load_weights_from_tensors(*weights)
-            nodes.append(moe.moe.pool.nodes)
-        say(nodes=nodes)
-        """,
-        cpus=[1, 2],
-    )
-    one, two = seen["nodes"]
-    assert one in ([1], [2]) and two == [1, 2]
 
 
 def doctor(**how: Any) -> dict[str, Any]:

@@ -76,30 +76,6 @@ def test_taskset_is_honoured(variant: Variant) -> None:
     assert all(set(cpus) <= set(variant.cpus(node)) for cpus in seen["workers"]), seen
 
 
-@pytest.mark.on("asym")
-def test_threads_follow_the_cores_of_unequal_nodes(variant: Variant) -> None:
-    expected = [(4, [0, 1], {0: 3, 1: 1}), (4, [1, 0], {0: 3, 1: 1}), (2, [0, 1], {0: 1, 1: 1})]
-    seen = seen_by(
-        f"""
-        pools, alive = [], []
-        for threads, nodes in {[(threads, nodes) for threads, nodes, _ in expected]}:
-            new = New()
-            alive.append(Pool(threads, numa_nodes=nodes))
-            pools.append({{"threads": threads, "nodes": nodes, "workers": new.cpus()}})
-        say(pools=pools)
-        """
-    )
-    assert [per_node(variant, pool) for pool in seen["pools"]] == [counts for _, _, counts in expected]
-
-
-@pytest.mark.on("two", "four", "asym")
-def test_more_threads_than_cpus_stay_on_their_node(variant: Variant) -> None:
-    seen = seen_by(POOL.format(pool="Pool(9)"))
-    assert seen["threads"] == 9
-    count = per_node(variant, seen)
-    assert sum(count.values()) == 9 and set(count) == set(variant.workers)
-
-
 @pytest.mark.on("two", "asym")
 def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
     """The caller too, which is the first thread of the first group, until the forward is over."""

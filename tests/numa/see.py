@@ -18,12 +18,9 @@ import numpy.typing as npt
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# x86-64's numbers of the calls that libc lacks, and <linux/mempolicy.h>, <linux/seccomp.h>, <linux/prctl.h>.
-MBIND, SET_MEMPOLICY, GET_MEMPOLICY, MOVE_PAGES = 237, 238, 239, 279
-MPOL_BIND, MPOL_INTERLEAVE = 2, 3
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, EPERM = 0x7FFF0000, 0x00050000, 1
-NO_NUMA_CALLS = (MBIND, SET_MEMPOLICY, GET_MEMPOLICY, MOVE_PAGES)  # what Docker's default profile denies
+# x86-64's numbers of the calls that libc lacks, and <linux/mempolicy.h>.
+SET_MEMPOLICY, MOVE_PAGES = 238, 279
+MPOL_BIND = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -96,34 +93,14 @@ def bind_memory(nodes: Collection[int], mode: int = MPOL_BIND) -> None:
         raise OSError(ctypes.get_errno(), "set_mempolicy")
 
 
-def deny(calls: Collection[int]) -> None:
-    """Let these system calls fail with EPERM from now on, as a container's seccomp profile does."""
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
-
-    # Classic BPF: load the call's number; per call: if equal, return EPERM; then allow.
-    steps = [(0x20, 0, 0, 0)]
-    for call in calls:
-        steps += [(0x15, 0, 1, call), (0x06, 0, 0, SECCOMP_RET_ERRNO | EPERM)]
-    steps.append((0x06, 0, 0, SECCOMP_RET_ALLOW))
-    code = np.array(steps, np.dtype([("code", "u2"), ("jt", "u1"), ("jf", "u1"), ("k", "u4")]))
-    program = Program(len(code), code.ctypes.data)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
-    ):
-        raise OSError(ctypes.get_errno(), "seccomp")
-
-
 def run(
     *command: object,
     cpus: Collection[int] = (),
     membind: Collection[int] = (),
-    without: Collection[int] = (),
     cgroup: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on these CPUs only, with memory of these nodes only, without these system calls, in this cgroup."""
+    """Run a command on these CPUs only, with memory of these nodes only, in this cgroup."""
 
     def begin() -> None:
         if cgroup:
@@ -132,8 +109,6 @@ def run(
             os.sched_setaffinity(0, cpus)
         if membind:
             bind_memory(membind)
-        if without:
-            deny(without)
 
     return subprocess.run(
         list(map(str, command)),
