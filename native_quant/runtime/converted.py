@@ -26,19 +26,11 @@ from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-from ktconvert.native_quant.runtime.weights import (
-    LayerWeights,
-    Requirements,
-    Status,
-    arrays_of,
-    check_limits,
-    contents,
-    in_parallel,
-)
 
 F32 = npt.NDArray[np.float32]
 
@@ -102,11 +94,11 @@ class Converted:
         if because := "; ".join(self.damage[:3]):
             raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
-    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """LayerWeights.linears."""
         return packed.linears(expert)
 
-    def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+    def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
         """One layer in the memory of the pool's nodes.
 
         Raises UnsupportedError where the files are not as required or where the directory is of another kind,
@@ -127,7 +119,7 @@ class Converted:
         self.require_manifest()
         grid = ExpertGrid(layer, h, i, measured.numa)
         require_legal(measured.fmt, h, i, measured.numa)
-        check_limits(measured.method, grid)
+        weights.check_limits(measured.method, grid)
         stored = dict(self._stored(measured.fmt, grid, count))
         memory = required.memory
         if memory == "auto":
@@ -137,9 +129,10 @@ class Converted:
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
-        packed = LayerWeights(measured.method, grid, count, arrays_of(measured.fmt.encoding.tensors, views))
+        arrays = weights.arrays_of(measured.fmt.encoding.tensors, views)
+        packed = weights.LayerWeights(measured.method, grid, count, arrays)
         check = functools.partial(self._require_scales, measured.fmt.encoding)
-        in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+        weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
         packed.require_whole()
         return packed
 
@@ -236,7 +229,7 @@ class Converted:
             self.output.read(stored[key], out=views[key])
 
         with blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
-            in_parallel(one, views, machine.physical_cores())
+            weights.in_parallel(one, views, machine.physical_cores())
         return views
 
     def _require_scales(self, encoding: Encoding, part: Part, stored: Sequence[Bytes]) -> None:
@@ -257,7 +250,7 @@ def _may_be_limited(method: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(path: Path, as_it_is: frozenset[Status]) -> Converted:
+def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
     output = open_output(path)
     parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
@@ -276,5 +269,5 @@ def open_converted(path: Path) -> Converted:
         )
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
-    opened = _opened(path.resolve(), contents(path))
+    opened = _opened(path.resolve(), weights.contents(path))
     return opened if opened.path == path else replace(opened, path=path)

@@ -27,7 +27,7 @@ from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Job, Pool, check, default_pool
-from ktconvert.native_quant.runtime.swiglu import Swiglu
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 U16 = npt.NDArray[np.uint16]
 I64 = npt.NDArray[np.int64]
@@ -62,11 +62,10 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
-        swiglu_limit: float = 0.0,
-        swiglu_alpha: float = 0.0,
+        swiglu: Swiglu = PLAIN,
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is reported here
-        check_swiglu(packed.method, Swiglu(swiglu_limit, swiglu_alpha))
+        check_swiglu(packed.method, swiglu)
         grid = packed.grid
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
@@ -84,8 +83,8 @@ class Experts:
                 "hidden": self.hidden,
                 "width": self.intermediate // self.parts,
                 "expert": table,
-                "swiglu_limit": swiglu_limit,
-                "swiglu_alpha": swiglu_alpha,
+                "swiglu_limit": swiglu.limit,
+                "swiglu_alpha": swiglu.alpha,
             },
         )
         self._weights: InUse | None = InUse(moe, table, packed)
@@ -130,7 +129,7 @@ class Experts:
         packed = open_experts(path).load(layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
-        loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
+        loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu=swiglu)
         loaded.source = path.absolute()
         return loaded
 
@@ -157,7 +156,7 @@ class Experts:
         """
         pool = pool or default_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
-        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha)
+        return cls(packed, pool=pool, exact=exact, order=order, swiglu=Swiglu(swiglu_limit, swiglu_alpha))
 
     def forward(
         self,

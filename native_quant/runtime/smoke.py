@@ -74,7 +74,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     if METHODS[packed.method].activations == "BF16":
         modes, bound = {"default": False}, BOUND_BF16
     for mode, exact in modes.items():
-        with Experts(packed, pool=pool, exact=exact, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
+        with Experts(packed, pool=pool, exact=exact, swiglu=swiglu) as experts:
             one, many = (_forward(experts, hidden, ids) for ids in (alone, together))
         where = f"layer {layer}, {mode} mode"
         bad = np.flatnonzero(~np.isfinite(one).all(axis=(0, 2)))
