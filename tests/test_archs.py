@@ -590,10 +590,10 @@ def test_fp8_in_blocks(style: Style, turned: bool, suffix: str, block: tuple[int
             both = whole.pop("gate_up")
             gate, up = (slice(0, None, 2), slice(1, None, 2)) if style.interleaved else (slice(0, I), slice(I, None))
             whole |= {"gate": both[:, gate], "up": both[:, up]}
-        for projection, wanted in whole.items():
+        for projection, expected in whole.items():
             matrix = getattr(moe.expert(1, e), projection)
             assert matrix.kind.name == "fp8_e4m3"
-            np.testing.assert_array_equal(decoded(matrix), wanted)
+            np.testing.assert_array_equal(decoded(matrix), expected)
 
 
 @pytest.mark.parametrize("shape", [(I,), (I, 1), (1, 1), (1,), ()])

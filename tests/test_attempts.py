@@ -79,7 +79,7 @@ def test_no_name_leads_out_of_the_folder(paths: Paths, name: str) -> None:
 
 
 def test_a_resume_among_such_records(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     paths = sorted((bench.work / "attempts").glob("*.json"))
     for path, wrong in zip(paths, ({"files": []}, {"files": [["", 1, "\ud800"]]}), strict=True):
@@ -90,7 +90,7 @@ def test_a_resume_among_such_records(bench: Bench) -> None:
         assert done.returncode == (7 if command == "resume" else 0)
         assert "Traceback" not in done.stderr
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")

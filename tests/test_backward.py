@@ -70,8 +70,8 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     i, j = (r - nb) % 32, (c - kb) % 32
     at = nb * k + kb * rows + (r - nb) // 32 * 32 * columns + (c - kb) // 32 * 32 * 32
     at = at + i // 16 * 512 + j // 2 * 32 + i % 16 * 2 + j % 2
-    places = np.arange(n * k, dtype=np.uint32).reshape(n, k)
-    assert (panels.to_blocks(places)[at] == places).all()
+    positions = np.arange(n * k, dtype=np.uint32).reshape(n, k)
+    assert (panels.to_blocks(positions)[at] == positions).all()
 
 
 @pytest.mark.parametrize("row", [0, 255, 256, 287])

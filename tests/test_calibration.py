@@ -108,8 +108,8 @@ def test_order_is_the_samplers_own(tmp_path: Path) -> None:
 def test_text_is_cut_into_full_pieces() -> None:
     whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
     read = token_ids(wanted(TEXT, length=100), tokenizer())
-    pieces = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
-    assert sorted(ids.tolist() for ids in read) == pieces
+    chunks = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
+    assert sorted(ids.tolist() for ids in read) == chunks
     assert [ids.size for ids in read] == [100] * (len(whole) // 100) + [len(whole) % 100]
     first = token_ids(wanted(TEXT, length=100, count=8), tokenizer())
     assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
@@ -123,9 +123,9 @@ def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
     assert file.stat().st_size > 15 << 20
     read = samples(wanted(file, count=24, length=16384), tokenizer())
     assert [ids.size for ids in read] == [16384] * 24
-    pieces = texts(read)
-    assert sum(map(len, pieces)) > 1 << 20, "one stretch only"
-    assert all(piece in TEXT.read_text() * 6 for piece in pieces)
+    chunks = texts(read)
+    assert sum(map(len, chunks)) > 1 << 20, "one stretch only"
+    assert all(chunk in TEXT.read_text() * 6 for chunk in chunks)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_folder_is_read_by_name(tmp_path: Path) -> None:
 def test_folder_of_texts_is_cut_file_by_file(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(f"{name} " * 30)
-    pieces = texts(samples(wanted(tmp_path, length=50), tokenizer()))
-    assert all(("a.txt" in text) != ("b.txt" in text) for text in pieces) and len(pieces) > 2
+    chunks = texts(samples(wanted(tmp_path, length=50), tokenizer()))
+    assert all(("a.txt" in text) != ("b.txt" in text) for text in chunks) and len(chunks) > 2
 
 
 def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     home = tmp_path / "home"
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}
-    asked = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
+    splits = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
     done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(asked)],
+        [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)],
         capture_output=True,
         text=True,
         timeout=300,

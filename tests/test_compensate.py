@@ -71,10 +71,10 @@ def compensated(
 
     def nearest(expert: int, projection: str, importance: Any) -> Any:
         made = []
-        pieces = cut_parts(projection, experts[expert][projection], numa)
-        for part, piece in zip(grid.parts(expert, projection), pieces, strict=True):
+        chunks = cut_parts(projection, experts[expert][projection], numa)
+        for part, chunk in zip(grid.parts(expert, projection), chunks, strict=True):
             out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
-            quantize(form, GPTQ, Matrix(np.ascontiguousarray(piece), BF16), out, part.of_columns(importance))
+            quantize(form, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, part.of_columns(importance))
             made.append((part, out))
         return made
 

@@ -155,13 +155,13 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
         p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"
     }
     source = bits_of(read_file(example / "model.safetensors"))
-    carried = {k: v for shard in shards for k, v in bits_of(read_file(out / shard)).items() if "_exps" not in k}
+    others = {k: v for shard in shards for k, v in bits_of(read_file(out / shard)).items() if "_exps" not in k}
     expected = {
         n.replace("model.layers.", "blk.").replace("model.", ""): v
         for n, v in source.items()
         if ".mlp.experts." not in n
     }
-    same_bytes(carried, expected)
+    same_bytes(others, expected)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (example / name).read_bytes()
     assert all(p.stat().st_mode & 0o444 == 0o444 for p in out.iterdir())

@@ -46,7 +46,7 @@ DESIGN_PAGE = ROOT / "docs" / "design.md"
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # Paths on a writer's machine, which readers do not have.
-OWN_PLACES = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
+OWN_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
 
 
 def named(path: Path) -> str:
@@ -291,8 +291,8 @@ def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
         codes = rng.integers(-7, 8, (n, k)).astype(np.int8)
         packed = reference.pack(bits, codes)
         mask = (1 << bits) - 1
-        places = [(int(rng.integers(n)), int(rng.integers(k))) for _ in range(2000)]
-        for row, column in [*places, (0, 0), (n - 1, k - 1)]:
+        positions = [(int(rng.integers(n)), int(rng.integers(k))) for _ in range(2000)]
+        for row, column in [*positions, (0, 0), (n - 1, k - 1)]:
             byte, bit = scope["offset"](bits, n, k, row, column)
             assert packed[byte] >> bit & mask == int(codes[row, column]) & mask, (bits, n, k, row, column)
 
@@ -407,7 +407,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_no_page_names_a_path_of_its_writers(page: Path) -> None:
-    match = OWN_PLACES.search(text_of(page))
+    match = OWN_PATHS.search(text_of(page))
     assert match is None, f"{named(page)}: {match[0]}"
 
 

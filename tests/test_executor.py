@@ -83,9 +83,9 @@ def test_the_bytes_are_those_of_threads(
         return conversion.tree(Path(output))
 
     with ThreadPoolExecutor(2) as pool:
-        wanted = pool.submit(make, "threads")
+        expected = pool.submit(make, "threads")
         made = make("dask", "--executor", f"dask:{cluster.file}")
-    assert conversion.differing(made, wanted.result()) == []
+    assert conversion.differing(made, expected.result()) == []
 
 
 class Events(Reporter):

@@ -106,8 +106,8 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_pa
     with conversion.Mounts() as mounts, Cluster(tmp_path / "cluster") as cluster:
         if mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
-        places = {name: tmp_path / name.replace(" ", "-") for name in ELSEWHERE}
-        for name, place in places.items():
+        folders = {name: tmp_path / name.replace(" ", "-") for name in ELSEWHERE}
+        for name, place in folders.items():
             (place / "seen").mkdir(parents=True)
             shutil.copytree(source, place / "source")  # copies keep their times of change
             shutil.copytree(source, place / "copy")
@@ -130,14 +130,14 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_pa
         cluster.start("elsewhere", prefix=mounts.prefix, env={"KTCONVERT_HOST": "elsewhere"})
 
         def convert(name: str) -> Any:
-            return cpu(servers, places[name] / "source", places[name] / "seen" / "out", f"dask:{cluster.file}")
+            return cpu(servers, folders[name] / "source", folders[name] / "seen" / "out", f"dask:{cluster.file}")
 
         with ThreadPoolExecutor(2) as pool:
             for name, done in zip(ELSEWHERE, pool.map(convert, ELSEWHERE), strict=True):
                 code, words = ELSEWHERE[name]
                 conversion.refused(done, code, "host elsewhere: ", *words)
-                assert not (places[name] / "seen" / "out").exists()
-        done = servers.run(["resume", places["other time"] / "seen" / "out"], tmp_path / "resumed.said")
+                assert not (folders[name] / "seen" / "out").exists()
+        done = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.said")
         assert done.returncode == 0, done.stderr
 
 

@@ -37,7 +37,7 @@ def turn(walls: list[float], probes: list[float], cpu: float = 1.0, workers: flo
 def cell(modules: Modules, **sides: list[dict[str, Any]]) -> Any:
     """One token, of which 20 MB of weights are read where 16 GB/s can be."""
     cells = modules["forward_cells"]
-    figures = {name: cells.Figures.of(turns) for name, turns in sides.items()}
+    figures = {name: cells.Figures.of(rounds) for name, rounds in sides.items()}
     known = {"shape": "Qwen3-30B-A3B", "method": "int4", "threads": 1, "tokens": 1, "routing": "balanced"}
     sizes = {"distinct": 8.0, "busiest": 1.0, "bytes": 20e6, "operations": 75e6, "read": 16e9, "read_cpu": 16e9}
     rest = {"ceilings": {}, "limit": 1.15, "differing": 0, "elements": 2048, "distance": 0.01, "figures": figures}
@@ -146,14 +146,14 @@ def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:
     library = modules["state"].build(FOLDER / "state.c", tmp_path)
     calls: list[int] = []
     stop = threading.Event()
-    beside = threading.Thread(target=stop.wait)
-    beside.start()
+    other = threading.Thread(target=stop.wait)
+    other.start()
     try:
-        detector = modules["state"].Detector(library, [beside.native_id], own=own)
+        detector = modules["state"].Detector(library, [other.native_id], own=own)
         result = modules["turns"].timed(calls.append, 7, 5, True, detector)
     finally:
         stop.set()
-        beside.join()
+        other.join()
     assert calls == [12, 7, 8, 9, 10, 11]
     assert len(result["walls"]) == 5 and len(result["probes"]) == 6
     assert all(math.isfinite(probe) and probe > 0 for probe in result["probes"])

@@ -147,8 +147,8 @@ def test_the_forward_is_kt_kernels_reference(name: str) -> None:
         return floats.from_bits(kernels.decode(moe.linear(0, expert, part)))
 
     out = floats.forward(linear, *(stored[f"in.{key}"] for key in ("hidden", "topk_ids", "topk_weights")))
-    wanted = stored["out.float64_reference"]
-    assert np.linalg.norm(out - wanted) < 4e-3 * np.linalg.norm(wanted)
+    expected = stored["out.float64_reference"]
+    assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
 
 
 # ---- names and files -------------------------------------------------------------------------------------------------

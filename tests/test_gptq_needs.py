@@ -105,10 +105,10 @@ def test_a_card_that_is_too_small_gets_no_figure_but_the_remedies() -> None:
     assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in lines[-1]
     assert lines[-1].endswith(REMEDIES)
     assert "--max-gpu-memory" not in lines[-2]
-    places = [
+    positions = [
         REMEDIES.index(word) for word in ("RTN", "--num-calibration-samples", "--max-sequence-length", "--force-cpu")
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
 
 
 def test_advice_names_sizes_that_people_can_check() -> None:
@@ -133,5 +133,5 @@ def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     shape = shape_of(recognise(open_checkpoint(str(example))), samples, bits=bits, **options)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    wanted = WalkShape(256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
-    assert shape == wanted
+    expected = WalkShape(256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
+    assert shape == expected

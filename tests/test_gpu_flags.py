@@ -119,9 +119,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment without a network, whose hub cache holds a few rows of both data sets that kt-kernel names."""
     home = tmp_path_factory.mktemp("hub")
     text = (ROOT / "examples" / "heldout.txt").read_text()
-    pieces = [text[start : start + 800] for start in range(0, 9600, 800)]
-    chats = [[{"role": "user", "content": p[:100]}, {"role": "assistant", "content": p[100:]}] for p in pieces]
-    orders = [{"instruction": p[:80], "input": "", "output": p[80:], "text": p} for p in pieces]
+    chunks = [text[start : start + 800] for start in range(0, 9600, 800)]
+    chats = [[{"role": "user", "content": p[:100]}, {"role": "assistant", "content": p[100:]}] for p in chunks]
+    orders = [{"instruction": p[:80], "input": "", "output": p[80:], "text": p} for p in chunks]
     for name, split, rows in (
         ("HuggingFaceH4/ultrachat_200k", "train_sft", [{"messages": c} for c in chats]),
         ("tatsu-lab/alpaca", "train", orders),
@@ -181,8 +181,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], ex
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
     assert not any(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr[-4000:]
-    for dataset, asked in (("HuggingFaceH4/ultrachat_200k", 512), ("tatsu-lab/alpaca", 256)):
-        assert f"{dataset}: 12 samples, {asked} were asked for" in done.stderr
+    for dataset, samples in (("HuggingFaceH4/ultrachat_200k", 512), ("tatsu-lab/alpaca", 256)):
+        assert f"{dataset}: 12 samples, {samples} were asked for" in done.stderr
     return outputs
 
 

@@ -28,7 +28,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_interrupted_once_it_finishes_the_layers_in_flight(
     larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    source, wanted = larger
+    source, expected = larger
     output = tmp_path / "out"
     with conversion.held(source, output) as process:
         process.send_signal(number)  # waits for it: nothing goes on before it has come
@@ -48,7 +48,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr
     assert f"resuming: {len(started)} of 5 units are finished" in done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(tmp_path) == ["out"]
 
 
@@ -57,7 +57,7 @@ def test_interrupted_twice_it_stops_at_once(
     larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """Though no layer comes to its end."""
-    source, wanted = larger
+    source, expected = larger
     output = tmp_path / "made" / "out"
     output.parent.mkdir()
     env = {**os.environ, "LD_PRELOAD": str(shims.waiting(tmp_path, tmp_path / "gate"))}
@@ -77,7 +77,7 @@ def test_interrupted_twice_it_stops_at_once(
     done = conversion.ktconvert("resume", output)
     assert re.search(r"died in experts.layer-00\d", done.stderr)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -118,7 +118,7 @@ def test_a_program_that_was_interrupted_has_its_own_handlers_back(number: signal
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
 def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_path: Path, name: str) -> None:
-    source, wanted = larger
+    source, expected = larger
     output, file = tmp_path / "out", source / name
     times = file.stat()
     with conversion.held(source, output) as process:
@@ -131,4 +131,4 @@ def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_p
     assert f"{name} changed while it was being read" in stderr
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []

@@ -68,9 +68,9 @@ class Case:
     def arguments(self, inputs: Inputs, output: Path) -> list[str]:
         original = ("-r", str(inputs.tiny)) if self.command == "merge" else ()
         source = str(getattr(inputs, self.source))
-        places = (source, str(output)) if self.command == "resplit" else ("-i", source, "-o", str(output))
+        paths = (source, str(output)) if self.command == "resplit" else ("-i", source, "-o", str(output))
         return [
-            *(self.command, *places, *self.options, *original),
+            *(self.command, *paths, *self.options, *original),
             *(("--overwrite",) if self.over else ()),
             *("--cpuinfer-threads", str(min(self.threads, conversion.CORES))),
         ]

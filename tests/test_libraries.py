@@ -117,8 +117,8 @@ def test_converted_as_its_values_are(name: str, layers: dict[str, tuple[Path, Pa
         tensors = bits_of(read_folder(made))
         assert len(tensors) == 2 * parts * len(values)
         for (expert, projection), linear in values.items():
-            for part, piece in enumerate(np.split(linear, parts, axis=1 if projection == "down" else 0)):
+            for part, chunk in enumerate(np.split(linear, parts, axis=1 if projection == "down" else 0)):
                 key = f"blk.0.ffn_{projection}_exps.{expert}.numa.{part}"
-                weight, scale = reference.quantize_pack(bits, np.ascontiguousarray(piece))
+                weight, scale = reference.quantize_pack(bits, np.ascontiguousarray(chunk))
                 assert tensors[f"{key}.weight"].tobytes() == weight.tobytes()
                 assert tensors[f"{key}.scale"].tobytes() == scale.tobytes()

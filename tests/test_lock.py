@@ -358,7 +358,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_a_killed_conversion_on_another_host(
     larger: tuple[Path, Any], tmp_path: Path, no_locks: dict[str, str]
 ) -> None:
-    source, wanted = larger
+    source, expected = larger
     output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
     on = {name: {**no_locks, "KTCONVERT_HOST": name} for name in "ab"}
@@ -378,12 +378,12 @@ def test_a_killed_conversion_on_another_host(
     done = conversion.ktconvert("resume", output, "--force-unlock", env=on["b"])
     assert done.returncode == 0, done.stderr
     assert f"--force-unlock took away {held} of process {process.pid} on host a, made 20" in done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
 def test_a_killed_conversion_on_this_host(larger: tuple[Path, Any], tmp_path: Path, no_locks: dict[str, str]) -> None:
-    source, wanted = larger
+    source, expected = larger
     output = tmp_path / "made/out"
     output.parent.mkdir()
     with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in no_locks.items())]):
@@ -391,7 +391,7 @@ def test_a_killed_conversion_on_this_host(larger: tuple[Path, Any], tmp_path: Pa
     assert (tmp_path / "made/out.work/lock.held").exists()
     done = conversion.ktconvert("resume", output, env=no_locks)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 

@@ -69,8 +69,8 @@ def test_a_code_out_of_range_is_named(bits: int, data: st.DataObject) -> None:
     n, k, largest = 256, 3840, LARGEST[bits]
     codes = random_codes(bits, n, k, 3)
     illegal = st.sampled_from([code for code in range(-128, 128) if abs(code) > largest])
-    places = st.tuples(st.integers(0, n - 1), st.integers(0, k - 1))
-    bad = data.draw(st.dictionaries(places, illegal, min_size=1, max_size=3), "codes out of range")
+    positions = st.tuples(st.integers(0, n - 1), st.integers(0, k - 1))
+    bad = data.draw(st.dictionaries(positions, illegal, min_size=1, max_size=3), "codes out of range")
     for place, code in bad.items():
         codes[place] = code
     row, column = min(bad)

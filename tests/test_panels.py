@@ -174,17 +174,17 @@ def test_element_is_where_the_format_says() -> None:
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
     flat = panels.to_panels(values).reshape(-1).view(np.uint8)
     codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
-    laid, scales = mxfp4.codes_to_panels(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
+    in_panels, scales = mxfp4.codes_to_panels(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
             at = 64 * s * k + 2048 * b + 1024 * h + 64 * (j // 2) + 4 * i + 2 * (j % 2)
             assert flat[at : at + 2].view(np.uint16)[0] == values[r, c]
             at = 16 * s * k + 512 * b + 256 * h + 64 * (j // 8) + 4 * i + 2 * (j % 2) + j % 8 // 4
-            assert laid[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
+            assert in_panels[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
             assert scales[s * k + 32 * b + r % 32] == exponents[r, b]
     assert (panels.from_panels(panels.to_panels(values)) == values).all()
-    assert (mxfp4.codes_from_panels(laid.reshape(2, -1)) == codes).all()
+    assert (mxfp4.codes_from_panels(in_panels.reshape(2, -1)) == codes).all()
     assert (mxfp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
 
@@ -200,9 +200,9 @@ def test_codes_are_the_nearest_with_ties_to_even() -> None:
     distance = np.abs(x.astype(np.float64)[:, None] - grid)
     nearest = distance == distance.min(axis=1, keepdims=True)
     even = np.arange(127) % 2 == 0
-    wanted = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
-    assert (fp8.codes_of(x) == wanted).all()
-    assert (fp8.codes_of(-x) == wanted + 0x80).all()
+    expected = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
+    assert (fp8.codes_of(x) == expected).all()
+    assert (fp8.codes_of(-x) == expected + 0x80).all()
     assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
 
 
@@ -223,8 +223,8 @@ def test_scales(amax: int, scale: float | None) -> None:
     bits = np.zeros((128, 128), np.uint16)
     bits[77, 3] = amax | 0x8000
     codes, scales = packed("FP8", Matrix(bits, BF16))
-    wanted = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
-    assert scales[0, 0] == np.float32(wanted) == fp8.block_scales(bits)[0, 0]
+    expected = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
+    assert scales[0, 0] == np.float32(expected) == fp8.block_scales(bits)[0, 0]
     assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
 
 
@@ -339,8 +339,8 @@ def test_scales_that_are_not_positive_lose_no_number() -> None:
     codes, scales = stored_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
     numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
-    wanted = E4M3[codes] * fp8.each(scales)
-    assert (numbers.view(np.uint32) == wanted.view(np.uint32)).all()
+    expected = E4M3[codes] * fp8.each(scales)
+    assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
 def test_kept_numbers_must_be_finite() -> None:
@@ -416,9 +416,9 @@ def test_codes_and_exponents_stay(
     limit = np.repeat(np.select([exponents < 253, exponents == 253], [7, 5], 3), 32, axis=1)
     codes = np.minimum(codes & 7, limit).astype(np.uint8) | codes & 8
     matrix = stored_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
-    wanted = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
-    assert_same(packed("MXFP4", matrix, isa), wanted)
-    assert (reference.bf16_to_f32(kernels.decode(matrix)) == mxfp4.dequantize(*wanted)).all()
+    expected = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
+    assert_same(packed("MXFP4", matrix, isa), expected)
+    assert (reference.bf16_to_f32(kernels.decode(matrix)) == mxfp4.dequantize(*expected)).all()
 
 
 @pytest.mark.parametrize("kind", ["fp4", "ggml"])

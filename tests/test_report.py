@@ -419,12 +419,12 @@ def test_in_a_browser(output: Path, example: Path, statistics: Path, large: Made
         for scheme, width, name in (("light", 400, "small"), ("dark", 400, "small"), ("light", 1600, "small"),
                                     ("dark", 1600, "small"), ("dark", 400, "large"), ("light", 1600, "large")):  # fmt: skip
             context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
-            opened, said, asked = context.new_page(), [], []  # type: ignore[var-annotated]
+            opened, said, requested = context.new_page(), [], []  # type: ignore[var-annotated]
             opened.on("console", lambda message, said=said: said.append(message.text))
             opened.on("pageerror", lambda error, said=said: said.append(str(error)))
-            opened.on("request", lambda request, asked=asked: asked.append(request.url))
+            opened.on("request", lambda request, requested=requested: requested.append(request.url))
             opened.goto((tmp_path / f"{name}.html").as_uri())
-            assert said == [] and asked == [(tmp_path / f"{name}.html").as_uri()]
+            assert said == [] and requested == [(tmp_path / f"{name}.html").as_uri()]
             assert opened.evaluate("document.documentElement.scrollWidth") == width
             assert name == "large" or opened.evaluate(LEGIBLE) == []
             backgrounds.add((scheme, opened.evaluate("getComputedStyle(document.body).backgroundColor")))

@@ -67,25 +67,25 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])
 def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> None:
-    wanted, whole = bench.fresh(), stopped.read_bytes()
+    expected, whole = bench.fresh(), stopped.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
     keep = {"none of it": 0, "a byte": 1, "half": last // 2, "all but a brace": last - 2}.get(left, last - 1)
     stopped.write_bytes(whole[: len(whole) - last + keep])
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == 2
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 @pytest.mark.long
 def test_resumed_from_a_journal_torn_anywhere(bench: Bench, stopped: Path) -> None:
-    wanted, whole = bench.fresh(), stopped.read_bytes()
+    expected, whole = bench.fresh(), stopped.read_bytes()
     shutil.move(bench.work, bench.base / "kept")
     for size in range(0, len(whole), 7):
         shutil.copytree(bench.base / "kept", bench.work)
         stopped.write_bytes(whole[:size])
         done = bench.run("resume", bench.output)
         assert done.returncode == 0, f"{size} bytes: {done.stderr}"
-        bench.finished_as(wanted)
+        bench.finished_as(expected)
         shutil.rmtree(bench.output)
 
 
@@ -101,36 +101,36 @@ GARBAGE = {
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_after_the_records_is_cut_off(bench: Bench, stopped: Path, what: str) -> None:
     garbage, remade = GARBAGE[what]
-    wanted = bench.fresh()
+    expected = bench.fresh()
     stopped.write_bytes(stopped.read_bytes() + garbage)
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == remade
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b'{"ktconvert-jour', bytes(100)])
 def test_without_a_journal_everything_is_made_again(bench: Bench, stopped: Path, content: bytes | None) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     stopped.unlink()
     if content is not None:
         stopped.write_bytes(content)
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == LAYERS
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == 2
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 @pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
 def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tuple[str, ...]) -> None:
-    wanted = bench.fresh(*words)
+    expected = bench.fresh(*words)
     bench.stop_after(2, *words)
     victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
     conversion.edit(victim, keep_time=True)
@@ -139,9 +139,9 @@ def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tupl
     done = bench.run("resume", bench.output)
     assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
     assert bench.units_written() == 2
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
     assert bench.run("resume", trusting, "--trust-store").returncode == 0
-    assert len(conversion.differing(conversion.tree(trusting), wanted)) == 1
+    assert len(conversion.differing(conversion.tree(trusting), expected)) == 1
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -201,7 +201,7 @@ def test_the_next_start_says_that_memory_ran_out(
 
 
 def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
@@ -209,7 +209,7 @@ def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
     done = bench.run("resume", bench.output)
     assert "died in assemble; 3 of 3 units are finished" in done.stderr
     assert bench.units_written() == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:

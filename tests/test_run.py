@@ -81,13 +81,13 @@ def test_an_output_with_all_else_beside_its_experts_is_a_model(
     example: Path, weights: Path, tmp_path: Path, cli: Any
 ) -> None:
     options = ("--prompt", "import os\n", "--max-new-tokens", 8)
-    wanted = call(example, "--cpu-weights", weights, *options).stdout
+    expected = call(example, "--cpu-weights", weights, *options).stdout
     for choice in ("keep", "copy"):
         whole = tmp_path / choice
         into = ("-o", whole, "--quant-method", "int8", "--threadpool-count", 1, "--non-experts", choice, "-q")
         cli("cpu", "-i", example, *into)
         done = call(whole, *options, "--threads", 2)
-        assert (done.exit_code, done.stdout) == (0, wanted), done.exception
+        assert (done.exit_code, done.stdout) == (0, expected), done.exception
     refused = call(whole, "--cpu-weights", weights, *options).exception
     assert isinstance(refused, UsageError) and "has converted experts of its own" in str(refused)
 

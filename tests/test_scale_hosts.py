@@ -26,8 +26,8 @@ def test_the_sizes_are_those_of_the_plan(name: str, method: str, bits: int, tmp_
     model = MODELS[name]
     tensors, config = models.deepseek(5, model.experts)  # the first three are dense
     models.write_model(tmp_path / "model", tensors, config, 4)
-    asked = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
-    reported = cli("cpu", *asked, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
+    arguments = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
+    reported = cli("cpu", *arguments, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
     [plan] = [event for line in reported if (event := json.loads(line))["event"] == "plan"]
     assert len(plan["units"]) == 2
     assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))

@@ -108,13 +108,13 @@ def test_every_instruction_set_is_the_definition(
     bf16, importance = rows(rng, n, k, kind), IMPORTANCES[weighted](rng, k)
     expected = scale_search.search(bits, bf16, importance)
     space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
-    apart = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
-    apart[:] = bf16
+    spaced = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
+    spaced[:] = bf16
     before = kernels.isa()
     try:
         for isa in kernels.available_isas():
             kernels.set_isa(isa)
-            both_equal(search_scales(bits, apart, importance), expected)
+            both_equal(search_scales(bits, spaced, importance), expected)
     finally:
         kernels.set_isa(before)
 

@@ -141,8 +141,8 @@ def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
     """From the first one on of whoever came second."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
-    both_asked = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or bool(server.passes))
-    with both_asked, ThreadPoolExecutor(2) as clients:
+    both_waiting = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or bool(server.passes))
+    with both_waiting, ThreadPoolExecutor(2) as clients:
         for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=100), range(2)):
             pass
     threads = [thread for thread, _, _ in server.passes]

@@ -281,14 +281,14 @@ def test_streams_end_as_openai_says(server: Served) -> None:
     """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
     for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):
         whole = post(server, path, body).json()
-        for wanted in (False, True):
-            more = {"stream": True, "stream_options": {"include_usage": wanted}}
+        for expected in (False, True):
+            more = {"stream": True, "stream_options": {"include_usage": expected}}
             lines = post(server, path, {**body, **more}).text.split("\n\n")
             assert lines[-2:] == ["data: [DONE]", ""]
             events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-            assert [event["usage"] for event in events if event.get("usage")] == [whole["usage"]] * wanted
+            assert [event["usage"] for event in events if event.get("usage")] == [whole["usage"]] * expected
             assert all(event["model"] == whole["model"] for event in events)
-            assert [event["choices"] for event in events][-1] == [] if wanted else events[-1]["choices"]
+            assert [event["choices"] for event in events][-1] == [] if expected else events[-1]["choices"]
 
 
 def test_prompts_as_lists_and_as_token_ids(client: Any, example: Path) -> None:
@@ -337,19 +337,20 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
                 ]
             )
             logits = server.scheduler.model(input_ids=read).logits[0].float().log_softmax(-1)
-        wanted = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
-        told, length = choice.logprobs, len(prompt) + more["max_tokens"]
-        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-        assert told.token_logprobs[1:] == pytest.approx(wanted[: length - 1], abs=0.05)
-        assert len(told.tokens) == len(told.top_logprobs) == len(told.text_offset) == length
-        for n, top in enumerate(told.top_logprobs[1:]):
+        expected = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
+        reported, length = choice.logprobs, len(prompt) + more["max_tokens"]
+        assert reported.token_logprobs[0] is None and reported.top_logprobs[0] is None
+        assert reported.token_logprobs[1:] == pytest.approx(expected[: length - 1], abs=0.05)
+        assert len(reported.tokens) == len(reported.top_logprobs) == len(reported.text_offset) == length
+        for n, top in enumerate(reported.top_logprobs[1:]):
             assert sorted(top.values(), reverse=True) == pytest.approx(logits[n].topk(3).values.tolist(), abs=0.05)
         greedy = [
-            one == max(top.values()) for one, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True)
+            one == max(top.values())
+            for one, top in zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True)
         ]
         assert all(greedy[len(prompt) - 1 :])
-        assert new.logprobs.token_logprobs == pytest.approx(wanted[len(prompt) - 1 :], abs=0.05)
-        assert choice.text.startswith("".join(told.tokens[:1])) and new.finish_reason == "length"
+        assert new.logprobs.token_logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=0.05)
+        assert choice.text.startswith("".join(reported.tokens[:1])) and new.finish_reason == "length"
 
 
 def test_a_bias_counts_where_probabilities_are_asked_for(server: Served) -> None:

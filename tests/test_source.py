@@ -180,12 +180,12 @@ OTHERS = """.gitattributes .cache/x.json pytorch_model.bin pytorch_model.bin.ind
 
 
 def test_companions(sharded: Path) -> None:
-    wanted, left = COMPANIONS.split(), OTHERS.split()
-    for name in wanted + left:
+    expected, left = COMPANIONS.split(), OTHERS.split()
+    for name in expected + left:
         (sharded / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded / name).write_text("{}")
     (sharded / "dangling.json").symlink_to("nowhere")
-    assert open_checkpoint(sharded).companions() == sorted([*wanted, "config.json"])
+    assert open_checkpoint(sharded).companions() == sorted([*expected, "config.json"])
 
 
 # Which files count

@@ -156,10 +156,10 @@ def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str
     hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
     inner = np.einsum("nh,eih->nei", hidden, gate)
     inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
-    wanted = np.einsum("nei,ehi->neh", inner, down)
+    expected = np.einsum("nei,ehi->neh", inner, down)
     computed = smoke.reference(experts, experts.linears, hidden, threads=2)
     assert computed.shape == (3, 6, 256)
-    assert 0.001 < smoke.distance(computed, wanted.astype(np.float32), (0, 1, 2)) < 0.02
+    assert 0.001 < smoke.distance(computed, expected.astype(np.float32), (0, 1, 2)) < 0.02
 
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])

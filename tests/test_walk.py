@@ -205,18 +205,18 @@ class Gptq:
 
 def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
     """GPTQ writes what it writes alone; after it, the other consumer sees what the quantized experts lead to."""
-    alone, beside_it, ours = Gptq(), Gptq(), Magnitudes(routed=True)
+    alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
     walked(samples, lambda model, layer: [alone.of_layer(model, layer)], tmp_path / "alone")
-    walked(samples, lambda model, layer: [ours, beside_it.of_layer(model, layer)], tmp_path / "beside")
-    assert alone.stored.keys() == beside_it.stored.keys() and alone.stored
+    walked(samples, lambda model, layer: [ours, with_other.of_layer(model, layer)], tmp_path / "beside")
+    assert alone.stored.keys() == with_other.stored.keys() and alone.stored
     for key, tensors in alone.stored.items():
-        assert all(np.array_equal(a, b) for a, b in zip(tensors, beside_it.stored[key], strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(tensors, with_other.stored[key], strict=True))
 
     plain = by_hooks(transformers_model(), samples, routed=True)
     last = max(layer for layer, _, _ in plain)
     assert_same(ours.of, plain, [0])  # before anything is replaced, and by weights that are not
     assert not all(torch.equal(ours.of[key][1], plain[key][1]) for key in plain if key[0] == last)
-    quantized = by_hooks(transformers_model(beside_it.values), samples, routed=True)
+    quantized = by_hooks(transformers_model(with_other.values), samples, routed=True)
     assert_same(
         {key: value for key, value in ours.of.items() if key[2] == "gate_up"},
         {key: value for key, value in quantized.items() if key[2] == "gate_up"},

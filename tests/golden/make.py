@@ -59,9 +59,9 @@ def main() -> None:
             path = FOLDER / f"amx_{quantizer.name}.v{quantizer.version}.{kind}.safetensors"
             path.write_bytes(save(tensors))
         source = {"in.values": values} | {f"in.{key}": np.array(value) for key, value in options.items()}
-        for name, laid in LAID.items():
-            write(name, kind, source, laid(bf16))
-    write("mxfp4", "bf16", {"in.values": extremes()}, LAID["mxfp4"](extremes()))
+        for name, in_panels in IN_PANELS.items():
+            write(name, kind, source, in_panels(bf16))
+    write("mxfp4", "bf16", {"in.values": extremes()}, IN_PANELS["mxfp4"](extremes()))
     (FOLDER / f"mse.v{MSE.version}.safetensors").write_bytes(save(searched()))
 
 
@@ -90,24 +90,24 @@ def searched() -> dict[str, Any]:
     return tensors
 
 
-def write(name: str, kind: str, source: dict[str, Any], laid: dict[str, Any]) -> None:
+def write(name: str, kind: str, source: dict[str, Any], in_panels: dict[str, Any]) -> None:
     """Codes and scales of BF16 values, as they are stored in a floating-point format."""
-    (FOLDER / f"{name}.v{FLOAT_GRIDS[name].version}.{kind}.safetensors").write_bytes(save(source | laid))
+    (FOLDER / f"{name}.v{FLOAT_GRIDS[name].version}.{kind}.safetensors").write_bytes(save(source | in_panels))
 
 
-def laid_mxfp4(bf16: Any) -> dict[str, Any]:
+def mxfp4_in_panels(bf16: Any) -> dict[str, Any]:
     """Of BF16 values, in MXFP4."""
     codes, exponents = mxfp4.quantize(bf16)
     return {"out.codes": mxfp4.codes_to_panels(codes), "out.scales": mxfp4.exponents_to_panels(exponents)}
 
 
-def laid_fp8(bf16: Any) -> dict[str, Any]:
+def fp8_in_panels(bf16: Any) -> dict[str, Any]:
     """The same in FP8."""
     codes, scales = fp8.quantize(bf16)
     return {"out.codes": panels.to_panels(codes), "out.scales": scales}
 
 
-LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": panels.to_panels(bf16)}}
+IN_PANELS = {"mxfp4": mxfp4_in_panels, "fp8": fp8_in_panels, "bf16": lambda bf16: {"out.codes": panels.to_panels(bf16)}}
 
 
 if __name__ == "__main__":

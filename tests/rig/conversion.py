@@ -124,9 +124,9 @@ def larger(base: Path) -> tuple[Path, Tree]:
     source = checkpoint(base / "source", layers=5, experts=6, hidden=1024, width=1024)
     done = ktconvert("cpu", "-i", source, "-o", base / "whole")
     assert done.returncode == 0, done.stderr
-    wanted = tree(base / "whole")
+    expected = tree(base / "whole")
     shutil.rmtree(base / "whole")
-    return source, wanted
+    return source, expected
 
 
 @contextlib.contextmanager
@@ -261,9 +261,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def differing(actual: Tree, wanted: Tree) -> list[str]:
+def differing(actual: Tree, expected: Tree) -> list[str]:
     """The names of what is missing, extra or has other bytes: readable where the trees themselves are not."""
-    return sorted(name for name in actual.keys() | wanted.keys() if actual.get(name, b"-") != wanted.get(name, b"-"))
+    return sorted(
+        name for name in actual.keys() | expected.keys() if actual.get(name, b"-") != expected.get(name, b"-")
+    )
 
 
 def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:

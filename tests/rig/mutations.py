@@ -28,7 +28,7 @@ VALUES = (
     *('{"a":1,"a":2}', "[1", "", "nul"),
 )  # fmt: skip
 KEYS = ("", "a", "\ud800", "x" * 5000, "\n", "0", "__metadata__", "text_config", "name")
-PIECES = (b"\0", b"\xff", b'"', b"{", b"}", b"\n", b"[[", b"\xed\xa0\x80", b"=")
+SNIPPETS = (b"\0", b"\xff", b'"', b"{", b"}", b"\n", b"[[", b"\xed\xa0\x80", b"=")
 TOML_VALUES = (*VALUES, "1979-05-27", "0x7f", "inf", "nan", "'a'", "{a = 1}", "{a.b = {}}")
 TOML_LINES = ("[stored]", "[[stored]]", "[a]", "a.b.c = 1", "[[stored.gate]]")
 TOML_KEYS = ("refusal", "layers", "hidden", "a", "interleaved")
@@ -127,20 +127,20 @@ def of_bytes(random: Random, file: bytes) -> bytes:
     data = bytearray(file)
     for _ in range(random.randint(1, EDITS)):
         at = random.randint(0, len(data))
-        piece = slice(at, at + random.choice((1, 1, 2, 8, 64, 4096)))
+        chunk = slice(at, at + random.choice((1, 1, 2, 8, 64, 4096)))
         match random.randint(0, 6):
             case 0 | 1 if at < len(data):
                 data[at] ^= 1 << random.randint(0, 7)
             case 2:
                 del data[at:]
             case 3:
-                del data[piece]
+                del data[chunk]
             case 4:
-                data[at:at] = data[piece]
+                data[at:at] = data[chunk]
             case 5:
-                data[piece] = bytes(len(data[piece]))
+                data[chunk] = bytes(len(data[chunk]))
             case _:
-                data[at:at] = random.choice(PIECES)
+                data[at:at] = random.choice(SNIPPETS)
     return bytes(data)
 
 
