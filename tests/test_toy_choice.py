@@ -113,11 +113,12 @@ def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path, kt
 
 
 def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path, ktconvert: Toy) -> None:
-    """Other bytes than by default, and the default is named nowhere, as before there was a choice."""
+    """Other bytes than by default, and the default is named in the settings alone."""
     plain = tmp_path / "plain"
     ktconvert("cpu", "-i", source, "-o", plain, *options(output)[:2])
     assert conversion.differing(conversion.tree(plain), conversion.tree(output))
-    assert "scale" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
+    document = json.loads((plain / "manifest.json").read_bytes())
+    assert document["settings"]["scale"] == "absmax" and "scale" not in document["model"]
 
 
 def test_the_plan_says_what_it_would_gain(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
