@@ -15,7 +15,8 @@ from ktconvert.pipeline.stages.gather_statistics import KEYS
 from ktconvert.pipeline.walk.calibration_data import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")
-ELSEWHERE = ("dataset", "arch_row", "max_shard_size")  # paths, and what stands in `data` or changes nothing here
+# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
+ELSEWHERE = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 
 
 def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:
