@@ -19,7 +19,7 @@ class Command(click.Command):
     """A command whose --help shows options under the titles of their groups."""
 
     def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None], epilog: str) -> None:
-        self.settings = cls
+        self.settings, self.function = cls, function
 
         def callback(**params: Any) -> None:
             function(settings(cls, params))

@@ -10,7 +10,6 @@ from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models.loading import require_packages, share_cores
 
 WALK = ("torch", "transformers", "accelerate", "datasets")
 NEEDS = (*WALK, "llmcompressor", "compressed_tensors")
@@ -23,6 +22,8 @@ GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 def require(what: str = "--quant-method GPTQ", needs: Sequence[str] = NEEDS) -> None:
     """Raise KtconvertError, which names what to install, where a package that `what` needs is missing or too old."""
+    from ktconvert.pipeline.models.loading import require_packages, share_cores
+
     require_packages(what, needs, "gpu")
     if (why := transformers_version.refusal()) is not None:
         raise KtconvertError(why)

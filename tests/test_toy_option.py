@@ -1,0 +1,90 @@
+"""An option of `ktconvert cpu` that is made up, whole in this file: one field of its settings, and one row of the table
+of commands. Help, types, plan.json, fingerprints, manifest and resume follow.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts.errors import OutputError
+from ktconvert.pipeline.cli import cpu as cli_cpu
+from ktconvert.pipeline.cli import group
+from ktconvert.pipeline.cli.command import Command
+from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.options.declare import Effect, Option
+from ktconvert.pipeline.options.quantization import CpuOptions
+from ktconvert.pipeline.options.types import Number
+from ktconvert.pipeline.plans import commands
+from ktconvert.pipeline.plans.commands import ConversionCommand, plan_request, request, saved_request
+from ktconvert.pipeline.plans.cpu import plan_cpu
+
+
+class ToyOptions(CpuOptions, frozen=True, kw_only=True):
+    """Settings of `ktconvert cpu`, and one more."""
+
+    toy: Annotated[int, Option("Number of toys.", Number(min=1), effect=Effect.WEIGHTS)] = 3
+
+
+TOY = ConversionCommand(ToyOptions, plan_cpu)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(commands.COMMANDS, "cpu", TOY)  # type: ignore[misc]  # its type says Mapping
+    monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function, cli_cpu.EPILOG))
+
+
+def ktconvert(*words: object) -> Result:
+    return CliRunner().invoke(group, ["cpu", *map(str, words)])
+
+
+def test_help_and_types() -> None:
+    shown = " ".join(ktconvert("--help").output.split())
+    assert "--toy INTEGER RANGE Number of toys. [default: 3; x>=1]" in shown
+    done = ktconvert("-i", "a", "-o", "b", "--toy", 0)
+    assert done.exit_code == 2 and "--toy" in done.output
+
+
+def test_another_value_is_another_conversion(example: Path, tmp_path: Path) -> None:
+    plans = [plan_request(request("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
+    three, again, four = ([unit.fingerprint for unit in plan.units] for plan in plans)
+    assert three == again and not set(three) & set(four)
+    assert plans[2].document().settings["toy"] == 4
+
+
+def test_it_is_kept_and_compared(example: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert ktconvert("-q", "-i", example, "-o", out, "--layers", 0, "--toy", 5).exception is None
+    assert json.loads((out / "manifest.json").read_bytes())["settings"]["toy"] == 5
+    refused = ktconvert("-q", "-i", example, "-o", out, "--layers", 0).exception
+    assert isinstance(refused, OutputError) and "--toy was 5, is 3" in str(refused)
+
+
+def test_a_saved_plan_has_it(example: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    paths = locate(out)
+    paths.root.mkdir()
+    document = plan_request(request("cpu", input=example, output=out, toy=7)).document()
+    paths.plan.write_bytes(msgspec.json.encode(document))
+    saved = saved_plan(paths)
+    assert saved is not None and saved_request(out, saved).options.settings["toy"] == 7
+    damaged = json.loads(paths.plan.read_bytes())
+    damaged["settings"]["toy"] = "many"
+    paths.plan.write_bytes(json.dumps(damaged).encode())
+    saved = saved_plan(paths)
+    assert saved is not None
+    with pytest.raises(OutputError, match="toy: Expected `int`, got `str`"):
+        saved_request(out, saved)
+
+
+def test_names_and_values_of_the_api_are_checked(tmp_path: Path) -> None:
+    for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
+        with pytest.raises(ValueError, match=words):
+            request("cpu", input="a", output=tmp_path, **wrong)
