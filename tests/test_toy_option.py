@@ -23,7 +23,6 @@ from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.pipeline.options.types import Number
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import ConversionCommand, plan_request, request, saved_request
-from ktconvert.pipeline.plans.cpu import plan_cpu
 
 
 class ToyOptions(CpuOptions, frozen=True, kw_only=True):
@@ -32,7 +31,7 @@ class ToyOptions(CpuOptions, frozen=True, kw_only=True):
     toy: Annotated[int, Option("Number of toys.", Number(min=1), effect=Effect.WEIGHTS)] = 3
 
 
-TOY = ConversionCommand(ToyOptions, plan_cpu)
+TOY = ConversionCommand(ToyOptions, "cpu", "plan_cpu")
 
 
 @pytest.fixture(autouse=True)

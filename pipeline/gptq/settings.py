@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.walk import footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration
@@ -81,14 +80,6 @@ def facts(options: QuantizationOptions) -> dict[str, Any]:
             "engine": options.engine,
         }
     }
-
-
-def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
-    experts that were not compensated since too few tokens were routed to them.
-    """
-    listed = [f"layer {s['layer']}: {ranges(s['rounded_experts'])}" for s in stats if s.get("rounded_experts")]
-    return {"too_few_tokens": listed} if listed else {}
 
 
 def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> footprint.WalkShape:

@@ -23,7 +23,8 @@ from ktconvert.pipeline.plans.checkpoint import (
     source_files,
     with_arch_row,
 )
-from ktconvert.pipeline.plans.quantizing import machine_notes, on_one_machine, require_same_machine
+from ktconvert.pipeline.plans.quantizing import machine_notes
+from ktconvert.pipeline.plans.walking import on_one_machine, require_same_machine
 from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
 from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings

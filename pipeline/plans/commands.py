@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -17,30 +18,31 @@ from ktconvert.pipeline.options.declare import build, checked, leaves, plain, wi
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions, DequantizeOptions, MergeOptions, ResplitOptions
-from ktconvert.pipeline.plans.calibrate import plan_calibrate
-from ktconvert.pipeline.plans.cpu import plan_cpu
-from ktconvert.pipeline.plans.dequantize import plan_dequantize
-from ktconvert.pipeline.plans.gpu import plan_gpu
-from ktconvert.pipeline.plans.merge import plan_merge
-from ktconvert.pipeline.plans.resplit_against import plan_resplit_with_advice
 from ktconvert.pipeline.ui.progress import Reporter
 
 
 @dataclass(frozen=True)
 class ConversionCommand:
-    """A command that writes an output. plan: the request, and what is told how many bytes were hashed -> the plan."""
+    """A command that writes an output. planner: its plan_* function, in the module of pipeline/plans."""
 
     options: type[ConversionOptions]
-    plan: Callable[[Request[Any], Callable[[int], None] | None], Plan]
+    module: str
+    planner: str
+
+    def plan(self, request: Request[Any], hashed: Callable[[int], None] | None) -> Plan:
+        """The plan of a request. hashed: is told how many bytes were hashed."""
+        module = importlib.import_module(f"ktconvert.pipeline.plans.{self.module}")
+        plan: Plan = getattr(module, self.planner)(request, hashed)
+        return plan
 
 
 COMMANDS: Mapping[str, ConversionCommand] = {
-    "cpu": ConversionCommand(CpuOptions, plan_cpu),
-    "gpu": ConversionCommand(GpuOptions, plan_gpu),
-    "calibrate": ConversionCommand(CalibrateOptions, plan_calibrate),
-    "dequantize": ConversionCommand(DequantizeOptions, plan_dequantize),
-    "merge": ConversionCommand(MergeOptions, plan_merge),
-    "resplit": ConversionCommand(ResplitOptions, plan_resplit_with_advice),
+    "cpu": ConversionCommand(CpuOptions, "cpu", "plan_cpu"),
+    "gpu": ConversionCommand(GpuOptions, "gpu", "plan_gpu"),
+    "calibrate": ConversionCommand(CalibrateOptions, "calibrate", "plan_calibrate"),
+    "dequantize": ConversionCommand(DequantizeOptions, "dequantize", "plan_dequantize"),
+    "merge": ConversionCommand(MergeOptions, "merge", "plan_merge"),
+    "resplit": ConversionCommand(ResplitOptions, "resplit_against", "plan_resplit_with_advice"),
 }
 
 

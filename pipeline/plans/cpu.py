@@ -17,7 +17,6 @@ from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
 from ktconvert.pipeline.plans.checkpoint import (
@@ -30,9 +29,8 @@ from ktconvert.pipeline.plans.checkpoint import (
     with_arch_row,
 )
 from ktconvert.pipeline.plans.importance import facts_of, files_of, importance_for, notes_of
-from ktconvert.pipeline.plans.quantizing import compensated, on_one_machine, plan_of, require_whole_walk, rounded
+from ktconvert.pipeline.plans.quantizing import plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
-from ktconvert.pipeline.walk import environment
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
 BITS_DECODED = 16  # of the format that every source can be decoded to
@@ -51,8 +49,10 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     fmt = _format(request.options)
     request = with_arch_row(request)
     if request.options.calibrated:
-        environment.require("--scale gptq")
-        request = on_one_machine(request)
+        from ktconvert.pipeline.plans import walking
+
+        walking.require_installed("--scale gptq")
+        request = walking.on_one_machine(request)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
@@ -80,9 +80,13 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
-        require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
+        from ktconvert.pipeline.plans import walking
+
+        walking.require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
         rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-        quantizing = compensated(request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files)
+        quantizing = walking.compensated(
+            request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files
+        )
     else:
         stage = quantize_experts.stage(
             model,
@@ -220,6 +224,11 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:
+    calibration: dict[str, Any] = {}
+    if options.calibrated:
+        from ktconvert.pipeline.gptq import settings
+
+        calibration = {**settings.facts(options), "machine": options.machine.machine}
     return {
         "architecture": model.arch.name,
         "method": fmt.name,
@@ -229,7 +238,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         **shape_facts(model, layers),
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
-        **({**of_gptq.facts(options), "machine": options.machine.machine} if options.calibrated else {}),
+        **calibration,
     }
 
 

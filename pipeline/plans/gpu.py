@@ -16,7 +16,6 @@ from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.options.quantization import GpuOptions
 from ktconvert.pipeline.plans.checkpoint import (
     collector_at_rest,
@@ -26,9 +25,8 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     with_arch_row,
 )
-from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, on_one_machine, plan_of, rounded
+from ktconvert.pipeline.plans.quantizing import Quantizing, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
-from ktconvert.pipeline.walk import environment
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
@@ -43,7 +41,9 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     require_possible(request.options)
     request = with_arch_row(request)
     if request.options.calibrated:
-        request = on_one_machine(request)
+        from ktconvert.pipeline.plans import walking
+
+        request = walking.on_one_machine(request)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
@@ -76,7 +76,9 @@ def require_possible(options: GpuOptions) -> None:
     UsageError for options that contradict each other.
     """
     if options.calibrated:
-        environment.require()
+        from ktconvert.pipeline.plans import walking
+
+        walking.require_installed("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":
         raise UnsupportedError(
             f"--torch-dtype {options.torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the "
@@ -93,7 +95,9 @@ def _quantizing(
     request: Request[GpuOptions], model: MoeModel, fmt: Format, rest: OtherTensors, metadata: dict[str, str]
 ) -> Quantizing:
     if request.options.calibrated:
-        return compensated(request, model, fmt, rest, metadata)
+        from ktconvert.pipeline.plans import walking
+
+        return walking.compensated(request, model, fmt, rest, metadata)
     limit, options = request.options.max_shard_size, request.options.weights
     return rounded(
         quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=options)
@@ -107,6 +111,11 @@ def _of_shards(options: GpuOptions) -> tuple[str, ...]:
 
 
 def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
+    calibration: dict[str, Any] = {}
+    if options.calibrated:
+        from ktconvert.pipeline.gptq import settings
+
+        calibration = settings.facts(options)
     return {
         "architecture": model.arch.name,
         "method": fmt.name,
@@ -116,7 +125,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
         "bits": fmt.encoding.grid.bits,
         "group_size": fmt.encoding.grid.group,
         **shape_facts(model, model.layers),
-        **(of_gptq.facts(options) if options.calibrated else {}),
+        **calibration,
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         TEMPLATES: name_templates(model),
     }

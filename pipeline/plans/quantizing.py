@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
-from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import Format, card
-from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.gptq import settings as of_gptq
-from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
+from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -28,19 +22,9 @@ from ktconvert.pipeline.plans.checkpoint import (
     companions,
     files_named,
     number_shards,
-    require_complete,
     source_files,
 )
-from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers, quantize_experts
-from ktconvert.pipeline.walk import environment, footprint
-from ktconvert.pipeline.walk.dataset import local_files
-from ktconvert.quantizers.choice import ABSMAX, Quantizer
-
-ONESHOT = (
-    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
-    "which is not causal for some models; it is for comparison"
-)
-W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
+from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 
 
 @dataclass(frozen=True)
@@ -66,105 +50,12 @@ def rounded(stage: Stage[quantize_experts.ExpertsWork]) -> Quantizing:
     return Quantizing(stage, lambda threads: BASE_MEMORY + quantize_experts.peak_memory(stage.units, threads + WAITING))
 
 
-def compensated(
-    request: Request[QuantizationOptions],
-    model: MoeModel,
-    fmt: Format,
-    rest: OtherTensors,
-    metadata: Mapping[str, str],
-    *,
-    choice: Quantizer = ABSMAX,
-    numa: int = 1,
-    loose_files: bool = False,
-) -> Quantizing:
-    """GPTQ; rest: the checkpoint's tensors beside the routed experts.
-
-    Raises UnsupportedError for a model that cannot be calibrated.
-    """
-    options = request.options
-    chain.require_calibratable(model, of_gptq.INSTEAD)
-    settings = of_gptq.settings_of(model, options)
-    shape = of_gptq.shape_of(model, fmt, settings, options)
-    document = statistics.describe(model, request) if options.gptq.save_statistics is not None else None
-    stream = settings.engine == "stream"
-    return Quantizing(
-        gptq_layers.stage(
-            model,
-            fmt,
-            settings,
-            {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)},
-            metadata,
-            choice=choice,
-            numa=numa,
-            loose_files=loose_files,
-            document=document,
-        ),
-        lambda _: _peak(model, settings, shape),
-        scratch_bytes=footprint.footprint(shape).disk if stream else 0,
-        notes=() if stream else (ONESHOT,),
-        advice=tuple(footprint.advice(shape)) if stream else (),
-        remedies=footprint.REMEDIES,
-        require_ready=lambda: require_same_machine(request),
-    )
-
-
-def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShape) -> int:
-    whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
-    return footprint.footprint(shape).host + whole
-
-
-# ---- the machine of a walk ------------------------------------------------------------------------------------------
-
-
-def on_one_machine(request: Request[W]) -> Request[W]:
-    """The request with the machine on which its walk was begun, else this one; one that starts over takes this one.
-
-    Raises InputError where the data set is missing.
-    """
-    options = request.options
-    if options.machine.machine is not None:
-        return request
-    local_files(options.samples.dataset)
-    afresh = options.existing.overwrite and not options.machine.allow_machine_change
-    begun = None if afresh else (begun_with(request.output) or {}).get("machine")
-    return replace(request, options=with_values(options, machine=begun or this_machine(options)))
-
-
-def this_machine(options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
-    """The properties of this machine that can change sums."""
-    packages = environment.PACKAGES if isinstance(options, QuantizationOptions) else environment.WALK_PACKAGES
-    limits = options.machine
-    return environment.this_machine(options.execution.threads, limits.force_cpu, limits.max_gpu_memory, packages)
-
-
-def require_same_machine(request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> None:
-    """Raise OutputError where the walk was begun on another machine, unless the user allows that."""
-    begun, allowed = request.options.machine.machine, request.options.machine.allow_machine_change
-    assert begun is not None  # on_one_machine has recorded it
-    environment.require_same(begun, this_machine(request.options), request.output, allowed)
-
-
 def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:
     """Sentences on options that have no effect on this machine."""
     machine = options.machine
     if machine.max_gpu_memory is None or machine.machine is None or machine.machine["device_type"] != "cpu":
         return ()
     return ("--max-gpu-memory changes nothing here: no GPU is used",)
-
-
-def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
-    """Raise UsageError, InputError or UnsupportedError where a walk through the model is impossible, or does not make
-    what the options ask for.
-    """
-    environment.require("--scale gptq")
-    given = f"--scale {options.scale}"
-    require_complete(source, given, "which tells how the model computes")
-    if not whole:
-        raise UsageError(f"{given} goes through the whole model: leave out --layers and --resume-layer.")
-    if options.save_backward_weights:
-        raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
-    if options.max_shard_size:
-        raise UsageError(f"{given} makes one shard of a layer; leave out --max-shard-size.")
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -197,9 +88,7 @@ def plan_of(
     left_out    files of the checkpoint that are not copied
     reads       files that are read beside the checkpoint and those that options name
     """
-    side_output = statistics.side_output(request.options)
-    gathers = None if side_output is None else True
-    request = replace(request, options=with_values(request.options, with_statistics=gathers))
+    side_output = _side_output(request.options)
     source, options = model.source, request.options
     stages: list[Stage[Any]] = [quantizing.stage]
     if others:
@@ -235,8 +124,25 @@ def plan_of(
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
-        found=of_gptq.found,
+        found=found,
     )
+
+
+def _side_output(options: QuantizationOptions) -> SideOutput | None:
+    """Where --save-statistics puts them; None without it."""
+    if not options.calibrated or options.gptq.save_statistics is None:
+        return None
+    from ktconvert.pipeline.stages.gather_statistics import KEYS
+
+    return SideOutput(options.gptq.save_statistics, KEYS)
+
+
+def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
+    experts that GPTQ did not compensate since too few tokens were routed to them.
+    """
+    listed = [f"layer {s['layer']}: {ranges(s['rounded_experts'])}" for s in stats if s.get("rounded_experts")]
+    return {"too_few_tokens": listed} if listed else {}
 
 
 @dataclass(frozen=True)
@@ -264,7 +170,7 @@ class ExpertsConversion:
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
         base = base_model(self.files.source)
-        facts = {**self.facts, **of_gptq.found(stats)}
+        facts = {**self.facts, **found(stats)}
         about = self.fmt.description
         lines = about.card(facts, base, *self.shown, about.numbers)
         return card.model_card(lines, base, facts, self.notes, stats, tool_version())

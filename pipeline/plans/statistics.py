@@ -7,11 +7,10 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.pipeline.engine.plan import Request, SideOutput
+from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
-from ktconvert.pipeline.stages.gather_statistics import KEYS
 from ktconvert.pipeline.walk.calibration_data import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")
@@ -36,12 +35,6 @@ def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[Ca
         "data": Calibration.of(request.options.samples).facts(),
         "settings": dict(sorted(settings.items())),
     }
-
-
-def side_output(options: QuantizationOptions) -> SideOutput | None:
-    """Where --save-statistics puts them; None without it."""
-    folder = options.gptq.save_statistics if options.calibrated else None
-    return None if folder is None else SideOutput(folder, KEYS)
 
 
 def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str) -> bytes:
