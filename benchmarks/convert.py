@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
+from same_tensors import same_tensors
 from timing import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -265,7 +265,7 @@ def check(
         run = bench.timed(method, bench.bf16, sample=True)
         memory[method], sizes[method] = run.anonymous, bench.out_bytes()
         if bench.peer:
-            checks[method] = timing.in_subprocess(same_tensors, peer_out, bench.out)
+            checks[method] = timing.in_subprocess(same_tensors, peer_out, bench.out, "kt-kernel")
             sizes[f"peer-{method}"] = 0  # it hashes nothing
         else:
             cli = [
@@ -286,31 +286,6 @@ def check(
     shutil.rmtree(peer_out, ignore_errors=True)
     print()
     return peers, checks, memory, sizes
-
-
-def same_tensors(peer: Path, ours: Path) -> str:
-    """Compare two outputs tensor by tensor; raises RuntimeError at the first that differs."""
-    left, right = _tensors(peer), _tensors(ours)
-    if left.keys() != right.keys():
-        raise RuntimeError(f"tensors differ from kt-kernel's: {sorted(left.keys() ^ right.keys())[:3]}")
-    for name, values in left.items():
-        if values != right[name]:
-            raise RuntimeError(f"{name} differs from kt-kernel's")
-    return f"{len(left)} tensors identical to kt-kernel's"
-
-
-def _tensors(folder: Path) -> dict[str, memoryview]:
-    """The bytes of every tensor, as views of the mapped files."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(bytes(data[8:start])).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                tensors[name] = data[start + begin : start + end]
-    return tensors
 
 
 def sha256_rate() -> float:

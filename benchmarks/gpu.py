@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
+from same_tensors import same_tensors
 from timing import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,34 +169,9 @@ def compare(bench: Bench, model: Path) -> str:
     bench.out.rename(peer_out)
     bench.timed(OURS, "RTN", model)
     try:
-        return str(timing.in_subprocess(same_tensors, peer_out, bench.out))
+        return str(timing.in_subprocess(same_tensors, peer_out, bench.out, "model_free_ptq"))
     finally:
         shutil.rmtree(peer_out)
-
-
-def same_tensors(peer: Path, ours: Path) -> str:
-    """Compare the tensors of two outputs, in whichever shards they are."""
-    left, right = _tensors(peer), _tensors(ours)
-    if left.keys() != right.keys():
-        raise RuntimeError(f"tensors differ from model_free_ptq's: {sorted(left.keys() ^ right.keys())[:3]}")
-    for name, values in left.items():
-        if values != right[name]:
-            raise RuntimeError(f"{name} differs from model_free_ptq's")
-    return f"{len(left)} tensors identical to model_free_ptq's"
-
-
-def _tensors(folder: Path) -> dict[str, tuple[str, memoryview]]:
-    """Dtype and bytes of every tensor, as views of the mapped files."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(bytes(data[8:start])).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                tensors[name] = entry["dtype"], data[start + begin : start + end]
-    return tensors
 
 
 def write_random_model(folder: Path, gigabytes: float) -> None:

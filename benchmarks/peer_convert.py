@@ -14,22 +14,12 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
-
+import cpu_only_torch  # noqa: F401  # before kt_kernel
 import numpy as np
 import torch
-
-for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel 0.7.2 asks for it
-
-    def _unpinned(*args, _real=getattr(torch, _name), **options):  # noqa: B008
-        options.pop("pin_memory", None)
-        return _real(*args, **options)
-
-    setattr(torch, _name, _unpinned)
-
-from kt_kernel import KTMoEWrapper  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from kt_kernel import KTMoEWrapper
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 SHARED = Path("/dev/shm")
 

@@ -6,28 +6,17 @@ Calls its C++ object directly (forward_task, submit, sync), without the copies t
 KT_KERNEL_CPU_VARIANT chooses its instruction set.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
 
-os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
-
+import cpu_only_torch  # noqa: F401  # before kt_kernel
+import kt_kernel
 import numpy as np
 import torch
+from kt_kernel.utils import amx
 from state import LIBRARY, Detector
 from turns import WORKERS, serve, tasks, timed, touch_memory
-
-for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel 0.7.2 asks for it
-
-    def _unpinned(*args, _real=getattr(torch, _name), **options):  # noqa: B008
-        options.pop("pin_memory", None)
-        return _real(*args, **options)
-
-    setattr(torch, _name, _unpinned)
-
-import kt_kernel  # noqa: E402
-from kt_kernel.utils import amx  # noqa: E402
 
 MOST_TOKENS = 1024  # must be a multiple of 32, or kt-kernel aborts
 TOPK = 8

@@ -3,7 +3,6 @@ as its paper states it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,14 +20,7 @@ from ktconvert.quantizers import gptq
 
 RANGES = {"W4A16": (-8, 7), "W8A16": (-128, 127)}
 BITS = {"W4A16": 4, "W8A16": 8}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def calibrated(k: int, dead: int = 0, batches: tuple[int, ...] = (900, 0, 7), seed: int = 0) -> gptq.Hessian:

@@ -3,7 +3,7 @@ own modules read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,7 @@ from ktconvert.quantizers import gptq
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
 LENGTHS = (23, 9, 1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- a new consumer: this class is all that it takes---------------------------------------------
