@@ -4,7 +4,6 @@ bit, in a checkpoint that nothing takes for a quantized one."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,67 +15,17 @@ from ktconvert.pipeline.plans.commands import plan_request, request, run
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import verify
-from ktconvert.quantizers import groups, reference
-from rig import encodings, families, killpoint
+from rig import encodings, killpoint
 from rig.conversion import KTCONVERT, edit, tree
 from rig.safetensors import Tensor, Tensors, header_of, read_file, read_folder, write_file
 
 H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
-Stored = tuple[dict[str, tuple[str, Any]], Any]  # a weight's tensors by the end of their names, and its bits in BF16
 
 
-def fp8(block: tuple[int, int | None] | None, suffix: str, dtype: str = "F32") -> Callable[..., Stored]:
-    """Random codes; None: all rows or columns."""
-
-    def make(rng: np.random.Generator, n: int, k: int) -> Stored:
-        codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
-        codes[codes & 0x7F == 0x7F] = 0  # NaN
-        rows, columns = block or (n, None)
-        columns = columns or k
-        scales = rng.uniform(1e-4, 1e-2, (-(-n // rows), -(-k // columns))).astype(np.float32)
-        bits = reference.f32_to_bf16(scales) if dtype == "BF16" else scales
-        if dtype == "BF16":
-            scales = reference.bf16_to_f32(bits)
-        each = np.repeat(np.repeat(scales, rows, axis=0)[:n], columns, axis=1)[:, :k]
-        x = np.where(codes >> 7, -1, 1) * reference.fp8_e4m3_magnitude(codes & 0x7F)
-        stored = bits.reshape(()) if block is None else bits
-        return {
-            ".weight": ("F8_E4M3", codes),
-            f".{suffix}": (dtype, stored),
-        }, reference.f32_to_bf16(x.astype(np.float32) * each)
-
-    return make
-
-
-def packed(bits: int, group: int) -> Callable[..., Stored]:
-    def make(rng: np.random.Generator, n: int, k: int) -> Stored:
-        half = 1 << (bits - 1)
-        codes = rng.integers(-half, half, (n, k)).astype(np.int8)
-        scales = reference.f32_to_bf16(rng.uniform(1e-3, 1e-2, (n, k // group)).astype(np.float32))
-        words = groups.pack_words(bits, codes)
-        return {
-            ".weight_packed": ("I32", words),
-            ".weight_scale": ("BF16", scales),
-            ".weight_shape": ("I64", np.array([n, k], "<i8")),
-        }, reference.f32_to_bf16(groups.dequantize_groups(bits, words, scales))
-
-    return make
-
-
-def scheme(bits: int, group: int) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "group_size": group}
-    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    return method | {"config_groups": {"group_0": {"weights": weights}}}
-
-
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-ENCODERS: dict[str, tuple[Callable[..., Stored], dict[str, Any]]] = {
-    "FP8 in blocks": (fp8((128, 128), "weight_scale_inv"), FP8),
-    "FP8 in rows": (fp8((1, None), "weight_scale", "BF16"), {"quant_method": "compressed-tensors"}),
-    "FP8, one scale": (fp8(None, "weight_scale"), {"quant_method": "modelopt"}),
-    "INT4": (packed(4, 32), scheme(4, 32)),
-    "INT8": (packed(8, 64), scheme(8, 64)),
-}
+Cli = Callable[..., Any]
+Model = tuple[Path, Tensors]  # a checkpoint, and what it must become
+FP8: Any = encodings.fp8_config((128, 128))
+blocks_of_fp8 = encodings.ENCODINGS["FP8 in blocks"].make
 
 
 def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
@@ -117,15 +66,23 @@ CONFIG = {
 }
 
 
-def checkpoint(folder: Path, kind: str, **config: Any) -> tuple[Path, Tensors]:
+def written(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
+    """A checkpoint of one file."""
+    folder.mkdir()
+    write_file(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def checkpoint(folder: Path, kind: str, **config: Any) -> Model:
     """A checkpoint in this encoding, in two shards that part a weight from its scales; and what it must become."""
     folder.mkdir(parents=True)
-    make, quantization = ENCODERS[kind]
+    encoding = encodings.ENCODINGS[kind]
     rng = np.random.default_rng(len(kind))
     stored, release = others(rng), {}
     release |= stored
     for stem, (n, k) in quantized_names().items():
-        tensors, bits = make(rng, n, k)
+        tensors, bits = encoding.make(rng, n, k)
         stored |= {f"{stem}{end}": tensor for end, tensor in tensors.items()}
         stored[f"{stem}.input_scale"] = ("F32", np.ones((), np.float32))
         release[f"{stem}.weight"] = ("BF16", bits)
@@ -136,7 +93,7 @@ def checkpoint(folder: Path, kind: str, **config: Any) -> tuple[Path, Tensors]:
         write_file(folder / file, {name: stored[name] for name in names})
         weight_map |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    document = {**CONFIG, "quantization_config": quantization, **config}
+    document = {**CONFIG, "quantization_config": encoding.config or {"quant_method": "fp8"}, **config}
     (folder / "config.json").write_text(json.dumps(document))
     (folder / "hf_quant_config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
@@ -145,7 +102,7 @@ def checkpoint(folder: Path, kind: str, **config: Any) -> tuple[Path, Tensors]:
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return checkpoint(tmp_path_factory.mktemp("blocks") / "model", "FP8 in blocks")
 
 
@@ -160,7 +117,7 @@ def dequantized(source: Path, out: Path) -> Tensors:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8 in rows", "ct 4"])
 def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
     source, release = checkpoint(tmp_path / "model", kind)
     out = tmp_path / "out"
@@ -195,7 +152,7 @@ def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
-def test_a_scale_of_inputs_is_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_scale_of_inputs_is_refused(cli: Cli, tmp_path: Path) -> None:
     """modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model."""
     name = "model.layers.0.self_attn.o_proj.pre_quant_scale"
     scale = ("F16", np.ones(8, np.uint16))
@@ -203,65 +160,10 @@ def test_a_scale_of_inputs_is_refused(cli: Callable[..., Any], tmp_path: Path) -
     assert f"tensor '{name}' is a scale of inputs" in cli("dequantize", source, tmp_path / "out", code=3).stderr
 
 
-def test_the_bits_of_kt_kernels_scripts(blocks: tuple[Path, Tensors], tmp_path: Path) -> None:
-    """Their formulas, convert_kimi_k2_fp8_to_bf16_cpu.py block by block, convert_moe_to_bf16.py group by group."""
-    torch = pytest.importorskip("torch")
-    source, _ = blocks
-    name = "model.layers.1.mlp.experts.2.down_proj.weight"
-    stored = read_folder(source)
-    x = torch.tensor(stored[name].bits).view(torch.float8_e4m3fn)
-    s = torch.tensor(stored[f"{name}_scale_inv"].bits)
-    y = torch.empty(x.shape, dtype=torch.bfloat16)
-    for m in range(s.shape[0]):
-        for n in range(s.shape[1]):
-            rows, columns = slice(128 * m, 128 * m + 128), slice(128 * n, 128 * n + 128)
-            y[rows, columns] = (x[rows, columns].to(torch.float32) * s[m, n].item()).to(torch.bfloat16)
-    assert (dequantized(source, tmp_path / "fp8")[name].bits == y.view(torch.uint16).numpy()).all()
-
-    source, _ = checkpoint(tmp_path / "int4", "INT4")
-    stored = read_folder(source)
-    words = torch.tensor(stored[f"{name}_packed"].bits)
-    codes = torch.stack([(words >> (4 * p)) & 15 for p in range(8)], dim=2).reshape(H, I) - 8
-    scales = torch.tensor(stored[f"{name}_scale"].bits).view(torch.bfloat16).to(torch.float32)
-    y = (codes.to(torch.float32) * scales.repeat_interleave(32, dim=1)).to(torch.bfloat16)
-    assert (dequantized(source, tmp_path / "bf16")[name].bits == y.view(torch.uint16).numpy()).all()
-
-
-def test_transformers_loads_the_model_that_it_was(tmp_path: Path) -> None:
-    """A model whose weights FP8 holds exactly, and its FP8 release: the same model comes back."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import load_file, save_file
-
-    plain = families.make("qwen3_moe", False, tmp_path / "plain")
-    fp8_release = tmp_path / "fp8"
-    shutil.copytree(plain, fp8_release)
-    tensors, stored = load_file(plain / "model.safetensors"), {}
-    for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
-            scale = 2.0 ** torch.ceil(torch.log2(weight.float().abs().max() / 448))
-            codes = (weight.float() / scale).to(torch.float8_e4m3fn)
-            tensors[name] = (codes.float() * scale).to(torch.bfloat16)
-            shape = [-(-size // 128) for size in weight.shape]
-            stored |= {name: codes, f"{name}_scale_inv": scale.repeat(shape)}
-        else:
-            stored[name] = weight
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    save_file(stored, fp8_release / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    (fp8_release / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
-    assert dequantized(fp8_release, tmp_path / "out") == read_folder(plain)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model, keys = load(tmp_path / "out", dtype="auto", output_loading_info=True)
-    assert not keys["missing_keys"] and not keys["unexpected_keys"] and model.dtype == torch.bfloat16
-    ids = torch.arange(20)[None]
-    assert torch.equal(model(ids).logits, load(plain, dtype="auto")(ids).logits)
-
-
-def test_tensors_that_end_anywhere_in_a_window(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
     """Larger than the 4 MiB that a thread makes at a time, of odd sizes, and empty; with one thread and with two."""
     rng = np.random.default_rng(0)
-    wide, bits = fp8((128, 128), "weight_scale_inv")(rng, 2999, 1001)
+    wide, bits = blocks_of_fp8(rng, 2999, 1001)
     tensors = {
         "odd": ("U8", rng.integers(0, 256, (5 << 20) + 1, np.uint8)),
         "none": ("BF16", np.zeros((0, 8), np.uint16)),
@@ -269,10 +171,7 @@ def test_tensors_that_end_anywhere_in_a_window(cli: Callable[..., Any], tmp_path
         "one": ("U8", np.ones(1, np.uint8)),
         "a window": ("U8", rng.integers(0, 256, 4 << 20, np.uint8)),
     }
-    source = tmp_path / "model"
-    source.mkdir()
-    write_file(source / "model.safetensors", tensors)
-    (source / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    source = written(tmp_path / "model", tensors, {"quantization_config": FP8})
     expected = dict(tensors) | {"wide.weight": ("BF16", bits)}
     del expected["wide.weight_scale_inv"]
     cli("dequantize", source, tmp_path / "out1", "--cpuinfer-threads", 1)
@@ -283,16 +182,13 @@ def test_tensors_that_end_anywhere_in_a_window(cli: Callable[..., Any], tmp_path
     assert tree(tmp_path / "out1") == tree(tmp_path / "out2")
 
 
-def test_memory_does_not_grow_with_the_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
     """As much as the plan says, and less than is written."""
     tensors: dict[str, Any] = {}
     for n in range(16):
         tensors[f"{n}.weight"] = ("F8_E4M3", np.full((2048, 4096), 0x38 + n, np.uint8))
         tensors[f"{n}.weight_scale_inv"] = ("F32", np.ones((16, 32), np.float32))
-    source = tmp_path / "model"
-    source.mkdir()
-    write_file(source / "model.safetensors", tensors)
-    (source / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    source = written(tmp_path / "model", tensors, {"quantization_config": FP8})
     command = "dequantize", source, tmp_path / "out", "--cpuinfer-threads", 2, "--json"
     plan = json.loads(cli(*command, "--dry-run").stdout.splitlines()[-1])
     finished = json.loads(cli(*command).stdout.splitlines()[-1])
@@ -303,16 +199,13 @@ def test_memory_does_not_grow_with_the_model(cli: Callable[..., Any], tmp_path: 
 # ---- which models, which configs -------------------------------------------------------------------------------------
 
 
-def test_a_dense_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_dense_model(cli: Cli, tmp_path: Path) -> None:
     """No expert at all: `cpu` refuses it."""
     rng = np.random.default_rng(1)
     stem = "model.layers.0.mlp.gate_proj"
-    stored, bits = ENCODERS["FP8 in blocks"][0](rng, I, H)
-    source = tmp_path / "model"
-    source.mkdir()
-    write_file(source / "model.safetensors", {f"{stem}{end}": tensor for end, tensor in stored.items()})
+    stored, bits = blocks_of_fp8(rng, I, H)
     config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": FP8}
-    (source / "config.json").write_text(json.dumps(config))
+    source = written(tmp_path / "model", {f"{stem}{end}": tensor for end, tensor in stored.items()}, config)
     cli("cpu", "-i", source, "-o", tmp_path / "no", code=3)
     assert (dequantized(source, tmp_path / "out")[f"{stem}.weight"].bits == bits).all()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -332,14 +225,14 @@ def test_quantization_anywhere_in_the_config(tmp_path: Path) -> None:
     assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
 
 
-def test_what_is_not_quantized_is_copied(example: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_not_quantized_is_copied(example: Path, cli: Cli, tmp_path: Path) -> None:
     done = cli("dequantize", example, tmp_path / "out")
     assert "nothing is quantized here: the output is a copy" in done.stderr
     assert read_folder(tmp_path / "out") == read_folder(example)
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((example / "config.json").read_text())
 
 
-def test_what_gpu_wrote_comes_back(example: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> None:
     """A whole circle; the output is a checkpoint for every other command."""
     packed, out = tmp_path / "w8", tmp_path / "bf16"
     cli("gpu", "-i", example, "-o", packed, "--quant-method", "RTN", "--quant-type", "W8A16")
@@ -358,13 +251,13 @@ def test_what_gpu_wrote_comes_back(example: Path, cli: Callable[..., Any], tmp_p
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
 
-def verified(cli: Callable[..., Any], *arguments: object, code: int = 6) -> dict[str, Any]:
+def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)
     document["problems"] = [problem for check in document["checks"] for problem in check["problems"]]
     return document
 
 
-def test_verify_finds_a_bit(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_verify_finds_a_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     """In a decoded weight and in a copied tensor."""
     source, release = blocks
     out = tmp_path / "out"
@@ -388,10 +281,10 @@ def test_verify_finds_a_bit(blocks: tuple[Path, Tensors], cli: Callable[..., Any
     assert f"{weight_map[name]} is missing" in bad["problems"]
 
 
-def test_verify_against_another_model(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_verify_against_another_model(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, _ = blocks
     cli("dequantize", source, tmp_path / "out")
-    problems = verified(cli, tmp_path / "out", "--against", checkpoint(tmp_path / "other", "INT4")[0])["problems"]
+    problems = verified(cli, tmp_path / "out", "--against", checkpoint(tmp_path / "other", "ct 4")[0])["problems"]
     assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
     cli("verify", tmp_path / "out", "--numa", 1, code=2)
     assert "no place for biases of experts" in cli("verify", tmp_path / "out", "--run", code=3).stderr
@@ -400,26 +293,13 @@ def test_verify_against_another_model(blocks: tuple[Path, Tensors], cli: Callabl
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_killed_and_resumed_to_the_same_bytes(blocks: tuple[Path, Tensors], tmp_path: Path) -> None:
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-
-    def run(out: Path, n: int, *command: str) -> int:
-        command = command or ("dequantize", str(blocks[0]), str(out), "--max-shard-size", "1MB")
-        return killpoint.run([*KTCONVERT, *command, "-q"], out, n, shim, log).returncode
-
-    assert run(tmp_path / "whole", 0) == 0
-    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
-    assert len([name for name in wanted if name.endswith(".safetensors")]) > 3
-    for n in (calls // 4, calls // 3, calls // 5):
-        assert run(tmp_path / "out", n) == killpoint.KILLED
-    assert run(tmp_path / "out", 0, "resume", str(tmp_path / "out")) == 0
-    assert tree(tmp_path / "out") == wanted
-    assert not (tmp_path / "out.work").exists()
+def test_killed_and_resumed_to_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+    convert = (*KTCONVERT, "dequantize", blocks[0], "--max-shard-size", "1MB", "-q", "--output-dir")
+    killpoint.check_resumed(lambda out: [*convert, out], lambda out: cli("resume", out), tmp_path, 1 / 4, 1 / 3, 1 / 2)
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
 
 
-def test_other_options_and_what_lies_there(
-    blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_other_options_and_what_lies_there(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, release = blocks
     out = tmp_path / "out"
     assert "nothing to do" not in cli("dequantize", source, out).stderr
@@ -430,7 +310,7 @@ def test_other_options_and_what_lies_there(
     cli("dequantize", source, source / "inside", code=2)
 
 
-def test_the_plan_and_its_events(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_plan_and_its_events(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, release = blocks
     plan = json.loads(cli("dequantize", source, tmp_path / "out", "--dry-run", "--json").stdout.splitlines()[-1])
     assert plan["model"]["decoded"] == {"FP8": len(quantized_names())}
@@ -444,7 +324,7 @@ def test_the_plan_and_its_events(blocks: tuple[Path, Tensors], cli: Callable[...
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["command"] == "dequantize"
 
 
-def test_kt_kernels_spellings(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_kt_kernels_spellings(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, release = blocks
     done = cli("dequantize", "--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
     assert "--config-path is accepted for kt-kernel's sake" in done.stderr
@@ -454,7 +334,7 @@ def test_kt_kernels_spellings(blocks: tuple[Path, Tensors], cli: Callable[..., A
     assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
 
 
-def test_inspect_names_the_command(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     """Also for a model that no other command takes, as this one with its bias; not for a BF16 model."""
     source, release = blocks
     seen = cli("inspect", source)
@@ -471,53 +351,33 @@ def test_inspect_names_the_command(blocks: tuple[Path, Tensors], cli: Callable[.
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_dequantized(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     """One sentence, with the tensor, before any work."""
-
-    def broken(name: str, change: Callable[[dict[str, Any]], object]) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        tensors: dict[str, Any] = dict(read_folder(blocks[0]))
-        change(tensors)
-        write_file(folder / "model.safetensors", tensors)
-        (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8}))
-        return folder
-
     stem = "model.layers.1.mlp.experts.2.down_proj"
     codes = np.zeros((4, 4), np.int8)
-    unknown = {"a.W_q": ("U8", codes.view(np.uint8))}
-    cases: dict[str, Any] = {
-        "no scale": (lambda t: t.pop(f"{stem}.weight_scale_inv"), 5, f"{stem}.weight_scale_inv is missing"),
-        "integers": (lambda t: t.update({"lm_head.weight": ("I8", codes)}), 3, "'lm_head.weight' is INT8; that is not"),
-        "FP4": (
-            lambda t: t.update({"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}),
-            3,
-            "'lm_head.weight' is FP4; that is not",
-        ),
-        "FNUZ": (
-            lambda t: t.update({"lm_head.weight": ("F8_E4M3FNUZ", codes)}),
-            3,
-            "'lm_head.weight' is FP8 E4M3FNUZ; that is not",
-        ),
-        "no format": (lambda t: (t.clear(), t.update(unknown)), 3, "says that it is quantized (fp8)"),
-    }
-    for name, (change, code, words) in cases.items():
-        done = cli("dequantize", broken(name, change), tmp_path / "out", code=code)
+    whole: dict[str, Any] = dict(read_folder(blocks[0]))
+    no_scale = {name: tensor for name, tensor in whole.items() if name != f"{stem}.weight_scale_inv"}
+    cases: tuple[tuple[dict[str, Any], int, str], ...] = (
+        (no_scale, 5, f"{stem}.weight_scale_inv is missing"),
+        (whole | {"lm_head.weight": ("I8", codes)}, 3, "'lm_head.weight' is INT8; that is not"),
+        (whole | {"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}, 3, "'lm_head.weight' is FP4; that is not"),
+        (whole | {"lm_head.weight": ("F8_E4M3FNUZ", codes)}, 3, "'lm_head.weight' is FP8 E4M3FNUZ; that is not"),
+        ({"a.W_q": ("U8", codes.view(np.uint8))}, 3, "says that it is quantized (fp8)"),
+    )
+    for number, (tensors, code, words) in enumerate(cases):
+        source = written(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
+        done = cli("dequantize", source, tmp_path / "out", code=code)
         assert words in done.stderr and "routed experts" not in done.stderr, done.stderr
     both: dict[str, Any] = {"a.weight": ("I64", np.zeros((4, 8), np.int64))}
-    both |= {f"a{end}": tensor for end, tensor in packed(4, 8)(np.random.default_rng(0), 4, 8)[0].items()}
-    (tmp_path / "both").mkdir()
-    write_file(tmp_path / "both" / "model.safetensors", both)
-    (tmp_path / "both" / "config.json").write_text("{}")
-    assert "'a.weight' is stored twice" in cli("dequantize", tmp_path / "both", tmp_path / "out", code=5).stderr
-    (blocks[0] / "config.json").rename(tmp_path / "config.json")
-    try:
-        assert "has no config.json" in cli("dequantize", blocks[0], tmp_path / "out", code=5).stderr
-    finally:
-        (tmp_path / "config.json").rename(blocks[0] / "config.json")
+    pack = encodings.integers(4, 8, encodings.compressed("BF16"), zeros=False)
+    both |= {f"a{end}": tensor for end, tensor in pack(np.random.default_rng(0), 4, 8)[0].items()}
+    source = written(tmp_path / "both", both, {})
+    assert "'a.weight' is stored twice" in cli("dequantize", source, tmp_path / "out", code=5).stderr
+    (source / "config.json").unlink()
+    assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr
 
 
-def test_inspect_names_no_folder_twice(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspect_names_no_folder_twice(cli: Cli, tmp_path: Path) -> None:
     """`cpu --quant-method bf16` and `dequantize` make different things."""
     source, _ = encodings.write("awq", tmp_path / "model")
     seen = json.loads(cli("inspect", source, "--json").stdout)

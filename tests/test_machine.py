@@ -47,15 +47,10 @@ def test_hyperthreads_are_not_cores(tmp_path: Path) -> None:
 
 
 def test_equal_core_ids_in_two_dies_are_two_cores(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": text
-            for cpu in (0, 1)
-            for name, text in (("physical_package_id", "0"), ("die_id", str(cpu)), ("core_id", "0"))
-        },
-    )
-    assert machine.physical_cores(root, [0, 1]) == 2
+    for cpu in (0, 1):
+        names = {"physical_package_id": "0", "die_id": str(cpu), "core_id": "0"}
+        tree(tmp_path, {f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": text for name, text in names.items()})
+    assert machine.physical_cores(tmp_path, [0, 1]) == 2
 
 
 def test_nodes_with_cpus_only(tmp_path: Path) -> None:
@@ -105,43 +100,31 @@ def test_memory_that_a_cpuset_forbids(tmp_path: Path) -> None:
     assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 0, 0, 3]
 
 
-def test_an_empty_machine_still_answers(tmp_path: Path) -> None:
-    assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == 3
+BROKEN = {
+    "proc/self/cgroup": "nonsense\n0::/a\n",
+    "proc/self/mountinfo": "short line\n" + V2,
+    "proc/meminfo": "MemAvailable: many kB\n",
+    "proc/self/statm": "1\n",
+    "sys/fs/cgroup/a/memory.max": "\n",
+    "sys/fs/cgroup/a/cpu.max": "100000 0\n",
+    "sys/fs/cgroup/a/memory.events": "oom_kill\n",
+}
+
+
+@pytest.mark.parametrize("files", [{}, BROKEN], ids=["empty", "broken files"])
+def test_an_empty_machine_still_answers(tmp_path: Path, files: dict[str, str]) -> None:
+    tree(tmp_path, files)
+    assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
     assert machine.allowed_cpus(tmp_path, []) == 1
-    assert machine.physical_cores(tmp_path, [0, 1, 2]) == 3
-    assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == (0,)
-    assert machine.memory_nodes(tmp_path) == (0,)
+    assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == machine.memory_nodes(tmp_path) == (0,)
     assert machine.nearest_memory(0, tmp_path) == machine.nearest_memory(5, tmp_path) == 0
     assert machine.node_memory_available(tmp_path) == {}
-    assert machine.cpu_quota(tmp_path) is None
-    assert machine.memory_limit(tmp_path) is None
-    assert machine.oom_kills(tmp_path) is None
-    assert machine.memory_available(tmp_path) > 0
-    assert machine.memory_total(tmp_path) > 0
-    assert machine.rss(tmp_path) > 0
-    assert machine.peak_rss(tmp_path) > 0
+    for unknown in (machine.cpu_quota, machine.memory_limit, machine.oom_kills):
+        assert unknown(tmp_path) is None
+    for known in (machine.memory_available, machine.memory_total, machine.rss, machine.peak_rss):
+        assert known(tmp_path) > 0
     assert machine.cpu_name(tmp_path) == os.uname().machine
     assert machine.cpu_flags(tmp_path) == frozenset()
-
-
-def test_broken_files_are_as_good_as_absent(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "nonsense\n0::/a\n",
-            "proc/self/mountinfo": "short line\n" + V2,
-            "proc/meminfo": "MemAvailable: many kB\n",
-            "proc/self/statm": "1\n",
-            "sys/fs/cgroup/a/memory.max": "\n",
-            "sys/fs/cgroup/a/cpu.max": "100000 0\n",
-            "sys/fs/cgroup/a/memory.events": "oom_kill\n",
-        },
-    )
-    assert machine.memory_limit(root) is None
-    assert machine.cpu_quota(root) is None
-    assert machine.oom_kills(root) is None
-    assert machine.memory_available(root) > 0
-    assert machine.rss(root) > 0
 
 
 def test_cgroup_v2_the_tightest_level_counts(tmp_path: Path) -> None:

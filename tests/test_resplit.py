@@ -19,7 +19,6 @@ from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
 from ktconvert.quantizers import reference
 from rig import conversion, forks, killpoint
@@ -27,6 +26,7 @@ from rig.safetensors import bits_of, read_folder
 
 HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
 PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
+PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
 Linear = list[tuple[Part, Packed]]
 MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.resplit", "plans.resplit_against", "verify.verify"))
 
@@ -87,48 +87,48 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
 # ---- against a fresh conversion --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "old", "new"), PAIRS)
+def no_weight_changed(folder: Path, before: Path) -> bool:
+    """Whether only what says how it was made differs."""
+    return {*conversion.differing(conversion.tree(folder), conversion.tree(before))} == {"README.md", "manifest.json"}
+
+
+@pytest.mark.parametrize(("method", "old", "new"), PAIRS + PANELS)
 def test_what_keeps_its_values_is_as_converted_again(
     method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
 ) -> None:
-    said = cli("resplit", converted(method, old), tmp_path / "new", "--threadpool-count", new)
-    ours, fresh = tensors(tmp_path / "new"), tensors(converted(method, new))
-    assert ours.keys() == fresh.keys()
-    assert same(ours, fresh, "ffn_gate") and same(ours, fresh, "ffn_up")
-    if old % new == 0:  # whole parts are put together: the largest scale is that of all columns
-        assert same(ours, fresh, "ffn_down", ".scale")
-        assert "rounded once more" in said
-    elif new % old == 0:
-        assert "all weights keep their values" in said
+    """Of panels, blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
+    before, fresh = converted(method, old), converted(method, new)
+    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", new)
+    ours, theirs = tensors(tmp_path / "new"), tensors(fresh)
+    if (method, old, new) in PANELS:
+        assert "every weight and scale stays what it is" in said and no_weight_changed(tmp_path / "new", fresh)
+        plan = ("resplit", before, tmp_path / "x", "--threadpool-count", new, "--against", source, "--dry-run")
+        assert "resplit is as good" in cli(*plan)
+        assert "rewrite it with `ktconvert resplit`" in cli("verify", before, "--numa", new, code=6)
+    else:
+        assert ours.keys() == theirs.keys() and same(ours, theirs, "ffn_gate") and same(ours, theirs, "ffn_up")
+        if old % new == 0:  # whole parts are put together: the largest scale is that of all columns
+            assert same(ours, theirs, "ffn_down", ".scale")
+            assert "rounded once more" in said
+        elif new % old == 0:
+            assert "all weights keep their values" in said
+    assert f"| resplit from | {old} NUMA part" in (tmp_path / "new" / "README.md").read_text()
     (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
     checks = {check["name"]: check["result"] for check in report["checks"]}
     assert checks["source"] == f"{len(ours)} tensors quantized again (T = {old}) and resplit: the same bytes"
 
 
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
-def test_the_same_number_of_parts_changes_no_weight(
-    options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any
-) -> None:
-    before = converted("int8", 2, *options)
-    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", 2)
-    assert "every tensor stays as it is" in said
-    assert set(conversion.differing(conversion.tree(tmp_path / "new"), conversion.tree(before))) == {
-        "README.md",
-        "manifest.json",
-    }
-
-
-@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
 def test_there_and_back_changes_no_weight(options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any) -> None:
-    """Parts that were split share their scales, so that putting them together again loses nothing."""
-    before = converted("int4", 1, *options)
-    cli("resplit", before, tmp_path / "three", "--threadpool-count", 3)
-    cli("resplit", tmp_path / "three", tmp_path / "back", "--threadpool-count", 1)
-    assert set(conversion.differing(conversion.tree(tmp_path / "back"), conversion.tree(before))) == {
-        "README.md",
-        "manifest.json",
-    }
-    assert "| resplit from | 1, then 3 NUMA parts |" in (tmp_path / "back" / "README.md").read_text()
+    """Parts that were split share their scales, so that putting them together again loses nothing. Nor does the same
+    number of parts change any."""
+    before, three, back = converted("int4", 1, *options), tmp_path / "three", tmp_path / "back"
+    cli("resplit", before, three, "--threadpool-count", 3)
+    cli("resplit", three, back, "--threadpool-count", 1)
+    assert no_weight_changed(back, before)
+    assert "| resplit from | 1, then 3 NUMA parts |" in (back / "README.md").read_text()
+    assert "every tensor stays as it is" in cli("resplit", three, tmp_path / "same", "--threadpool-count", 3)
+    assert no_weight_changed(tmp_path / "same", three)
 
 
 def test_loose_files_with_backward_matrices(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
@@ -178,37 +178,12 @@ def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> Non
     cli("verify", tmp_path / "new")
 
 
-PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
-
-
-@pytest.mark.parametrize(("method", "old", "new"), PANELS)
-def test_panels_are_as_converted_again(
-    method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
-) -> None:
-    """Blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
-    before, fresh = converted(method, old), converted(method, new)
-    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", new)
-    assert "every weight and scale stays what it is" in said
-    assert {*conversion.differing(conversion.tree(tmp_path / "new"), conversion.tree(fresh))} == {
-        "README.md",
-        "manifest.json",
-    }
-    assert f"| resplit from | {old} NUMA parts |" in (tmp_path / "new" / "README.md").read_text()
-    (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
-    checks = {check["name"]: check["result"] for check in report["checks"]}
-    assert checks["source"].endswith(f"tensors quantized again (T = {old}) and resplit: the same bytes")
-    plan = ("resplit", before, tmp_path / "x", "--threadpool-count", new, "--against", source, "--dry-run")
-    assert "resplit is as good" in cli(*plan)
-    assert "rewrite it with `ktconvert resplit`" in cli("verify", before, "--numa", new, code=6)
-
-
 def test_panels_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> None:
     whole = converted("fp8", 1, "--layout", "kt")
     assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
-    assert "is not a multiple of 128" in cli(
-        "resplit", converted("fp8", 3), tmp_path / "x", "--threadpool-count", 12, code=3
-    )
-    shutil.copytree(converted("fp8", 3), tmp_path / "damaged")
+    thirds = converted("fp8", 3)
+    assert "is not a multiple of 128" in cli("resplit", thirds, tmp_path / "x", "--threadpool-count", 12, code=3)
+    shutil.copytree(thirds, tmp_path / "damaged")
     shard = min((tmp_path / "damaged").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-4] + b"\0\0\xc0\x7f")  # the last scale
     said = cli("resplit", tmp_path / "damaged", tmp_path / "x", "--threadpool-count", 2, code=5)
@@ -316,23 +291,6 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
         half = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in new])
         bound = half.astype(np.float64) * form.grid.step / 2
         assert (np.abs(before.astype(np.float64) - after) <= bound * (1 + 1e-6) + 2.0**-149).all()
-
-
-def test_put_together_the_scale_is_that_of_all_columns() -> None:
-    """The largest of the parts' scales is the one that the whole row gets."""
-    rng = np.random.default_rng(0)
-    linear = Matrix(conversion.bf16(rng, HIDDEN, WIDTH), KINDS["bf16"])
-    for form in (AMXINT4, AMXINT8):
-        sides = []
-        for count in (3, 1):
-            sides.append(
-                [(part, empty_tensors(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count).parts(0, "down")]
-            )
-            for part, stored in sides[-1]:
-                form.quantize(part.of(linear, count), stored)
-        new = [(part, empty_tensors(form, part)) for part, _ in sides[1]]
-        rearrange.rearrange(form, sides[0], new)
-        assert np.array_equal(new[0][1][1], sides[1][0][1][1])
 
 
 # ---- cut off, changed, refused ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
 from rig.verifying import failed, in_forms, row, verified
 
+Copy = Callable[[str], Path]
 FORMS = ("int4-merged", "int8-merged", "int8-loose")
 
 
@@ -31,7 +32,7 @@ def converted(packed_example: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture
-def theirs(converted: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+def theirs(converted: dict[str, Path], tmp_path: Path) -> Copy:
     """A copy without a manifest, as kt-kernel's own outputs are: no hash reveals damage."""
 
     def one(name: str) -> Path:
@@ -68,10 +69,6 @@ def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
     )
 
 
-def test_without_the_option_nothing_is_computed(converted: dict[str, Path]) -> None:
-    assert "run" not in {check["name"] for check in verified(converted["int4-merged"])["checks"]}
-
-
 @pytest.mark.parametrize("isa", kernels.available_isas())
 def test_every_instruction_set_passes(isa: str, converted: dict[str, Path]) -> None:
     try:
@@ -83,25 +80,20 @@ def test_every_instruction_set_passes(isa: str, converted: dict[str, Path]) -> N
     assert all(0.001 < error < 0.05 for error in result.error.values())
 
 
-@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(
-    ("projection", "scale", "words"),
+    ("name", "projection", "scale", "words"),
     [
-        ("down", 3e38, "not finite"),
-        ("gate", 3e38, "not finite"),
-        ("down", 1e9, "times the other experts'"),
-        ("up", 1e12, "times the other experts'"),
+        ("int8-loose", "down", 3e38, "not finite"),
+        ("int4-merged", "gate", 3e38, "not finite"),
+        ("int4-merged", "down", 1e9, "times the other experts'"),
+        ("int8-merged", "up", 1e12, "times the other experts'"),
     ],
 )
-def test_a_huge_scale_is_found(
-    name: str, projection: str, scale: float, words: str, theirs: Callable[[str], Path]
-) -> None:
+def test_a_huge_scale_is_found(name: str, projection: str, scale: float, words: str, theirs: Copy) -> None:
     output = theirs(name)
-    tensor = stored(output, 5, projection, "scale")
-    rewrite(output, tensor, np.array([scale], "<f4").tobytes(), 4 * 7)
+    rewrite(output, stored(output, 5, projection, "scale"), np.array([scale], "<f4").tobytes(), 4 * 7)
     report = verified(output, "--run")
-    assert report["code"] == 6 and not report["ok"]
-    assert all(check["ok"] for check in report["checks"] if check["name"] != "run"), "nothing else finds it"
+    assert report["code"] == 6 and failed(report) == ["run"], "nothing else finds it"
     assert words in row(report, "run")["problems"][0] and "expert 5" in row(report, "run")["problems"][0]
     assert "convert it again" in report["message"]
 
@@ -118,23 +110,17 @@ def test_exchanged_weights_are_found_by_their_hash(converted: dict[str, Path], t
     assert report["code"] == 6 and failed(report) == ["hashes"]
 
 
-def test_missing_and_short_files(theirs: Callable[[str], Path]) -> None:
-    output = theirs("int8-merged")
-    shard = output / "model-00001-of-00002.safetensors"
+def test_missing_and_short_files(theirs: Copy) -> None:
+    short, missing = theirs("int8-merged"), theirs("int8-loose")
+    shard = short / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4096])
-    report = verified(output, "--run")
-    assert report["code"] == 6 and "nothing was computed" in row(report, "run")["problems"][0]
+    (missing / stored(missing, 3, "up", "weight").file).unlink()
+    for output, words in ((short, "nothing was computed"), (missing, "expert 3, up_proj")):
+        report = verified(output, "--run")
+        assert report["code"] == 6 and words in row(report, "run")["problems"][0]
 
 
-def test_a_missing_expert(theirs: Callable[[str], Path]) -> None:
-    output = theirs("int8-loose")
-    (output / stored(output, 3, "up", "weight").file).unlink()
-    report = verified(output, "--run")
-    assert report["code"] == 6
-    assert "expert 3, up_proj" in row(report, "run")["problems"][0]
-
-
-def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: Any) -> None:
+def test_what_kt_kernel_alone_can_compute(theirs: Copy, cli: Any) -> None:
     output = theirs("int8-loose")
     for path in output.rglob("*.kt"):
         path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
