@@ -90,6 +90,7 @@ def read_environment() -> None:
 
 
 def raise_error(error: int) -> None:
-    """Raises ValueError or MemoryError with C's message for an error code; does nothing for KTQ_OK."""
+    """Raises ValueError, MemoryError or RuntimeError (KTQ_EFORK) with C's message for an error code; not for KTQ_OK."""
     if error != lib.KTQ_OK:
-        raise (MemoryError if error == lib.KTQ_ENOMEM else ValueError)(_text(lib.ktq_strerror(error)))
+        kind = {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)
+        raise kind(_text(lib.ktq_strerror(error)))

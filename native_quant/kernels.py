@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,27 +26,10 @@ from ktconvert.native_quant.instruction_sets import (
     set_isa,
 )
 from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, source_of
+from ktconvert.native_quant.own_cpus import use_own_cpus
 
-__all__ = [
-    "GEOMETRIES",
-    "ISAS",
-    "KERNELS",
-    "KINDS",
-    "ROUNDINGS",
-    "Geometry",
-    "Matrix",
-    "NonFinite",
-    "available_isas",
-    "convert",
-    "decode",
-    "dequantize",
-    "error_sums",
-    "isa",
-    "pack_codes",
-    "quantize_groups",
-    "quantize_pack",
-    "set_isa",
-]
+# Names of other files that are used by this one's name, too.
+__all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]
 
 Array = npt.NDArray[Any]
 
@@ -79,15 +64,21 @@ class NonFinite(ValueError):
 # --- checks ---------------------------------------------------------------------------------------
 
 
-# These checks run for every expert, so types are looked up here, once.
-_BYTES, _FLOATS, _WORDS = (ffi.typeof(t) for t in ("uint8_t[]", "float[]", "uint16_t[]"))
-_UINT8, _INT32, _UINT16, _FLOAT32 = (np.dtype(t) for t in (np.uint8, np.int32, np.uint16, np.float32))
+# (as NumPy has it, as C has it); these checks run for every expert, so types are looked up here, once.
+UINT8, INT32, UINT16, FLOAT32 = (
+    (np.dtype(numpy), ffi.typeof(f"{c}[]"))
+    for numpy, c in ((np.uint8, "uint8_t"), (np.int32, "uint8_t"), (np.uint16, "uint16_t"), (np.float32, "float"))
+)
 
 
-def _check_bits(bits: int, n: int, k: int) -> None:
+def _geometry(bits: int) -> Geometry:
     if bits not in GEOMETRIES:
         raise ValueError(f"bits must be {' or '.join(map(str, GEOMETRIES))}, not {bits}")
-    rows, columns = GEOMETRIES[bits]
+    return GEOMETRIES[bits]
+
+
+def _check_size(bits: int, n: int, k: int) -> None:
+    rows, columns = _geometry(bits)
     if n < 1 or k < 1 or n % rows or k % columns:
         needed = str(rows) if rows == columns else f"{rows} and {columns}"
         raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {needed}, not {n} x {k}")
@@ -95,13 +86,16 @@ def _check_bits(bits: int, n: int, k: int) -> None:
 
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
     """Pointers to packed weights and scales."""
-    _check_bits(bits, n, k)
-    _check_array("weight", weight, _UINT8, (n * k * bits // 8,), writable)
-    _check_array("scale", scale, _FLOAT32, (n,), writable)
-    return ffi.from_buffer(_BYTES, weight), ffi.from_buffer(_FLOATS, scale)
+    _check_size(bits, n, k)
+    weights = pointer_to("weight", weight, UINT8, (n * k * bits // 8,), writable)
+    return weights, pointer_to("scale", scale, FLOAT32, (n,), writable)
 
 
-def _check_array(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> None:
+def pointer_to(
+    name: str, array: Array, types: tuple[np.dtype[Any], Any], shape: tuple[int, ...], writable: bool = True
+) -> Any:
+    """An array as C takes it. types: UINT8 and so on. ValueError for one of another dtype or shape."""
+    dtype, in_c = types
     if array.dtype != dtype or array.shape != shape:
         raise ValueError(f"{name} must be {dtype} of shape {shape}, not {array.dtype} of shape {array.shape}")
     flags = array.flags
@@ -109,26 +103,20 @@ def _check_array(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int
         raise ValueError(f"{name} must be contiguous and aligned")
     if writable and not flags.writeable:
         raise ValueError(f"{name} must be writable")
+    return ffi.from_buffer(in_c, array)
 
 
-class _Scratch(threading.local):
-    """A buffer per thread that is kept between calls: faulting fresh pages in would cost a tenth of the work."""
-
-    def __init__(self) -> None:
-        self.columns = 0
-        self.buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self.pointer: Any = ffi.NULL
-
-    def get(self, k: int) -> Any:
-        """32 * k uint16 (ktq.h), on a cache line of its own."""
-        if self.columns < k:
-            self.buffer = np.empty(32 * k * 2 + 64, np.uint8)
-            self.pointer = ffi.cast("uint16_t *", (self.buffer.ctypes.data + 63) & ~63)
-            self.columns = k
-        return self.pointer
+# A buffer per thread that is kept between calls: faulting fresh pages in would cost a tenth of the work.
+_kept = threading.local()
 
 
-_scratch = _Scratch()
+def scratch_for(k: int) -> Any:
+    """32 * k uint16 (ktq.h), on a cache line of its own."""
+    if getattr(_kept, "columns", 0) < k:
+        _kept.buffer = np.empty(32 * k * 2 + 64, np.uint8)
+        _kept.pointer = ffi.cast("uint16_t *", (_kept.buffer.ctypes.data + 63) & ~63)
+        _kept.columns = k
+    return _kept.pointer
 
 
 # --- the kernels ----------------------------------------------------------------------------------
@@ -164,7 +152,7 @@ def quantize_pack(
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=True)
-        return lib.ktq_quantize_pack(bits, n, k, source, _scratch.get(k), *packed, bad_row)
+        return lib.ktq_quantize_pack(bits, n, k, source, scratch_for(k), *packed, bad_row)
 
     convert(matrix, call)
 
@@ -178,16 +166,16 @@ def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.ui
     if codes.ndim != 2 or codes.dtype != np.int8:
         raise ValueError(f"codes must be int8 [n, k], not {codes.dtype} of shape {codes.shape}")
     (n, k), (row_stride, column_stride) = codes.shape, codes.strides
-    _check_bits(bits, n, k)
+    _check_size(bits, n, k)
     if column_stride != 1 or row_stride < 0:
         raise ValueError(f"each row of codes must be contiguous, and none before another, not strides {codes.strides}")
-    _check_array("weight", weight, _UINT8, (n * k * bits // 8,), writable=True)
+    packed = pointer_to("weight", weight, UINT8, (n * k * bits // 8,))
     if np.may_share_memory(codes, weight):
         raise ValueError("codes and weight must not share memory")
     read_environment()
     bad_row = ffi.new("int64_t *")
     first = ffi.cast("int8_t *", codes.__array_interface__["data"][0])
-    error = lib.ktq_pack_codes(bits, n, k, first, row_stride, ffi.from_buffer(_BYTES, weight), bad_row)
+    error = lib.ktq_pack_codes(bits, n, k, first, row_stride, packed, bad_row)
     if error == lib.KTQ_ERANGE:
         row, largest = codes[bad_row[0]].astype(np.int16), 2 ** (bits - 1) - 1
         column = int(np.argmax(np.abs(row) > largest))
@@ -221,10 +209,9 @@ def quantize_groups(
             raise ValueError(
                 f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns"
             )
-        _check_array("packed", packed, _INT32, (n, k * bits // 32), writable=True)
-        _check_array("scale", scale, _UINT16, (n, k // group), writable=True)
-        out = ffi.from_buffer(_BYTES, packed), ffi.from_buffer(_WORDS, scale)
-        return lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, _scratch.get(k), *out, bad_row)
+        codes = pointer_to("packed", packed, INT32, (n, k * bits // 32))
+        out = codes, pointer_to("scale", scale, UINT16, (n, k // group))
+        return lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, scratch_for(k), *out, bad_row)
 
     convert(matrix, call)
 
@@ -235,7 +222,7 @@ def dequantize(
     """The values of packed weights: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
     packed = _check_packed(bits, n, k, weight, scale, writable=False)
     out = np.empty((n, k), np.float32)
-    raise_error(lib.ktq_dequantize(bits, n, k, *packed, ffi.from_buffer(_FLOATS, out)))
+    raise_error(lib.ktq_dequantize(bits, n, k, *packed, ffi.from_buffer(FLOAT32[1], out)))
     return out
 
 
@@ -254,7 +241,7 @@ def error_sums(
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=False)
-        return lib.ktq_error_sums(bits, n, k, source, _scratch.get(k), *packed, sums)
+        return lib.ktq_error_sums(bits, n, k, source, scratch_for(k), *packed, sums)
 
     convert(matrix, call)
     return sums[0], sums[1], sums[2], sums[3]
@@ -275,8 +262,7 @@ def search_scales(
     much a squared error counts in each column, float32 [k], finite, none negative; None: all alike. NonFinite: a value
     is infinite or NaN. Equations: NUMERICS.md, section 2b.
     """
-    if bits not in GEOMETRIES:
-        raise ValueError(f"bits must be {' or '.join(map(str, GEOMETRIES))}, not {bits}")
+    _geometry(bits)
     if bf16.ndim != 2 or bf16.dtype != np.uint16 or 0 in bf16.shape or bf16.shape[1] % LANES:
         raise ValueError(f"values must be uint16 [n, multiple of {LANES}], not {bf16.dtype} of shape {bf16.shape}")
     (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
@@ -293,7 +279,7 @@ def search_scales(
     read_environment()
     codes, scale, bad_row = np.empty((n, k), np.int8), np.empty(n, np.float32), ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
-    scratch = ffi.cast("float *", _scratch.get(k))
+    scratch = ffi.cast("float *", scratch_for(k))
     out = ffi.from_buffer("int8_t[]", codes), ffi.from_buffer("float[]", scale)
     error = lib.ktq_search_scales(bits, n, k, rows, row_stride, weights, scratch, *out, bad_row)
     if error == lib.KTQ_ENONFINITE:
@@ -301,3 +287,187 @@ def search_scales(
         raise NonFinite(row, int(np.argmax((bf16[row] & 0x7FFF) >= 0x7F80)))
     raise_error(error)
     return codes, scale
+
+
+# --- panels of 32 rows (FORMAT.md, Panels) --------------------------------------------------------
+
+
+PANEL_ROWS = 32
+# What n and k of a part are multiples of.
+BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE
+MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
+FP8_MULTIPLE: int = lib.KTQ_FP8_MULTIPLE
+
+
+def require_multiples(multiple: int, n: int, k: int) -> None:
+    """Raises ValueError unless n and k are multiples of `multiple`."""
+    if n < 1 or k < 1 or n % multiple or k % multiple:
+        raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
+
+
+def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
+    """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
+    rows = codes.shape == (n, k)
+    shape = (n, k) if rows else (n // PANEL_ROWS, PANEL_ROWS * k)
+    return lib.KTQ_ROWS if rows else lib.KTQ_PANELS, pointer_to("codes", codes, types, shape)
+
+
+def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
+    """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.to_blocks).
+
+    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
+    written. NonFinite: a value is infinite or NaN; codes are then partly written.
+    """
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        require_multiples(BF16_MULTIPLE, n, k)
+        if codes.ndim == 1:
+            order, out = lib.KTQ_BLOCKS, pointer_to("codes", codes, UINT16, (n * k,))
+        else:
+            order, out = _order(codes, UINT16, n, k)
+        return lib.ktq_pack_bf16(order, n, k, source, scratch_for(k), out, bad_row)
+
+    convert(matrix, call)
+
+
+def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
+    """Puts a linear, as MXFP4, into the order of panels. Equations: NUMERICS.md, section 9.
+
+    A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
+    are multiplied: of MXFP4_MULTIPLE).
+    codes: uint8 [n/32, 16*k] and exponents: uint8 [n/32, k] are written. NonFinite: a value is infinite or NaN; what is
+    written means nothing then.
+    """
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        require_multiples(PANEL_ROWS, n, k)
+        packed = pointer_to("codes", codes, UINT8, (n // PANEL_ROWS, PANEL_ROWS * k // 2))
+        scales = pointer_to("exponents", exponents, UINT8, (n // PANEL_ROWS, k))
+        return lib.ktq_pack_mxfp4(n, k, source, scratch_for(k), packed, scales, bad_row)
+
+    convert(matrix, call)
+
+
+def mxfp4_rows(
+    codes: npt.NDArray[np.uint8],
+    exponents: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.uint8],
+    row_exponents: npt.NDArray[np.uint8],
+) -> None:
+    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows.
+
+    rows: uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
+    """
+    n, k = rows.shape[0], 2 * rows.shape[1]
+    require_multiples(PANEL_ROWS, n, k)
+    arrays = (
+        (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)),
+        (exponents, (n // PANEL_ROWS, k)),
+        (rows, (n, k // 2)),
+        (row_exponents, (n, k // PANEL_ROWS)),
+    )
+    written = rows, row_exponents
+    pointers = [pointer_to("each array", x, UINT8, shape, any(x is y for y in written)) for x, shape in arrays]
+    raise_error(lib.ktq_mxfp4_rows(n, k, *pointers))
+
+
+def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
+    """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of panels or row after row.
+
+    A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
+    [n/32, 32*k] (panels) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
+    NaN; codes and scales are then partly written.
+    """
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        require_multiples(FP8_MULTIPLE, n, k)
+        order, packed = _order(codes, UINT8, n, k)
+        of_blocks = pointer_to("scales", scales, FLOAT32, (n // FP8_MULTIPLE, k // FP8_MULTIPLE))
+        scratch = scratch_for(FP8_MULTIPLE // PANEL_ROWS * k)
+        return lib.ktq_pack_fp8(order, n, k, source, scratch, packed, of_blocks, bad_row)
+
+    convert(matrix, call)
+
+
+def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels.
+
+    n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
+    """
+    n, k = values.shape
+    require_multiples(PANEL_ROWS, n, k)
+    if values.dtype != np.uint8 or values.strides[1] != 1 or values.strides[0] < k:
+        raise ValueError(f"codes must be uint8 with contiguous rows, not {values.dtype} with strides {values.strides}")
+    out = pointer_to("codes", codes, UINT8, (n // PANEL_ROWS, PANEL_ROWS * k))
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    rows = ffi.cast("uint8_t *", values.__array_interface__["data"][0])
+    error = lib.ktq_reorder_fp8(n, k, rows, values.strides[0], out, bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise NonFinite(bad_row[0], int(np.argmax(values[bad_row[0]] & 0x7F == 0x7F)))
+    raise_error(error)
+
+
+# --- the inner loop of GPTQ -----------------------------------------------------------------------
+
+
+MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
+# The types to which values are rounded.
+_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
+
+Floats = npt.NDArray[np.float32]
+CodeRange = tuple[int, int]  # the least and the greatest code, both included
+
+
+def gptq_block(
+    code_range: CodeRange,
+    kind: str,
+    inverse: Floats,
+    scale: Floats,
+    weight: Floats,
+    value: Floats,
+    error: Floats,
+    *,
+    threads: int = 1,
+) -> None:
+    """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
+
+    code_range: the least and the greatest code, -128 <= least <= 0 <= greatest <= 127. All arrays are float32. inverse
+    [width, width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
+    each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
+    width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
+    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: NUMERICS.md, section 7.
+    """
+    least, most = code_range
+    if not -128 <= least <= 0 <= most <= 127:
+        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
+    if kind not in _RESULTS:
+        raise ValueError(f"kind '{kind}' is not one of bf16, f32")
+    if threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
+    if weight.ndim != 2 or not weight.shape[0] or not 1 <= weight.shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"weight must have rows and 1 to {MAX_COLUMNS} columns, not shape {weight.shape}")
+    n, width = weight.shape
+    factor = pointer_to("inverse", inverse, FLOAT32, (width, width), writable=False)
+    pointer_to("scale", scale, FLOAT32, (n, width), writable=False)
+    for name, array in (("weight", weight), ("value", value), ("error", error)):
+        pointer_to(name, array, FLOAT32, (n, width))
+    for a, b in combinations((weight, value, error, scale, inverse), 2):
+        if np.may_share_memory(a, b):
+            raise ValueError("no two of the arrays may share memory")
+    read_environment()
+    panels = -(-n // PANEL_ROWS)  # the kernel works on one at a time: a thread gets whole ones
+    step = -(-panels // threads) * PANEL_ROWS
+
+    def part(first: int) -> int:
+        """Quantizes rows first .. first + step - 1, or up to the last row; returns the error code of C."""
+        rows = slice(first, first + step)
+        pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
+        return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
+
+    if step >= n:
+        raise_error(part(0))
+        return
+    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=use_own_cpus) as pool:
+        for result in list(pool.map(part, range(0, n, step))):
+            raise_error(result)

@@ -217,18 +217,12 @@ def nearest_memory(node: int, root: Path = ROOT) -> int:
 
 def node_memory_available(root: Path = ROOT) -> dict[int, int]:
     """How much memory each NUMA node has free or in the page cache; {} where the kernel shows no nodes."""
-    names = ("MemFree", "Active(file)", "Inactive(file)")
-    return {node: sum(table.get(name, 0) for name in names) for node, table in _node_meminfo(root).items()}
-
-
-def _node_meminfo(root: Path) -> dict[int, dict[str, int]]:
-    """The lines `Node n name: number kB` of each node with memory, in bytes."""
-    tables = {}
+    available = {}
     for node in sorted(parse_list(read_text(root / f"{NODES}/has_memory") or "")):
         text = read_text(root / f"{NODES}/node{node}/meminfo") or ""
-        lines = re.findall(r"^Node \d+ (\S+):\s*(\d+)", text, re.MULTILINE)
-        tables[node] = {name: int(number) * 1024 for name, number in lines}
-    return tables
+        sizes = re.findall(r"^Node \d+ (?:MemFree|(?:Active|Inactive)\(file\)):\s*(\d+)", text, re.MULTILINE)
+        available[node] = sum(map(int, sizes)) * 1024
+    return available
 
 
 # ---- names and processes --------------------------------------------------------------------------------------------

@@ -83,22 +83,16 @@ def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(machine.nearest_memory, mine)))
 
 
-def node_bytes(part_bytes: Sequence[int], nodes: Sequence[int]) -> dict[int, float]:
-    """How much memory each node should give to parts of these sizes."""
-    needed: dict[int, float] = {}
-    for part, size in enumerate(part_bytes):
-        homes = nodes_of(part, len(part_bytes), nodes)
-        for home in homes:
-            needed[home] = needed.get(home, 0) + size / len(homes)
-    return needed
-
-
 def shortages(part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> str:
     """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none.
 
     nodes: those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
     """
-    needs = node_bytes(part_bytes, nodes) if len(left) > 1 else {}
+    needs: dict[int, float] = {}
+    for part, size in enumerate(part_bytes if len(left) > 1 else ()):
+        homes = nodes_of(part, len(part_bytes), nodes)
+        for home in homes:
+            needs[home] = needs.get(home, 0) + size / len(homes)
     return ", ".join(
         f"node {node} has {left[node] / 2**30:.2f} GiB left for {needed / 2**30:.2f} GiB"
         for node, needed in needs.items()

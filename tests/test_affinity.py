@@ -82,8 +82,8 @@ def two_nodes(tmp_path: Path) -> Path:
 # --- which CPUs ------------------------------------------------------------------------------------------------------
 
 WORKERS = """
-from ktconvert.native_quant.runtime.pool import Pool, default_pool
-threads = default_pool().threads
+from ktconvert.native_quant.runtime.pool import Pool, shared_pool
+threads = shared_pool().threads
 show(started(lambda: Pool(4)), threads)
 """
 OPENMP = """

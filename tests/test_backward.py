@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.parts import PROJECTIONS
-from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.ui.inspection import look
 from ktconvert.pipeline.ui.progress import Reporter
@@ -54,7 +54,7 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
     codes = np.empty(n * k, np.uint16)
     kernels.set_isa(isa)
     try:
-        kernels_panels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
+        kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
     finally:
         kernels.set_isa(None)
     assert (codes == panels.to_blocks(values)).all()
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_are_named(row: int) -> None:
     values = np.ones((288, 96), np.float32)
     values[row, 95] = np.inf
     with pytest.raises(kernels.NonFinite) as raised:
-        kernels_panels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
+        kernels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
     assert (raised.value.row, raised.value.column) == (row, 95)
 
 
@@ -87,7 +87,7 @@ def test_sizes_are_checked_before_c_sees_them() -> None:
     matrix = Matrix(np.zeros((64, 64), np.uint16), BF16)
     for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
         with pytest.raises(ValueError, match="codes must be"):
-            kernels_panels.pack_bf16(matrix, codes)  # type: ignore[arg-type]
+            kernels.pack_bf16(matrix, codes)  # type: ignore[arg-type]
 
 
 # --- the files ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
+from ktconvert.quantizers.reference import bf16_to_f32
 from rig import floats
 from rig.native import distance
 from rig.pools import grouped
@@ -180,7 +181,7 @@ def test_outputs_are_computed(output: Path) -> None:
     ids = np.arange(8, dtype=np.int64)[:, None]
     out = layer.forward(x, ids, weights)
     np.testing.assert_array_equal(Experts.load(output, 1, memory="map").forward(x, ids, weights), out)
-    wanted = smoke.reference(layer.packed, layer.packed.linears, smoke.widen(x))
+    wanted = smoke.reference(layer.packed, layer.packed.linears, bf16_to_f32(x))
     assert distance(out, wanted[np.arange(8), np.arange(8)].astype(np.float64)) < NEAR_FLOAT64
     assert not smoke.smoke(output, 0, 2, Pool(2)).problems
 
@@ -190,7 +191,7 @@ def test_experts_packed_on_the_spot(random_experts: Any, tmp_path: Path) -> None
     x, ids, weights = floats.activations(3, 256), np.array([[0, 1]] * 3, np.int64), np.ones((3, 2), np.float32)
     for name in FORMATS:
         experts = Experts.from_bf16(bits["gate"], bits["up"], bits["down"], method=name)
-        wanted = smoke.reference(experts.packed, experts.packed.linears, smoke.widen(x)).sum(axis=1).astype(np.float64)
+        wanted = smoke.reference(experts.packed, experts.packed.linears, bf16_to_f32(x)).sum(axis=1).astype(np.float64)
         assert distance(experts.forward(x, ids, weights), wanted) < NEAR_FLOAT64
         with pytest.raises(UnsupportedError, match=f"{name} has no loose files"):
             experts.save(tmp_path / "layers")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.native_quant import kernels, kernels_gptq
+from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 
 RANGES = {"W4A16": (-8, 7), "W8A16": (-128, 127), "AMXINT4": (-7, 7), "ternary": (-1, 1), "unsigned": (0, 15)}
@@ -91,7 +91,7 @@ def ours(
 ) -> tuple[Any, Any, Any]:
     weight = weight.copy()
     value, error = np.full_like(weight, 7), np.full_like(weight, 7)
-    kernels_gptq.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
+    kernels.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
     return weight, value, error
 
 
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused() -> None:
     value, error = np.empty_like(weight), np.empty_like(weight)
     good: dict[str, Any] = {"code_range": (-8, 7), "kind": "bf16", "inverse": inverse, "scale": scale, "weight": weight}
     good |= {"value": value, "error": error}
-    kernels_gptq.gptq_block(**good)
+    kernels.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
     for change, words in (
@@ -179,7 +179,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"scale": value}, "may share memory"),
     ):
         with pytest.raises(ValueError, match=words):
-            kernels_gptq.gptq_block(**{**good, **change})
+            kernels.gptq_block(**{**good, **change})
 
 
 # --- the library ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
 from ktconvert.pipeline.stages.quantize_experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, mxfp4, panels, reference
@@ -41,17 +41,17 @@ def packed(method: str, matrix: Matrix, isa: str | None = None) -> list[Bits]:
     try:
         if method == "BF16":
             codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
-            kernels_panels.pack_bf16(matrix, codes)
+            kernels.pack_bf16(matrix, codes)
             return [panels.from_panels(codes)]
         if method == "FP8":
             codes, scales = (
                 np.full((n // 32, 32 * k), 0xAA, np.uint8),
                 np.full((n // 128, k // 128), np.nan, np.float32),
             )
-            kernels_panels.pack_fp8(matrix, codes, scales)
+            kernels.pack_fp8(matrix, codes, scales)
             return [panels.from_panels(codes), scales]
         codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
-        kernels_panels.pack_mxfp4(matrix, codes, exponents)
+        kernels.pack_mxfp4(matrix, codes, exponents)
         return [mxfp4.codes_from_panels(codes), mxfp4.exponents_from_panels(exponents)]
     finally:
         kernels.set_isa(before)
@@ -466,7 +466,7 @@ def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, r
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
     kernels.set_isa(isa)
     try:
-        kernels_panels.reorder_fp8(values, codes)
+        kernels.reorder_fp8(values, codes)
     finally:
         kernels.set_isa(None)
     np.testing.assert_array_equal(codes, panels.to_panels(values))
@@ -477,7 +477,7 @@ def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
     values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
     values[33, 95] = nan
     with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
-        kernels_panels.reorder_fp8(values, codes)
+        kernels.reorder_fp8(values, codes)
 
 
 def test_codes_alone_that_do_not_fit_are_refused() -> None:
@@ -488,6 +488,6 @@ def test_codes_alone_that_do_not_fit_are_refused() -> None:
         (values[:31], "multiples of 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernels_panels.reorder_fp8(wrong, codes)  # type: ignore[arg-type]
+            kernels.reorder_fp8(wrong, codes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="codes"):
-        kernels_panels.reorder_fp8(values, codes[:, :-1])
+        kernels.reorder_fp8(values, codes[:, :-1])

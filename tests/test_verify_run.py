@@ -19,6 +19,7 @@ from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.quantizers.reference import bf16_to_f32
 from rig.verifying import failed, in_forms, row, verified
 
 Copy = Callable[[str], Path]
@@ -138,7 +139,7 @@ def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tup
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:
     """In float64 from the BF16 weights: as near as INT8 weights are."""
     experts, matrices = packed(random_experts)
-    gate, up, down = (smoke.widen(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
+    gate, up, down = (bf16_to_f32(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
     hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
     inner = np.einsum("nh,eih->nei", hidden, gate)
     inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)

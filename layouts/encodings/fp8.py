@@ -27,7 +27,7 @@ from ktconvert.layouts.encodings.encoding import (
 )
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, differences, fp8, panels
 from ktconvert.quantizers.reference import f32_to_bf16
@@ -155,7 +155,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         "FP8",
         version=1,
         grid=FLOAT_GRIDS["fp8"],
-        multiple=kernels_panels.FP8_MULTIPLE,
+        multiple=kernels.FP8_MULTIPLE,
         tensors=tensors,
         quantize=quantize,
         decode=decode,
@@ -185,7 +185,7 @@ def is_exact(model: SourceExperts) -> bool:
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
     """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
     if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
-        kernels_panels.pack_fp8(matrix, codes, scales)
+        kernels.pack_fp8(matrix, codes, scales)
         return
     n, _ = matrix.shape
     held = codes.reshape(n // fp8.BLOCK, -1, codes.shape[1])
@@ -193,7 +193,7 @@ def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.f
         rows = matrix.rows(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)
         try:
             require_finite(rows)
-            kernels_panels.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
+            kernels.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(block * fp8.BLOCK + bad.row, bad.column) from None
 

@@ -15,7 +15,7 @@ from ktconvert.layouts.encodings.checkpoint import E8M0, CheckpointEncoding, Ten
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
 from ktconvert.quantizers.packed import fields
@@ -136,7 +136,7 @@ def panel_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
 def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
     """What is MXFP4 keeps codes and scales; all else is rounded to it."""
     count = matrix.shape[0] // panels.ROWS
-    kernels_panels.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
+    kernels.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
 
 
 def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
@@ -168,10 +168,10 @@ def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
         rows = slice(first, min(n, first + ROWS_AT_A_TIME))
         made = [np.empty(tensor.shape, np.uint8) for tensor in panel_tensors(rows.stop - first, k)]
         try:
-            kernels_panels.pack_mxfp4(matrix.rows(first, rows.stop), made[0], made[1])
+            kernels.pack_mxfp4(matrix.rows(first, rows.stop), made[0], made[1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(first + bad.row, bad.column) from None
-        kernels_panels.mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
+        kernels.mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
 
 
 def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
@@ -187,7 +187,7 @@ PANELS = Encoding(
     "MXFP4",
     version=1,
     grid=FLOAT_GRIDS["mxfp4"],
-    multiple=kernels_panels.MXFP4_MULTIPLE,
+    multiple=kernels.MXFP4_MULTIPLE,
     tensors=panel_tensors,
     quantize=_quantize_panels,
     decode=_decode_panels,

@@ -24,7 +24,7 @@ from ktconvert.layouts.encodings.encoding import (
     rows_of,
 )
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant import kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
 from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -58,7 +58,7 @@ def _encoding(order: int, suffix: str) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         """FP16 and float32 are rounded once."""
         n, k = matrix.shape
-        kernels_panels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
+        kernels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         held = stored[0].view(np.uint16).reshape(n // order, order * k)
@@ -68,7 +68,7 @@ def _encoding(order: int, suffix: str) -> Encoding:
         "BF16",
         version=1,
         grid=FLOAT_GRIDS["bf16"],
-        multiple=kernels_panels.BF16_MULTIPLE,
+        multiple=kernels.BF16_MULTIPLE,
         tensors=tensors,
         quantize=quantize,
         decode=decode,
@@ -94,7 +94,7 @@ def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
 
 
 def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    kernels_panels.pack_bf16(matrix, out[0].view(np.uint16))
+    kernels.pack_bf16(matrix, out[0].view(np.uint16))
 
 
 def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
-from ktconvert.native_quant.runtime.pool import Job, Pool, check, default_pool
+from ktconvert.native_quant.runtime.pool import Job, Pool, check, shared_pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 U16 = npt.NDArray[np.uint16]
@@ -35,15 +34,6 @@ F32 = npt.NDArray[np.float32]
 Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
 
 _warned: set[tuple[str, int, int]] = set()
-
-
-@dataclass(frozen=True)
-class InUse:
-    """What a forward reads: ktq_moe, the table that it points to, and the arrays that the table points to."""
-
-    moe: Any
-    table: Any
-    packed: weights.LayerWeights
 
 
 class Experts:
@@ -70,7 +60,7 @@ class Experts:
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
-        self.pool = pool or default_pool()
+        self.pool = pool or shared_pool()
         self.exact = exact
         self.source: Path | None = None  # the directory that it was loaded from
         table = _table(packed, _checked_order(order, packed.experts))
@@ -87,7 +77,8 @@ class Experts:
                 "swiglu_alpha": swiglu.alpha,
             },
         )
-        self._weights: InUse | None = InUse(moe, table, packed)
+        # What a forward reads: ktq_moe, the arrays that its table points to, and the table.
+        self._in_use: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, table
 
     @classmethod
     def load(
@@ -124,7 +115,7 @@ class Experts:
         """
         if memory not in MEMORY:
             raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
-        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
+        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or shared_pool(), Path(path)
         required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
         packed = open_experts(path).load(layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
@@ -154,7 +145,7 @@ class Experts:
         Raises KeyError for an unknown method, ValueError for arrays that do not fit, NonFinite for Inf or NaN,
         UnsupportedError for sizes that the method cannot hold.
         """
-        pool = pool or default_pool()
+        pool = pool or shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, swiglu=Swiglu(swiglu_limit, swiglu_alpha))
 
@@ -190,10 +181,10 @@ class Experts:
 
     def job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
         """A job that can be submitted many times; call: as returned by call_at(). Each run reads its arrays again."""
-        used = self._open()
+        moe, packed, _ = used = self._open()
         job = ffi.new("ktq_job **")
-        check(lib.ktq_job_new(self.pool.pointer, used.moe, call, job))
-        return Job(job[0], used.packed.require_whole, (self.pool, used, *keep))
+        check(lib.ktq_job_new(self.pool.pointer, moe, call, job))
+        return Job(job[0], packed.require_whole, (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
@@ -218,9 +209,10 @@ class Experts:
 
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
-        used = self._open()  # another thread may call close() meanwhile
-        check(lib.ktq_forward(self.pool.pointer, used.moe, call))
-        used.packed.require_whole()
+        moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
+        check(lib.ktq_forward(self.pool.pointer, moe, call))
+        packed.require_whole()
+        del used
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
@@ -255,11 +247,11 @@ class Experts:
     @property
     def packed(self) -> weights.LayerWeights:
         """The weights. Raises ValueError after close()."""
-        return self._open().packed
+        return self._open()[1]
 
     def close(self) -> None:
         """Release the weights: no new forward can start. They are freed with the last job that uses them."""
-        self._weights = None
+        self._in_use = None
 
     def __copy__(self) -> Experts:
         """The same read-only weights and threads, closed on its own."""
@@ -285,9 +277,8 @@ class Experts:
     ) -> None:
         self.close()
 
-    def _open(self) -> InUse:
-        used = self._weights
-        if used is None:
+    def _open(self) -> tuple[Any, weights.LayerWeights, Any]:
+        if (used := self._in_use) is None:
             raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
         return used
 

@@ -22,11 +22,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from ktconvert.native_quant.runtime import hf_output, hf_trunk, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import hf_rest, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
-from ktconvert.native_quant.runtime.hf_trunk import NAME
+from ktconvert.native_quant.runtime.hf_rest import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
 
@@ -90,7 +90,7 @@ class KTConvertQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: KTConvertConfig
     _whole = "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything"
-    _trunk: Any = None  # transformers' own quantizer that dequantizes all that is no routed expert
+    _rest: Any = None  # transformers' own quantizer that dequantizes all that is no routed expert
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -100,15 +100,22 @@ class KTConvertQuantizer(HfQuantizer):
         Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
         and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
         """
-        root = self._root(checkpoint_files)
+        settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
+        root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
+        if root is None:
+            raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
         modules = find_experts(model, open_experts(root).swiglu_of)
-        if checkpoint_files:
-            hf_trunk.require_plain(Path(checkpoint_files[0]).parent, checkpoint_files, model, modules)
+        if folder is not None:
+            hf_rest.require_plain(folder, checkpoint_files or (), model, modules)
         masks = self._masks(model, modules)
-        source = self._source(modules, checkpoint_files) if masks else None
-        self._trunk = None if checkpoint_files is None else hf_trunk.dequantizer(Path(checkpoint_files[0]).parent)
+        source = self._source(modules, folder) if masks else None
+        self._rest = None if folder is None else hf_rest.dequantizer(folder)
         loaded = self._load(root, type(model).__name__, modules)
-        hot = {} if source is None else _load_hot(source, modules, masks)
+        hot: dict[int, HotExperts] = {}
+        if source is not None:
+            device = hot_experts.device()
+            hot_experts.require_space(masks.values(), modules[0].hidden, modules[0].intermediate, device)
+            hot = {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
         for module in modules:
             parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
@@ -123,18 +130,10 @@ class KTConvertQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """The model's own conversions, after what dequantizes its weights; since 5.21 transformers passes the model."""
-        if self._trunk is None:
+        if self._rest is None:
             return weight_conversions
-        conversions: list[Any] = self._trunk.update_weight_conversions(weight_conversions, *model)
+        conversions: list[Any] = self._rest.update_weight_conversions(weight_conversions, *model)
         return conversions
-
-    def _root(self, checkpoint_files: list[str] | None) -> Path:
-        """The directory of the experts. Raises UsageError if none is named and the model is not loaded from files."""
-        if self.quantization_config.cpu_weights is not None:
-            return Path(self.quantization_config.cpu_weights).expanduser()
-        if not checkpoint_files:
-            raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
-        return Path(checkpoint_files[0]).parent
 
     def _masks(self, model: Any, modules: list[ExpertModule]) -> dict[int, hot_mask.Mask]:
         """The mask of hot experts of each layer that has any."""
@@ -144,14 +143,14 @@ class KTConvertQuantizer(HfQuantizer):
         masks = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, experts, layers)
         return {layer: mask for layer, mask in masks.items() if mask.any()}
 
-    def _source(self, modules: list[ExpertModule], checkpoint_files: list[str] | None) -> HotWeights:
+    def _source(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """The checkpoint of the hot experts, which must have the model's layers and sizes."""
         where = self.quantization_config.gpu_experts
-        if where is None and not checkpoint_files:
+        root = folder if where is None else Path(where).expanduser()
+        if root is None:
             raise UsageError(
                 "the model is not loaded from files; pass the checkpoint of the hot experts as gpu_experts"
             )
-        root = Path(checkpoint_files[0]).parent if where is None else Path(where).expanduser()  # type: ignore[index]
         source = HotWeights(root)
         for module in modules:
             source.require(module.layer, (module.num_experts, module.hidden, module.intermediate))
@@ -216,11 +215,7 @@ class ConvertedConfig(KTConvertConfig):
     says there, and OPTIONS.
     """
 
-    def __init__(
-        self,
-        quant_method: str = cpu_card.QUANT_METHOD,
-        **facts: Any,
-    ) -> None:
+    def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **facts: Any) -> None:
         options = {name: facts[name] for name in OPTIONS if name in facts}
         super().__init__(quant_method=quant_method, **options)
 
@@ -239,7 +234,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
         """
         config.transformers_weights = None
         if config.name_or_path:
-            hf_output.require_files(Path(config.name_or_path))
+            hf_rest.require_files(Path(config.name_or_path))
         return config
 
     update_tp_plan = update_attn_implementation  # what transformers 5.17 calls instead
@@ -257,11 +252,11 @@ class ConvertedQuantizer(KTConvertQuantizer):
             )
         root = Path(checkpoint_files[0]).parent
         modules = find_experts(model, open_experts(root).swiglu_of)
-        renamings = hf_output.renamings(model, modules)
-        hf_output.require_rest(root, checkpoint_files, model, modules, renamings)
+        renamings = hf_rest.renamings(model, modules)
+        hf_rest.require_rest(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)
         super()._process_model_before_weight_loading(model, checkpoint_files, **kwargs)
-        model._keys_to_ignore_on_load_unexpected.add(hf_output.EXPERTS)
+        model._keys_to_ignore_on_load_unexpected.add(hf_rest.EXPERTS)
         self._renamings = tuple(renamings)
         return model
 
@@ -277,13 +272,13 @@ _get_hf_quantizer = _loading.get_hf_quantizer
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
     """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours.
 
-    Raises UsageError for an output that is to be computed with other experts, and what hf_trunk.give_way raises.
+    Raises UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
     """
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
         model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
-        hf_trunk.give_way(config, model)
+        hf_rest.give_way(config, model)
         own = getattr(config, "quantization_config", None) or {}
         if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
@@ -294,15 +289,6 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
 
 
 _loading.get_hf_quantizer = _get_quantizer
-
-
-def _load_hot(
-    source: HotWeights, modules: list[ExpertModule], masks: dict[int, hot_mask.Mask]
-) -> dict[int, HotExperts]:
-    """The hot experts of each layer. Raises ResourceError before loading if the device has too little memory."""
-    device = hot_experts.device()
-    hot_experts.require_space(masks.values(), modules[0].hidden, modules[0].intermediate, device)
-    return {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
 
 
 def _put_first(module: torch.nn.Module, experts: Experts) -> None:

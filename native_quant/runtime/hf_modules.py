@@ -148,10 +148,11 @@ def find_experts(
         raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
     for layer, name, module in modules[prefixes[0]]:
         swiglu = swiglu_of(layer)
+        ours = "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
         for differs, why in REFUSALS:
             if differs(module, swiglu):
                 raise UnsupportedError(
-                    f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {_formula(swiglu)} with"
+                    f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
                     " the routing weights on the output; load it without cpu_weights"
                 )
     return [
@@ -171,26 +172,13 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
     return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
 
 
-def _formula(swiglu: Swiglu) -> str:
-    return "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
-
-
-def _has_biases(module: torch.nn.Module, swiglu: Swiglu) -> bool:
-    return any("bias" in name for name in module._parameters)
-
-
-def _other_call(module: torch.nn.Module, swiglu: Swiglu) -> bool:
-    return list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS
-
-
 def _other_gate(module: Any, swiglu: Swiglu) -> bool:
     """Whether it computes something else than Experts with these settings; tried on samples, large ones among them
     (clamping). Which side of silu is clamped above, and a clamp of gate below beside an alpha, make no difference that
     counts: at most 1e-3 of the limits that models have.
     """
-    gate_up = (
-        torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32).sinh().reshape(4, 32)
-    )  # to 548; most are small
+    spread = torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32)
+    gate_up = spread.sinh().reshape(4, 32)  # to 548; most are small
     gate, up = gate_up.chunk(2, dim=-1)
     try:
         result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
@@ -204,7 +192,10 @@ def _other_gate(module: Any, swiglu: Swiglu) -> bool:
 
 # Modules that our experts cannot replace, and the reason given in the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
-    (_has_biases, "has biases"),
-    (_other_call, f"is not called with {', '.join(ARGUMENTS)}"),
+    (lambda module, swiglu: any("bias" in name for name in module._parameters), "has biases"),
+    (
+        lambda module, swiglu: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
+        f"is not called with {', '.join(ARGUMENTS)}",
+    ),
     (_other_gate, "has another activation"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,20 +23,11 @@ NO_GRADIENT = (
 )
 
 
-class Computing(Protocol):
-    """Hidden states [T, H], int64 ids [T, k] and float32 weights [T, k], both on the CPU, to a new tensor like the
-    first.
-    """
-
-    def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of each token's experts."""
+_named: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()  # RoutedExperts
 
 
-_named: weakref.WeakValueDictionary[tuple[str, int], Computing] = weakref.WeakValueDictionary()
-
-
-def register(experts: Computing, name: str) -> torch.Tensor:
-    """The handle by which the operator calls these experts as long as they live.
+def register(experts: Any, name: str) -> torch.Tensor:
+    """The handle by which the operator calls these RoutedExperts as long as they live.
 
     Experts of the same name compute the same.
     """
@@ -51,11 +42,6 @@ def _read(handle: torch.Tensor) -> tuple[str, int]:
     codes = handle.numpy().tobytes()
     name = codes[NUMBER_BYTES:].rstrip(b"\0").decode(errors="surrogateescape")
     return name, int.from_bytes(codes[:NUMBER_BYTES], "little")
-
-
-def _find(name: str, number: int) -> Computing | None:
-    """The experts of a handle; where they are gone, or were loaded in another process, others of the same name."""
-    return _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
 
 
 def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -78,12 +64,15 @@ def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
 def routed_experts(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> torch.Tensor:
-    """Computing.compute of the experts with this handle. Raises RuntimeError where none are loaded."""
+    """RoutedExperts.compute of those with this handle; where they are gone, or were loaded in another process, of
+    others with the same name. Raises RuntimeError where none are loaded.
+    """
     name, number = _read(handle)
-    experts = _find(name, number)
+    experts = _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
     if experts is None:
         raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
-    return experts.compute(hidden, ids, weights)
+    out: torch.Tensor = experts.compute(hidden, ids, weights)
+    return out
 
 
 @routed_experts.register_fake

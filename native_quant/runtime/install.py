@@ -40,30 +40,29 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
     return masks
 
 
-class _KtKernel(ModuleType):
-    """The module kt_kernel, provided by ktconvert."""
+# The modules that ktconvert provides: what they have, and the message for all else.
+PROVIDED = {
+    "kt_kernel": (
+        ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
+        "kt_kernel is provided by ktconvert here and has no {!r} (docs/RUNTIME.md lists what it has)",
+    ),
+    "kt_kernel.kt_kernel_ext": (
+        ("__cpu_variant__",),
+        "kt_kernel is provided by ktconvert here: it has no C++ extension with {!r}; use KTMoEWrapper",
+    ),
+}
 
+
+class _Provided(ModuleType):
     ktconvert = True
 
     def __getattr__(self, name: str) -> Any:
         from ktconvert import native_quant
 
-        if name in ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"):
+        names, refusal = PROVIDED[self.__name__]
+        if name in names:
             return getattr(native_quant, name)
-        raise AttributeError(
-            f"kt_kernel is provided by ktconvert here and has no {name!r} (docs/RUNTIME.md lists what it has)"
-        )
-
-
-class _Extension(ModuleType):
-    """kt_kernel.kt_kernel_ext, of which only __cpu_variant__ is provided."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__cpu_variant__":
-            return cpu_variant()
-        raise AttributeError(
-            f"kt_kernel is provided by ktconvert here: it has no C++ extension with {name!r}; use KTMoEWrapper"
-        )
+        raise AttributeError(refusal.format(name))
 
 
 def install_as_kt_kernel() -> None:
@@ -73,14 +72,14 @@ def install_as_kt_kernel() -> None:
     importers would go on using it.
     """
     present = sys.modules.get("kt_kernel")
-    if isinstance(present, _KtKernel):
+    if isinstance(present, _Provided):
         return
     if present is not None:
         raise RuntimeError(
             "the real kt_kernel is imported already; call install_as_kt_kernel() before anything imports kt_kernel"
         )
     kernels.isa()  # a wrong KTCONVERT_ISA is reported here, as kt_kernel does when it is imported
-    module, extension = _KtKernel("kt_kernel", __doc__), _Extension("kt_kernel.kt_kernel_ext")
+    module, extension = (_Provided(name, __doc__) for name in PROVIDED)
     for each in (module, extension):
         each.__spec__ = ModuleSpec(each.__name__, None, origin="ktconvert")
     module.__dict__.update(kt_kernel_ext=extension, __path__=[])

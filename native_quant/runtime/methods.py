@@ -20,7 +20,7 @@ from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
 from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant import kernels_panels
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
@@ -115,7 +115,7 @@ def put_fp8(stored: StoredPart, codes: Bytes) -> None:
     """Writes codes of FP8 in panels. Raises kernels.NonFinite."""
     fp8.require_finite(stored.part)
     n, k = stored.part.shape
-    kernels_panels.reorder_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
+    kernels.reorder_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
 
 
 def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:
@@ -154,7 +154,7 @@ def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     fp8.require_finite(part)
     # As MXFP4 with scales of 1, whose codes stay.
     codes = Matrix(part.values, FP4_E2M1, np.ones((n, blocks), np.float32), (1, mxfp4_codes.GROUP), skip=part.skip)
-    kernels_panels.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
+    kernels.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
     scales = stored.source.view(tensors["scale"])
     scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, nvfp4_encoding.GROUP)
     role = nvfp4_encoding.FACTOR if nvfp4_encoding.FACTOR in tensors else nvfp4_encoding.DIVISOR
@@ -182,7 +182,7 @@ METHODS: dict[str, Method] = {
             lib.KTQ_FORMAT_FP8,
             "BF16",
             "E4M3, one for each 128 x 128",
-            reads=_stored_as(*fp8.SOURCES, block=lambda weight: (kernels_panels.FP8_MULTIPLE,) * 2),
+            reads=_stored_as(*fp8.SOURCES, block=lambda weight: (kernels.FP8_MULTIPLE,) * 2),
             swiglu=(LIMIT,),
         ),
         Method(
@@ -219,7 +219,7 @@ METHODS: dict[str, Method] = {
             lib.KTQ_FORMAT_NVFP4,
             "BF16",
             "E2M1, E4M3 for each 16 columns of a row, and a float32 for the weight",
-            kernels_panels.MXFP4_MULTIPLE,
+            kernels.MXFP4_MULTIPLE,
             _nvfp4_tensors,
             reads=_stored_as("NVFP4"),
             write=_write_nvfp4,

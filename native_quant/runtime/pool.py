@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.instruction_sets import raise_error
 
 _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -44,9 +45,8 @@ class Pool:
         self.threads = len(sets)
         counts = ffi.new("int[]", [len(group) for group in groups])
         pool = ffi.new("ktq_pool **")
-        error = lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, sets)), pool)
-        if error != lib.KTQ_OK:
-            raise no_threads()
+        if lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, sets)), pool) != lib.KTQ_OK:
+            check(lib.KTQ_ESYSTEM)
         self.pointer: Any = pool[0]
         _alive.add(self)
 
@@ -80,13 +80,6 @@ def checked_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
             f"{list(usable)}, not {nodes!r}"
         )
     return numbers
-
-
-def no_threads() -> ResourceError:
-    """The error for a system (ulimit -u or -v, a container's limit of processes) that starts no more threads."""
-    return ResourceError(
-        "the system starts no more threads for this process; ask for fewer, or raise its limits (ulimit -u, ulimit -v)."
-    )
 
 
 def layout(
@@ -143,11 +136,6 @@ def shared_pool(threads: int | None = None, numa_nodes: tuple[int, ...] | None =
     return Pool(threads, numa_nodes=numa_nodes)
 
 
-def default_pool() -> Pool:
-    """The pool of this process with the default settings."""
-    return shared_pool()
-
-
 @atexit.register
 def _stop() -> None:
     for pool in list(_alive):
@@ -184,10 +172,10 @@ class Job:
 
 
 def check(error: int) -> None:
-    """Raise the exception of a KTQ_E... code; nothing for KTQ_OK."""
-    if error == lib.KTQ_OK:
-        return
+    """raise_error, and ResourceError where the system starts no more threads."""
     if error == lib.KTQ_ESYSTEM:
-        raise no_threads()
-    text = ffi.string(lib.ktq_strerror(error)).decode()
-    raise {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)(text)
+        raise ResourceError(
+            "the system starts no more threads for this process; ask for fewer, or raise its limits (ulimit -u, "
+            "ulimit -v)."
+        )
+    raise_error(error)

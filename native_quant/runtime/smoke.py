@@ -26,6 +26,7 @@ from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
+from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
@@ -64,7 +65,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
     linears = functools.partial(source.linears, packed)
-    expected = reference(packed, linears, widen(hidden), swiglu, pool.threads)  # [inputs, E, H]
+    expected = reference(packed, linears, bf16_to_f32(hidden), swiglu, pool.threads)  # [inputs, E, H]
     problems = list(_implausible(layer, expected))
     error: dict[str, float] = {}
     alone = np.arange(packed.experts, dtype=np.int64)[:, None]
@@ -121,7 +122,7 @@ def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[
     rows = np.ascontiguousarray(np.repeat(hidden, len(ids), axis=0))
     tiled = np.ascontiguousarray(np.tile(ids, (len(hidden), 1)))
     out = experts.forward(rows, tiled, np.full(tiled.shape, 1 / ids.shape[1], np.float32))
-    return widen(out).reshape(len(hidden), len(ids), -1)
+    return bf16_to_f32(out).reshape(len(hidden), len(ids), -1)
 
 
 def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
@@ -134,11 +135,6 @@ def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> npt.NDArray[
 
 def _panels(outputs: F32) -> F32:
     return outputs.reshape(*outputs.shape[:2], -1, PANEL)
-
-
-def widen(bits: npt.NDArray[np.uint16]) -> F32:
-    """BF16 bits as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _implausible(layer: int, expected: F32) -> Iterator[str]:

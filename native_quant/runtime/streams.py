@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,7 +77,6 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass(eq=False)
 class Buffers:
     """Pinned memory for `tokens` tokens of one model: two sets, used in turn by its layers.
 
@@ -86,26 +84,17 @@ class Buffers:
     the jobs that may still read or write it: those not waited for yet.
     """
 
-    hidden: list[torch.Tensor]
-    ids: list[torch.Tensor]
-    late_ids: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    out: list[torch.Tensor]
-    readers: list[list[Job]] = field(default_factory=lambda: [[] for _ in range(DEPTH)])
-
-    @classmethod
-    def allocate(cls, tokens: int, hidden: int, topk: int) -> Buffers:
-        """New ones."""
+    def __init__(self, tokens: int, hidden: int, topk: int) -> None:
         import torch
 
         def pinned(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
             pin = torch.cuda.is_available()
             return [torch.zeros((tokens, columns), dtype=dtype, device="cpu", pin_memory=pin) for _ in range(DEPTH)]
 
-        ids, late = pinned(topk, torch.int64), pinned(topk, torch.int64)
-        return cls(
-            pinned(hidden, torch.bfloat16), ids, late, pinned(topk, torch.float32), pinned(hidden, torch.bfloat16)
-        )
+        self.hidden, self.out = pinned(hidden, torch.bfloat16), pinned(hidden, torch.bfloat16)
+        self.ids, self.late_ids = pinned(topk, torch.int64), pinned(topk, torch.int64)
+        self.weights = pinned(topk, torch.float32)
+        self.readers: list[list[Job]] = [[] for _ in range(DEPTH)]
 
 
 class BufferCache:
@@ -133,7 +122,7 @@ class BufferCache:
         else:
             if old is not None and not in_graph:
                 finish(device)  # the old ones may still be in use
-            buffers = Buffers.allocate(tokens, hidden, topk)
+            buffers = Buffers(tokens, hidden, topk)
         if in_graph or tokens in self.captured_sizes:
             self.kept[(*key, tokens)] = buffers
             if buffers is old:

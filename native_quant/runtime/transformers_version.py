@@ -28,16 +28,16 @@ def require(warn: Callable[[str], None]) -> None:
 
 def refusal() -> str | None:
     """Why the installed transformers cannot be used, and what to install; None where it can."""
-    installed = _installed()
-    if installed is None or _minor(installed) >= OLDEST:
+    installed, minor = _installed()
+    if minor >= OLDEST:
         return None
     return f"transformers {installed} is too old: ktconvert was tested with {TESTED}; {REMEDY}"
 
 
 def newer() -> str | None:
     """What to do if the installed transformers, newer than all that were tested, gives trouble; None: it is not."""
-    installed = _installed()
-    if installed is None or _minor(installed) <= NEWEST:
+    installed, minor = _installed()
+    if minor <= NEWEST:
         return None
     return (
         f"transformers {installed} is newer than what ktconvert was tested with, {TESTED}; if the model does not "
@@ -45,15 +45,13 @@ def newer() -> str | None:
     )
 
 
-def _installed() -> str | None:
-    """As its package metadata say; None without any, as in a source tree on PYTHONPATH, where nothing is checked."""
+def _installed() -> tuple[str, tuple[int, int]]:
+    """The version in its package metadata, and (major, minor) of it: a tested one where there are no metadata, as in a
+    source tree on PYTHONPATH, where nothing is checked.
+    """
     try:
-        found = version("transformers")
+        found = version("transformers") or ""
     except PackageNotFoundError:
-        return None
-    return found if re.match(r"\d+\.\d+", found or "") else None
-
-
-def _minor(installed: str) -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", installed)[:2]
-    return int(major), int(minor)
+        found = ""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return found, (int(numbers[1]), int(numbers[2])) if numbers else OLDEST

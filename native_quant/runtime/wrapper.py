@@ -10,9 +10,8 @@ import numpy as np
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import methods
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.layer_forwards import OnCpu, OnStream, WrappedLayer
 from ktconvert.native_quant.runtime.models import Member, select
-from ktconvert.native_quant.runtime.on_cpu import OnCpu, WrappedLayer
-from ktconvert.native_quant.runtime.on_stream import OnStream
 from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
 from ktconvert.native_quant.runtime.streams import BufferCache
 from ktconvert.native_quant.runtime.swiglu import Swiglu
@@ -172,11 +171,7 @@ class KTMoEWrapper:
                 parts=self.threadpool_count,
                 strict=self.strict,
                 memory=self.memory,
-                pool=self._pool,
-                exact=self.exact,
-                order=_order(physical_to_logical_map_cpu),
-                swiglu_limit=self.swiglu_limit,
-                swiglu_alpha=self.swiglu_alpha,
+                **self._computed(physical_to_logical_map_cpu),
             )
         )
 
@@ -211,15 +206,17 @@ class KTMoEWrapper:
             method=self.method,
             parts=self.threadpool_count,
             layer=self.layer_idx,
-            pool=self._pool,
-            exact=self.exact,
-            order=_order(physical_to_logical_map_cpu),
-            swiglu_limit=self.swiglu_limit,
-            swiglu_alpha=self.swiglu_alpha,
+            **self._computed(physical_to_logical_map_cpu),
         )
         if self.cpu_save:
             experts.save(self.weight_path)
         self._install(experts)
+
+    def _computed(self, order: torch.Tensor | None) -> dict[str, Any]:
+        """How the experts are computed, for Experts."""
+        of_file = None if order is None else np.asarray(order.cpu(), np.int64)
+        swiglu = {"swiglu_limit": self.swiglu_limit, "swiglu_alpha": self.swiglu_alpha}
+        return {"pool": self._pool, "exact": self.exact, "order": of_file, **swiglu}
 
     def _install(self, experts: Experts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._may_defer)
@@ -325,10 +322,6 @@ def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
     if numa_nodes is not None and len(nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
     return shared_pool(threads, nodes)
-
-
-def _order(order: torch.Tensor | None) -> Any:
-    return None if order is None else np.asarray(order.cpu(), np.int64)
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -96,15 +96,11 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
     Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
     for a text without a window to read, UsageError for windows that are longer than the model can read.
     """
-    if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
-        raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id.")
     config = loading.prepare(choice)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with loading.explained(choice.model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        loading.require_tokenizer(tokenizer, choice.model)
+    tokenizer = loading.load_tokenizer(choice)
     longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
     if isinstance(longest, int) and window > longest:
         raise UsageError(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.native_quant.runtime.hot_mask import Mask
+from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 
 
 def of_each_layer(counts: I64, number: int) -> Mask:
@@ -45,10 +46,8 @@ def of_all_layers(counts: I64, number: int) -> Mask:
 def _largest(counts: I64, number: int) -> Mask:
     import torch
 
-    mask = np.zeros(counts.size, np.bool_)
-    flat = torch.from_numpy(np.ascontiguousarray(counts).reshape(-1))
-    mask[torch.topk(flat, k=number, largest=True, sorted=False).indices.numpy()] = True
-    return mask.reshape(counts.shape)
+    mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(counts)), number).numpy()
+    return mask
 
 
 def coverage(counts: I64, mask: Mask) -> npt.NDArray[np.float64]:

@@ -197,9 +197,9 @@ def prepare(choice: ModelChoice) -> Any:
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
         return config
-    from ktconvert.native_quant.runtime import hf_trunk
+    from ktconvert.native_quant.runtime import hf_rest
 
-    hf_trunk.give_way(config, choice.model)
+    hf_rest.give_way(config, choice.model)
     return config
 
 
@@ -242,16 +242,13 @@ def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[An
 def load(choice: ModelChoice) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
-    Raises UnsupportedError where the experts do not fit it, and what load_model and require_tokenizer raise."""
+    Raises UnsupportedError where the experts do not fit it, and what load_model and load_tokenizer raise."""
     config = prepare(choice)
-    import transformers
-
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
+    tokenizer = load_tokenizer(choice)
     with explained(choice.model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        require_tokenizer(tokenizer, choice.model)
         return load_model(auto_class(config), choice, config, **options), tokenizer
 
 
@@ -278,6 +275,16 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model
+
+
+def load_tokenizer(choice: ModelChoice) -> Any:
+    """The tokenizer. Raises InputError for one that transformers cannot load, and what require_tokenizer raises."""
+    import transformers
+
+    with explained(choice.model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
+        require_tokenizer(tokenizer, choice.model)
+    return tokenizer
 
 
 def require_tokenizer(tokenizer: Any, model: str) -> None:

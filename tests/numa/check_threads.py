@@ -39,7 +39,7 @@ def per_node(variant: Variant, seen: dict[str, Any]) -> dict[int, int]:
 
 
 def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant: Variant) -> None:
-    seen = seen_by(POOL.format(pool="default_pool()"))
+    seen = seen_by(POOL.format(pool="shared_pool()"))
     assert seen["threads"] == sum(variant.workers.values())
     assert seen["nodes"] == list(variant.workers)
     if len(variant.workers) > 1:
@@ -54,7 +54,7 @@ def test_a_pinned_caller_does_not_narrow_the_pool(variant: Variant) -> None:
         + """
 me = sorted(os.sched_getaffinity(0))
 pools = []
-for make in default_pool, lambda: Pool(4):
+for make in shared_pool, lambda: Pool(4):
     new = New()
     pool = make()
     pools.append({"threads": pool.threads, "nodes": pool.nodes, "workers": new.cpus()})
@@ -71,7 +71,7 @@ say(me=me, pools=pools)
 @pytest.mark.on("two", "asym", "hole")
 def test_taskset_is_honoured(variant: Variant) -> None:
     node = max(variant.workers)
-    seen = seen_by(POOL.format(pool="default_pool()"), cpus=variant.cpus(node))
+    seen = seen_by(POOL.format(pool="shared_pool()"), cpus=variant.cpus(node))
     assert (seen["threads"], seen["nodes"]) == (variant.workers[node], [node])
     assert all(set(cpus) <= set(variant.cpus(node)) for cpus in seen["workers"]), seen
 

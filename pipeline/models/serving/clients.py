@@ -23,26 +23,21 @@ class Client:
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
-        self._calls: list[Callable[[], None]] = []
-
-    def when_gone(self, call: Callable[[], None]) -> None:
-        """`call` it then, at once if that has happened."""
-        self._calls.append(call)
-        if self.gone.is_set():
-            call()
+        self.calls: list[Callable[[], None]] = []
 
     def left(self) -> None:
         """It has gone."""
         self.gone.set()
-        for call in self._calls:
+        for call in self.calls:
             call()
 
 
 def when_gone(call: Callable[[], None]) -> None:
-    """Have `call` called when the client of this request has gone; nothing outside a request."""
-    client = _client.get(None)
-    if client is not None:
-        client.when_gone(call)
+    """Have `call` called when the client of this request has gone, at once if it has; nothing outside a request."""
+    if (client := _client.get(None)) is not None:
+        client.calls.append(call)
+        if client.gone.is_set():
+            call()
 
 
 class Watched:

@@ -26,6 +26,16 @@ PATIENCE = 1  # seconds at the end for what is on its way; a client that does no
 INTERRUPTED = 130  # the exit code
 
 
+def _then_look(name: str) -> Any:
+    """The method of this name of uvicorn's class, after which whose part is next is looked at."""
+
+    def method(self: Connection, *arguments: Any) -> None:
+        getattr(H11Protocol, name)(self, *arguments)
+        self._look()
+
+    return method
+
+
 class Connection(H11Protocol):
     """uvicorn's, which is closed where the client does not do its part in time."""
 
@@ -42,25 +52,12 @@ class Connection(H11Protocol):
             if others:
                 min(others, key=Connection.precedence).transport.abort()
 
-    def data_received(self, data: bytes) -> None:
-        """As asyncio has it."""
-        super().data_received(data)
-        self._look()
-
-    def on_response_complete(self) -> None:
-        """The next request may begin."""
-        super().on_response_complete()
-        self._look()
-
-    def pause_writing(self) -> None:
-        """As asyncio has it: the client does not read."""
-        super().pause_writing()
-        self._look()
-
-    def resume_writing(self) -> None:
-        """As asyncio has it."""
-        super().resume_writing()
-        self._look()
+    # After each of these it may be another one's part: after on_response_complete the next request may begin, after
+    # pause_writing the client does not read.
+    data_received = _then_look("data_received")
+    on_response_complete = _then_look("on_response_complete")
+    pause_writing = _then_look("pause_writing")
+    resume_writing = _then_look("resume_writing")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio has it."""
