@@ -1,7 +1,7 @@
 """The documentation says what the program does: every command, option, table row, link and example is checked against
 the real thing.
 
-`python tests/test_docs.py` prints the table of docs/architectures.md as it must be.
+`python tests/test_docs.py` writes the tables of docs/commands.md and docs/architectures.md as they must be.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, formats_of
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli.command import Command, parameters
+from ktconvert.pipeline.options.declare import NONE, Leaf, Option, leaves
 from ktconvert.quantizers import ROW_GRIDS, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,38 +73,81 @@ def blocks(text: str, language: str) -> Iterator[str]:
             yield "\n".join(line.removeprefix(match[1]) for line in match[3].splitlines())
 
 
-def command(name: str) -> click.Command:
+def command(name: str) -> Command:
     result = group.get_command(click.Context(group), name)
-    assert result is not None
+    assert isinstance(result, Command)
     return result
 
 
 # ---- commands and options -------------------------------------------------------------------------------------------
 
 
+def rows_of_options(name: str) -> dict[str, str]:
+    """Flags -> the row of an option in docs/commands.md up to the <br>, behind which a page says what it likes."""
+    rows = {}
+    for leaf in leaves(command(name).settings):
+        option = leaf.declared
+        if not isinstance(option, Option):
+            continue
+        text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
+        default = _default(leaf, option)
+        for parameter in parameters(leaf):
+            spellings = [*parameter.opts, *parameter.secondary_opts]
+            if isinstance(parameter, click.Argument):
+                spellings, default = [spelling.upper() for spelling in spellings], "required"
+            elif option.argument is not None:
+                text, default = f"Other ways to give `{option.argument.upper()}`.", ""
+            flags = ", ".join(f"`{spelling}`" for spelling in spellings)
+            rows[flags] = f"| {flags} | {default} | {text}"
+    return rows
+
+
+def _default(leaf: Leaf, option: Option) -> str:
+    if option.unset is not None:
+        return option.unset
+    if leaf.default is NONE:
+        return "required"
+    if option.ignored is not None or leaf.default in (None, ()):
+        return ""
+    if leaf.kind is bool:
+        return "on" if leaf.default else "off"
+    if isinstance(leaf.default, tuple):
+        return ", ".join(map(str, leaf.default))
+    return f"`{leaf.default}`" if isinstance(leaf.default, str | Path) else str(leaf.default)
+
+
+def flags_of_row(line: str) -> str:
+    """The first cell of a row of options; "" of any other line."""
+    return re.split(r"(?<!\\)\|", line)[1].strip() if line.startswith("| `") else ""
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
-    text = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`")
-    rows = {re.split(r"(?<!\\)\|", line)[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
-    expected = set()
+    lines = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`").splitlines()
+    rows = {flags: line for line in lines if (flags := flags_of_row(line))}
+    expected = rows_of_options(name)
+    assert rows.keys() == expected.keys(), f"docs/commands.md, ktconvert {name}: rows for what does not exist, or none"
+    for flags, start in expected.items():
+        assert rows[flags].startswith((f"{start} |", f"{start}<br>")), f"{flags}: run `python tests/test_docs.py`"
     for parameter in command(name).params:
-        if getattr(parameter, "hidden", False):
-            continue  # of use once its table has a second row
-        if isinstance(parameter, click.Argument):
-            label = f"`{(parameter.name or '').upper()}`"
-        else:
-            label = ", ".join(f"`{spelling}`" for spelling in parameter.opts)
-        expected.add(label)
-        assert label in rows, f"docs/commands.md, ktconvert {name}: no row begins with {label}"
-        row = rows[label]
         if isinstance(parameter.type, click.Choice):
+            row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
             for choice in parameter.type.choices:
-                assert f"`{choice}`" in row, f"docs/commands.md, ktconvert {name} {label}: {choice} is not named"
-        if isinstance(parameter.default, (int, str)) and not isinstance(parameter.default, bool):
-            assert str(parameter.default) in row, (
-                f"docs/commands.md, {label}: its default {parameter.default} is not named"
-            )
-    assert rows.keys() == expected, f"docs/commands.md, ktconvert {name}: rows for what does not exist"
+                assert re.search(rf"\b{choice}\b", row), f"docs/commands.md, ktconvert {name}: no word on {choice}"
+
+
+def with_rows_of_options(page: str) -> str:
+    """docs/commands.md with the rows that are declared, and its own words behind them. New options are put last."""
+    for name in COMMANDS:
+        old, rows = section(page, f"`ktconvert {name}`"), rows_of_options(name)
+        lines, end = [], 0
+        for line in old.splitlines():
+            start = rows.pop(flags_of_row(line), None)
+            lines.append(line if start is None else start + (line[line.find("<br>") :] if "<br>" in line else " |"))
+            end = len(lines) if line.startswith("| ") else end
+        lines[end:end] = [f"{row} |" for row in rows.values()]
+        page = page.replace(old, "\n".join(lines) + "\n")
+    return page
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -359,7 +404,7 @@ def table() -> str:
 
 def test_the_table_of_architectures_is_that_of_the_code() -> None:
     if table() not in text_of(ARCHITECTURES_PAGE):
-        pytest.fail("docs/architectures.md differs from archs.py: paste what `python tests/test_docs.py` prints")
+        pytest.fail("docs/architectures.md differs from archs.py: run `python tests/test_docs.py`")
 
 
 def test_activations_prefixes_and_config_keys_are_documented() -> None:
@@ -446,4 +491,6 @@ def test_every_page_is_in_the_index() -> None:
 
 
 if __name__ == "__main__":
-    print(table())
+    COMMANDS_PAGE.write_text(with_rows_of_options(text_of(COMMANDS_PAGE)))
+    old = re.compile(r"^\| family \|.*(?:\n\|.*)*", re.M)
+    ARCHITECTURES_PAGE.write_text(old.sub(lambda _: table(), text_of(ARCHITECTURES_PAGE), count=1))

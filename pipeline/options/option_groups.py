@@ -24,7 +24,7 @@ class Reporting(Options, frozen=True, kw_only=True):
 
     json_events: Annotated[bool, Option("One JSON event per line on stdout.", flags=("--json",))] = False
     quiet: Annotated[bool, Option("Warnings and errors only.", flags=("-q", "--quiet"))] = False
-    verbose: Annotated[bool, Option("Say more.", flags=("-v", "--verbose"))] = False
+    verbose: Annotated[bool, Option("Print more details.", flags=("-v", "--verbose"))] = False
 
     @property
     def reporter(self) -> Reporter:
@@ -38,11 +38,22 @@ class Execution(Options, frozen=True, kw_only=True):
     TITLE: ClassVar[str] = "Execution"
 
     cpuinfer_threads: Annotated[
-        int | None, Option("Threads.", Number(min=1), effect=Effect.TUNING, unset="the CPUs this process may use")
+        int | None,
+        Option(
+            "Threads; more than this process has CPUs are lowered, with a note.",
+            Number(min=1),
+            effect=Effect.TUNING,
+            unset="the CPUs this process may use",
+        ),
     ] = None
     max_memory: Annotated[
         int | None,
-        Option("Stay below this much memory, e.g. 4GiB.", Size(), effect=Effect.TUNING, unset="what is free"),
+        Option(
+            "Use fewer threads to stay below this limit, e.g. 4GiB.",
+            Size(),
+            effect=Effect.TUNING,
+            unset="the free memory",
+        ),
     ] = None
 
     @property
@@ -77,19 +88,20 @@ class Leftovers(Options, frozen=True, kw_only=True):
 
     force_unlock: Annotated[
         bool,
-        Option("Take away the lock of a process that has ended on another host, on a file system without locks."),
+        Option("Take away the lock that a process left when it ended on another host, on a file system without locks."),
     ] = False
     trust_store: Annotated[
-        bool, Option("Go on from finished files without hashing them first: many TB on slow storage take long.")
+        bool,
+        Option("Go on from finished files of an earlier run without hashing them first: their sizes decide."),
     ] = False
 
 
 class Existing(Leftovers, frozen=True, kw_only=True):
     """What may be replaced, and what becomes of what an earlier run left."""
 
-    overwrite: Annotated[bool, Option("Replace the output that lies there, once the new one is complete.")] = False
+    overwrite: Annotated[bool, Option("Replace the existing output, once the new one is complete.")] = False
     delete_others: Annotated[
-        bool, Option("With --overwrite: also delete files there that no manifest lists.", effect=Effect.TUNING)
+        bool, Option("With --overwrite: also delete what no manifest of ktconvert lists.", effect=Effect.TUNING)
     ] = False
 
 
@@ -101,7 +113,7 @@ class ConversionOptions(Options, frozen=True, kw_only=True):
 
     input: Annotated[str, Recorded(Effect.CALL)]
     output: Annotated[Path, Recorded(Effect.CALL)]
-    dry_run: Annotated[bool, Option("Print the plan; read headers only, write nothing.")] = False
+    dry_run: Annotated[bool, Option("Print the plan and stop; read headers only, write nothing.")] = False
     verify_inputs: Annotated[
         bool,
         Option("Hash all input files, and notice any change of them on resume.", effect=Effect.TUNING),
@@ -170,7 +182,7 @@ class ImportanceFile(Options, frozen=True, kw_only=True):
     imatrix: Annotated[
         Path | None,
         Option(
-            "Of --scale imatrix: llama.cpp's importance matrix of the model, GGUF or .dat.",
+            "For --scale imatrix: the model's importance matrix, of llama.cpp or `calibrate`, in GGUF or .dat.",
             FilePath(absolute=True),
             effect=Effect.TUNING,
         ),
@@ -178,7 +190,7 @@ class ImportanceFile(Options, frozen=True, kw_only=True):
     statistics: Annotated[
         Path | None,
         Option(
-            "Of --scale imatrix, instead: DIR/imatrix.gguf.",
+            "Instead: a folder with imatrix.gguf, as `calibrate` writes it.",
             FilePath(absolute=True),
             effect=Effect.TUNING,
         ),
@@ -202,7 +214,7 @@ class Samples(Options, frozen=True, kw_only=True):
     dataset: Annotated[
         str,
         Option(
-            "Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
+            "Calibration texts: a file or folder (.txt, .jsonl, .json, .parquet), or a hub id.",
             PathOrHubId(absolute=True),
             effect=Effect.WEIGHTS,
         ),
@@ -214,7 +226,7 @@ class Samples(Options, frozen=True, kw_only=True):
     max_sequence_length: Annotated[
         int, Option("Tokens at which a sample is cut.", Number(min=2), effect=Effect.WEIGHTS)
     ] = 2048
-    random_seed: Annotated[int, Option("For the order of samples.", Number(min=0), effect=Effect.WEIGHTS)] = 42
+    random_seed: Annotated[int, Option("Seed for the order of samples.", Number(min=0), effect=Effect.WEIGHTS)] = 42
 
 
 class Gptq(Options, frozen=True, kw_only=True):
@@ -225,7 +237,7 @@ class Gptq(Options, frozen=True, kw_only=True):
     dampening_frac: Annotated[
         float,
         Option(
-            "Part of the mean of the Hessian's diagonal that is added to it.",
+            "The fraction of the mean of the Hessian's diagonal that is added to the diagonal.",
             Real(min=0, max=1),
             effect=Effect.WEIGHTS,
         ),
@@ -233,7 +245,7 @@ class Gptq(Options, frozen=True, kw_only=True):
     calibrate: Annotated[
         str,
         Option(
-            "Every expert sees all tokens, or those routed to it; mixed: gate and up all, down those.",
+            "Every expert sees all tokens, or those routed to it; mixed: gate and up see all, down those routed.",
             click.Choice(["all", "routed", "mixed"], case_sensitive=False),
             effect=Effect.WEIGHTS,
         ),
@@ -241,7 +253,7 @@ class Gptq(Options, frozen=True, kw_only=True):
     min_expert_tokens: Annotated[
         int,
         Option(
-            "Experts with fewer routed tokens are not compensated, and listed; not with --calibrate all.",
+            "Experts with fewer routed tokens are not compensated, and listed; unless --calibrate all.",
             Number(min=1),
             effect=Effect.WEIGHTS,
         ),
@@ -249,7 +261,7 @@ class Gptq(Options, frozen=True, kw_only=True):
     save_statistics: Annotated[
         Path | None,
         Option(
-            "GPTQ: also write what `calibrate` writes, to this folder.",
+            "Also write what `calibrate` writes, to this folder.",
             OutputPath(absolute=True),
             effect=Effect.TUNING,
         ),
@@ -268,16 +280,21 @@ class Machine(Options, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool,
         Option(
-            "To calibrate, let transformers run Python code that comes with the model.",
+            "Let transformers run Python code that comes with the model.",
             effect=Effect.WEIGHTS,
         ),
     ] = False
-    force_cpu: Annotated[bool, Option("Never calibrate on a GPU.", effect=Effect.TUNING)] = False
+    force_cpu: Annotated[bool, Option("Do not use a GPU.", effect=Effect.TUNING)] = False
     max_gpu_memory: Annotated[
-        int | None, Option("Of the GPU, at most; e.g. 40GiB.", Size(), effect=Effect.TUNING, unset="the GPU's")
+        int | None,
+        Option("Use no more of the GPU's memory, e.g. 40GiB.", Size(), effect=Effect.TUNING, unset="the GPU's"),
     ] = None
     allow_machine_change: Annotated[
-        bool, Option("Go on with a calibration that was begun on another machine.", effect=Effect.TUNING)
+        bool,
+        Option(
+            "Go on with a calibration that was begun with other threads, or another CPU, GPU or library version.",
+            effect=Effect.TUNING,
+        ),
     ] = False
     machine: Annotated[dict[str, Any] | None, Recorded(Effect.WEIGHTS)] = None
 
@@ -287,7 +304,9 @@ class GpuExperts(Options, frozen=True, kw_only=True):
 
     gpu_experts_mask: Annotated[
         Path | None,
-        Option("Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL."),
+        Option(
+            "Safetensors file with gpu_experts_mask, bool [decoder layers, experts]: which experts come from MODEL."
+        ),
     ] = None
     num_gpu_experts: Annotated[
         int | None,

@@ -87,7 +87,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     input: Annotated[
         str,
         Option(
-            "Checkpoint: a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf).",
+            "The checkpoint: a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf).",
             PathOrHubId(absolute=True),
             flags=("-i", "--input-path"),
         ),
@@ -96,7 +96,10 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     input_type: Annotated[
         str | None,
         Option(
-            "What the weights are; read from the headers when left out.", choice(input_types()), effect=Effect.TUNING
+            "The expected type of the weights; another one is an error that names it.",
+            choice(input_types()),
+            effect=Effect.TUNING,
+            unset="from the headers",
         ),
     ] = None
     quant_method: Annotated[
@@ -123,19 +126,25 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     imatrix_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--imatrix")] = None
     gptq: Gptq = Gptq(calibrate="mixed")
     threadpool_count: Annotated[
-        int, Option("NUMA parts to split every expert into.", Number(min=1), effect=Effect.WEIGHTS)
+        int,
+        Option(
+            "NUMA parts into which every expert is split: the number of NUMA nodes that the server may use.",
+            Number(min=1),
+            effect=Effect.WEIGHTS,
+        ),
     ] = 2
     layout: Annotated[
         str,
         Option(
-            "numa: for the runtimes, in NUMA parts. kt: mxfp4, fp8 and bf16 as kt-kernel's methods read them.",
+            "Of mxfp4, fp8 and bf16: in NUMA parts for this project's runtime (numa), or as kt-kernel's methods of "
+            "these names read them (kt).",
             choice(LAYOUTS),
             effect=Effect.WEIGHTS,
         ),
     ] = "numa"
     gpu: Annotated[bool, Option(ignored="no GPU is needed")] = False
     no_merge_safetensor: Annotated[
-        bool, Option("Keep loose per-layer folders of .kt files.", effect=Effect.WEIGHTS)
+        bool, Option("Write loose per-layer folders of .kt files, not safetensors.", effect=Effect.WEIGHTS)
     ] = False
     resume_layer: Annotated[int, Option("kt-kernel's resume by hand; ours needs no number.", Number(min=0))] = 0
     save_backward_weights: Annotated[
@@ -152,7 +161,8 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     non_experts: Annotated[
         str,
         Option(
-            "Other tensors: leave out, copy under kt-kernel's names, or keep as they are: then it is a whole model.",
+            "Other tensors: leave out (skip), copy under kt-kernel's names (copy), or keep as they are, which makes a "
+            "whole model (keep).",
             choice(["skip", "copy", "keep"]),
             effect=Effect.FILES,
         ),
@@ -186,7 +196,7 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     input: Annotated[
         str,
         Option(
-            "Checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+            "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
             PathOrHubId(absolute=True),
             flags=("-i", "--model-id", "--input-path"),
         ),
@@ -197,25 +207,32 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     quant_method: Annotated[
         str,
         Option(
-            "Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.",
+            "Calibrated on a data set (GPTQ), or rounded to nearest (RTN), which takes seconds per GB and no data.",
             choice(["GPTQ", "RTN"]),
             effect=Effect.WEIGHTS,
         ),
     ] = "GPTQ"
     quant_type: Annotated[
         str,
-        Option("Output format: 4 or 8 bits in groups of 128.", choice(formats_of("gpu")), effect=Effect.WEIGHTS),
+        Option(
+            "Output format: 4 or 8 bits, symmetric, one BF16 scale per 128 columns.",
+            choice(formats_of("gpu")),
+            effect=Effect.WEIGHTS,
+        ),
     ] = "W8A16"
     rounding: Annotated[
         str,
         Option(
-            "The bits of llmcompressor, or one rounding less.", choice(["library", "float32"]), effect=Effect.WEIGHTS
+            "The bits of llmcompressor (library), or one rounding less (float32).",
+            choice(["library", "float32"]),
+            effect=Effect.WEIGHTS,
         ),
     ] = "library"
     ignore_patterns: Annotated[
         tuple[str, ...],
         Option(
-            "More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
+            "Modules to add to kt-kernel's ignore list, as names or as re: and a regular expression; several after one "
+            "flag, or the flag repeated.",
             Text(),
             effect=Effect.FILES,
         ),
@@ -223,7 +240,8 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     engine: Annotated[
         str,
         Option(
-            "Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.",
+            "Of GPTQ: layer by layer (stream), or llmcompressor's own implementation on the whole model in memory "
+            "(oneshot), for comparison.",
             choice(["stream", "oneshot"]),
             effect=Effect.WEIGHTS,
         ),
@@ -239,13 +257,16 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     max_cpu_memory: Annotated[
         int | None,
         Option(
-            "Accepted and ignored: memory is bounded by some experts.", Size(), unset="1000GiB with --max-gpu-memory"
+            "Accepted and ignored, with a note: --max-memory sets a limit.",
+            Size(),
+            unset="1000GiB with --max-gpu-memory",
         ),
     ] = None
     tp_size: Annotated[
         tuple[int, ...],
         Option(
-            "Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.",
+            "Tensor parallelism with which the output will be loaded; refused where experts cannot be split so. May be "
+            "repeated.",
             Number(min=1),
             effect=Effect.TUNING,
         ),

@@ -20,12 +20,12 @@ METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word
 
 MODEL = Option("A directory or a hub id (org/name).", PathOrHubId(), argument="model")
 JSON = Option("Print one JSON object.", flags=("--json",))
-PLOT = Option("Draw it: FILE.png, .svg or .pdf.", OutputPath())
-THREADS = Option("Threads.", Number(min=1), unset="physical cores")
+PLOT = Option("Also draw it, into FILE.png, .svg or .pdf.", OutputPath())
+THREADS = Option("Threads of the experts and of torch.", Number(min=1), unset="physical cores")
 EXACT = Option("Round as kt-kernel does, bit for bit.")
 TRUST = Option("Let transformers run Python code that comes with MODEL.")
 CPU_WEIGHTS = Option(
-    "What MODEL was converted into, or a checkpoint; its experts are computed from it.", FilePath(), unset="MODEL"
+    "What MODEL was converted into, or a checkpoint of it: the experts are computed from it.", FilePath(), unset="MODEL"
 )
 
 
@@ -50,8 +50,10 @@ class BenchOptions(Options, frozen=True, kw_only=True):
 
     output: Annotated[Path, Option("An output, or a checkpoint.", FilePath(absolute=True), argument="output")]
     layer: Annotated[int | None, Option("Layer to compute.", Number(min=0), unset="the first")] = None
-    tokens: Annotated[Any, Option("Tokens per forward, several.", Counts())] = "1,4,16,64,256,1024"
-    threads: Annotated[int | None, Option("Threads.", Number(min=1), unset="the physical cores we may use")] = None
+    tokens: Annotated[Any, Option("Tokens per forward, several separated by commas.", Counts())] = "1,4,16,64,256,1024"
+    threads: Annotated[
+        int | None, Option("Threads that compute, and that read memory.", Number(min=1), unset="physical cores")
+    ] = None
     as_json: Annotated[bool, JSON] = False
     plot: Annotated[Path | None, PLOT] = None
 
@@ -71,15 +73,15 @@ class EvalOptions(Options, frozen=True, kw_only=True):
     model: Annotated[str, MODEL]
     cpu_weights: Annotated[
         Path | None,
-        Option("What MODEL was converted into for the CPU, or a checkpoint of the same model.", FilePath()),
+        Option("What MODEL was converted into for the CPU, or a checkpoint of it; this or --gpu-weights.", FilePath()),
     ] = None
-    gpu_weights: Annotated[Path | None, Option("What MODEL was converted into, for the GPU.", FilePath())] = None
+    gpu_weights: Annotated[Path | None, Option("What MODEL was converted into for the GPU.", FilePath())] = None
     text: Annotated[Path, Option("What both models read: a UTF-8 text file.", FilePath())]
     window: Annotated[int, Option("Tokens read at a time.", Number(min=2))] = 512
-    skip_windows: Annotated[
-        int, Option("Leave out the first so many, e.g. what was calibrated with.", Number(min=0))
-    ] = 0
-    max_windows: Annotated[int | None, Option("Read no more.", Number(min=1), unset="all")] = None
+    skip_windows: Annotated[int, Option("Skip this many windows at the beginning.", Number(min=0))] = 0
+    max_windows: Annotated[int | None, Option("Then read at most this many windows.", Number(min=1), unset="all")] = (
+        None
+    )
     threads: Annotated[int | None, THREADS] = None
     exact: Annotated[bool, EXACT] = False
     hub: Hub = Hub()
@@ -95,8 +97,10 @@ class ExpertsOptions(Options, frozen=True, kw_only=True):
     output: Annotated[
         Path, Option("Safetensors file for --gpu-experts-mask; an older one of ours is replaced.", OutputPath())
     ]
-    num_gpu_experts: Annotated[int | None, Option("Experts of each layer.", Number(min=0))] = None
-    total: Annotated[int | None, Option("Instead: experts of all layers, as kt-kernel chooses.", Number(min=0))] = None
+    num_gpu_experts: Annotated[int | None, Option("Experts of each layer; this or --total.", Number(min=0))] = None
+    total: Annotated[
+        int | None, Option("Instead: experts of all layers together, as kt-kernel chooses.", Number(min=0))
+    ] = None
     as_json: Annotated[bool, JSON] = False
     plot: Annotated[Path | None, PLOT] = None
 
@@ -117,9 +121,9 @@ class RunOptions(Options, frozen=True, kw_only=True):
     cpu_weights: Annotated[Path | None, CPU_WEIGHTS] = None
     torch_experts: Annotated[bool, Option("Leave the experts to transformers, for comparison.")] = False
     gpu_experts: GpuExperts = GpuExperts()
-    prompt: Annotated[str | None, Option("The text to continue, as it stands.")] = None
+    prompt: Annotated[str | None, Option("The text to continue, as it stands; this or --chat.")] = None
     chat: Annotated[bool, Option("Talk with the model, line by line; Ctrl-D ends.")] = False
-    max_new_tokens: Annotated[int, Option("Tokens per answer.", Number(min=1))] = 256
+    max_new_tokens: Annotated[int, Option("The largest number of tokens per answer.", Number(min=1))] = 256
     temperature: Annotated[float, Option("0: always the likeliest token; above: chosen by chance.", Real(min=0))] = 0.0
     threads: Annotated[int | None, THREADS] = None
     exact: Annotated[bool, EXACT] = False
@@ -148,7 +152,7 @@ class ServeOptions(Options, frozen=True, kw_only=True):
 class StatusOptions(Options, frozen=True, kw_only=True):
     """Settings of `ktconvert status`."""
 
-    output: Annotated[Path, Option("What was begun.", FilePath(absolute=True), argument="output")]
+    output: Annotated[Path, Option("The output that was begun.", FilePath(absolute=True), argument="output")]
     watch: Annotated[bool, Option("Look again every two seconds, until nothing works on it any more.")] = False
     as_json: Annotated[bool, Option("Print a JSON object; with --watch, one per line.", flags=("--json",))] = False
 
@@ -162,7 +166,7 @@ class VerifyOptions(Options, frozen=True, kw_only=True):
         Option("The source (directory, file or hub id), or another output.", PathOrHubId(absolute=True)),
     ] = None
     revision: Annotated[str | None, Option("Branch, tag or commit, where --against is a hub id.")] = None
-    numa: Annotated[int | None, Option("The NUMA parts that it must have.", Number(min=1))] = None
+    numa: Annotated[int | None, Option("The NUMA parts that it must have; without it, any.", Number(min=1))] = None
     quant_method: Annotated[
         str | None, Option("The method that it must have: kt-kernel does not notice a wrong one.", choice(METHODS))
     ] = None
@@ -184,13 +188,18 @@ class VerifyOptions(Options, frozen=True, kw_only=True):
         Path | None,
         Option(
             "Also write it as one HTML page, FILE.html: maps of errors, worst rows, scales, and with --statistics the "
-            "use of experts (DIR/counts.safetensors). An older page is replaced.",
+            "use of experts. An older page is replaced.",
             OutputPath(),
         ),
     ] = None
     run: Annotated[bool, Option("Also compute: a few random tokens through one layer, against float.")] = False
     workers: Workers = Workers()
     cpuinfer_threads: Annotated[
-        int | None, Option("Threads.", Number(min=1), unset="the CPUs this process may use")
+        int | None,
+        Option(
+            "Threads; more than this process has CPUs are lowered, with a note.",
+            Number(min=1),
+            unset="the CPUs this process may use",
+        ),
     ] = None
     reporting: Reporting = Reporting()

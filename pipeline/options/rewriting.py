@@ -19,7 +19,7 @@ from ktconvert.pipeline.options.option_groups import (
 )
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Size, Spelled
 
-AGAIN = "Make again what came from files that were touched since."
+AGAIN = "On resume, make again what came from files that were modified since."
 
 
 class CalibrateOptions(ConversionOptions, frozen=True, kw_only=True):
@@ -28,10 +28,12 @@ class CalibrateOptions(ConversionOptions, frozen=True, kw_only=True):
     input: Annotated[
         str,
         Option(
-            "A directory, a .safetensors file, or a hub id (org/name).", PathOrHubId(absolute=True), argument="model"
+            "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+            PathOrHubId(absolute=True),
+            argument="model",
         ),
     ]
-    output: Annotated[Path, Option("Folder for the three files.", OutputPath(absolute=True), flags=("-o", "--output"))]
+    output: Annotated[Path, Option("The folder for the files.", OutputPath(absolute=True), flags=("-o", "--output"))]
     arch_row: Annotated[str | None, Recorded(Effect.FILES, "--arch-file")] = None
     samples: Samples = Samples(num_calibration_samples=128)
     machine: Machine = Machine()
@@ -45,7 +47,7 @@ class DequantizeOptions(ConversionOptions, frozen=True, kw_only=True):
     input: Annotated[
         str,
         Option(
-            "SRC, as kt-kernel's scripts spell it.",
+            "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
             PathOrHubId(absolute=True),
             flags=("-i", "--input-path", "--model-dir", "--input-fp8-hf-path"),
             argument="src",
@@ -54,7 +56,7 @@ class DequantizeOptions(ConversionOptions, frozen=True, kw_only=True):
     output: Annotated[
         Path,
         Option(
-            "OUT, as kt-kernel's scripts spell it.",
+            "Output directory.",
             OutputPath(absolute=True),
             flags=("-o", "--output", "--output-dir", "--output-bf16-hf-path"),
             argument="out",
@@ -73,7 +75,7 @@ class MergeOptions(ConversionOptions, frozen=True, kw_only=True):
     input: Annotated[
         str,
         Option(
-            "Directory with _layer_N folders of .kt files.",
+            "The directory with the _layer_N folders of .kt files.",
             PathOrHubId(absolute=True),
             flags=("-i", "--input-path"),
         ),
@@ -82,7 +84,7 @@ class MergeOptions(ConversionOptions, frozen=True, kw_only=True):
     original_path: Annotated[
         Path | None,
         Option(
-            "Original checkpoint: config, tokenizer and the like are copied.",
+            "The original checkpoint: its config, tokenizer and other companion files are copied.",
             FilePath(absolute=True),
             flags=("-r", "--original-path"),
             effect=Effect.TUNING,
@@ -92,7 +94,7 @@ class MergeOptions(ConversionOptions, frozen=True, kw_only=True):
     max_tensors: Annotated[int, Option("Tensors per shard.", Number(min=1), effect=Effect.FILES)] = 3000
     layers: Annotated[
         str,
-        Option("Merge these layers, e.g. 3-60,62, though others are missing.", Spelled("all"), effect=Effect.FILES),
+        Option("Merge only these layers, e.g. 3-60,62; others may be missing.", Spelled("all"), effect=Effect.FILES),
     ] = "all"
     verify_inputs: Annotated[bool, Option(AGAIN, effect=Effect.TUNING)] = False
 
@@ -103,7 +105,12 @@ class ResplitOptions(ConversionOptions, frozen=True, kw_only=True):
     input: Annotated[str, Option("The output that is read.", PathOrHubId(absolute=True), argument="output")]
     output: Annotated[Path, Option("The output that is made.", OutputPath(absolute=True), argument="new")]
     threadpool_count: Annotated[
-        int, Option("NUMA parts that the new output is to have.", Number(min=1), effect=Effect.WEIGHTS)
+        int,
+        Option(
+            "NUMA parts of the new output: the number of NUMA nodes that the server may use.",
+            Number(min=1),
+            effect=Effect.WEIGHTS,
+        ),
     ]
     against: Annotated[
         str | None,
@@ -123,14 +130,26 @@ class ResplitOptions(ConversionOptions, frozen=True, kw_only=True):
     arch_row: Annotated[str | None, Recorded(Effect.FILES, "--arch-file")] = None
 
 
+class AsBefore(Execution, frozen=True, kw_only=True):
+    """What the rest of the work may take of this machine."""
+
+    cpuinfer_threads: Annotated[int | None, Option("Threads.", Number(min=1), unset="as before")] = None
+    max_memory: Annotated[
+        int | None, Option("Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before")
+    ] = None
+
+
 class ResumeOptions(Options, frozen=True, kw_only=True):
     """Settings of `ktconvert resume`."""
 
-    output: Annotated[Path, Option("What was begun.", OutputPath(absolute=True), argument="output")]
-    dry_run: Annotated[bool, Option("Print what is done, what is left, and why; write nothing.")] = False
-    verify_inputs: Annotated[bool, Option("Convert again what came from input files that were touched since.")] = False
-    allow_machine_change: Annotated[bool, Option("Go on with a calibration that was begun on another machine.")] = False
-    execution: Execution = Execution()
+    output: Annotated[Path, Option("The output that was begun.", OutputPath(absolute=True), argument="output")]
+    dry_run: Annotated[bool, Option("Print which units are finished, which are left, and why; write nothing.")] = False
+    verify_inputs: Annotated[bool, Option("Convert again what came from input files that were modified since.")] = False
+    allow_machine_change: Annotated[
+        bool,
+        Option("Go on with a calibration that was begun with other threads, or another CPU, GPU or library version."),
+    ] = False
+    execution: AsBefore = AsBefore()
     workers: Workers = Workers()
     leftovers: Leftovers = Leftovers()
     reporting: Reporting = Reporting()
