@@ -272,15 +272,6 @@ def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster:
         assert f"{len(made)} of {UNITS} units are finished" in note["text"]
 
 
-def test_two_coordinators(setting: Setting, cluster: Cluster, output: Path) -> None:
-    cluster.start("a", env=setting.stopping(output))
-    first = setting.begin(output, cluster)
-    cluster.wait_until_stopped("a")
-    conversion.refused(setting.begin(output, cluster).result(), 7, f"{output}: process ", "is converting into it")
-    cluster.send("a", signal.SIGCONT)
-    setting.finished(first.result(), output)
-
-
 def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) -> None:
     cluster.start("a", "b", env=setting.stopping(output))
     coordinator = setting.begin(output, cluster)
