@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -101,34 +101,24 @@ class Assembly:
     side_output: SideOutput | None = None
 
 
-class Sources(Protocol):
-    """The files that a plan reads, as they were when they were opened or listed."""
+@dataclass(frozen=True)
+class Conversion:
+    """What a command knows of its own work beyond the units.
 
-    def changed(self) -> list[str]:
-        """The names of the files that changed since."""
+    changed        the names of the files that changed since they were opened or listed
+    read_by        unit -> the names of the files that it reads
+    peak_memory    packing threads -> bytes that so many may need, with everything else
+    card           figures of the units -> README.md of the output
+    require_ready  raises KtconvertError where this machine must not run what is left to do
+    check          looks at the complete folder before it appears: VerificationError where it is not what it should be
+    """
 
-    def read_by(self, unit: Unit[Any]) -> set[str]:
-        """The names of the files that a unit reads."""
-
-
-class Conversion(Protocol):
-    """What a command knows of its own work beyond the units; one class for each (pipeline/plans)."""
-
-    @property
-    def files(self) -> Sources:
-        """What it reads."""
-
-    def peak_memory(self, threads: int) -> int:
-        """Bytes that so many packing threads may need, with everything else."""
-
-    def require_ready(self) -> None:
-        """Raise KtconvertError where this machine must not run what is left to do."""
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the output, from the figures of its units."""
-
-    def check(self, assembled: Path) -> None:
-        """Look at the complete folder before it appears; raise VerificationError where it is not what it should be."""
+    changed: Callable[[], list[str]]
+    read_by: Callable[[Unit[Any]], set[str]]
+    peak_memory: Callable[[int], int]
+    card: Callable[[Sequence[Mapping[str, Any]]], bytes]
+    require_ready: Callable[[], None] = lambda: None
+    check: Callable[[Path], object] = lambda assembled: None
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,7 @@ class Plan:
         """The units that read one of these files, and those that follow them in a chain."""
         reading: set[Unit[Any]] = set()
         for stage in self.stages:
-            hit = [n for n, unit in enumerate(stage.units) if self.conversion.files.read_by(unit) & set(files)]
+            hit = [n for n, unit in enumerate(stage.units) if self.conversion.read_by(unit) & set(files)]
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
 
@@ -255,7 +245,7 @@ def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    changed = plan.conversion.files.changed()
+    changed = plan.conversion.changed()
     if changed:
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "

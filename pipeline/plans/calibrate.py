@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
+from ktconvert.layouts.statistics.folder import read_statistics
+from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, tool_version
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
-    CheckpointFiles,
+    changed_files_of,
     collector_at_rest,
     files_named,
     require_complete,
     rows_for,
     shape_facts,
+    shards_read_by,
     source_files,
     with_arch_row,
 )
@@ -65,39 +65,18 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
         },
         notes=(*_notes(model), *machine_notes(options)),
         assembly=Assembly(companions=(), config=None, loose=True),
-        conversion=Calibrating(CheckpointFiles(source, files), request, shape, about),
+        conversion=Conversion(
+            changed=lambda: changed_files_of(source, files),
+            read_by=partial(shards_read_by, source),
+            peak_memory=lambda threads: footprint.footprint(shape).host,
+            card=lambda stats: statistics.card(about, list(stats), tool_version()),
+            require_ready=lambda: require_same_machine(request),
+            check=read_statistics,
+        ),
         scratch_bytes=footprint.footprint(shape).disk,
         advice=tuple(footprint.advice(shape)),
         remedies=footprint.REMEDIES_TO_CALIBRATE,
     )
-
-
-@dataclass(frozen=True)
-class Calibrating:
-    """`ktconvert calibrate`; a Conversion."""
-
-    files: CheckpointFiles
-    request: Request[CalibrateOptions]
-    shape: footprint.WalkShape
-    about: Mapping[str, Any]
-
-    def peak_memory(self, threads: int) -> int:
-        """As the walk needs it, whatever the number of threads."""
-        return footprint.footprint(self.shape).host
-
-    def require_ready(self) -> None:
-        """Calibration goes on only on the machine where it began."""
-        require_same_machine(self.request)
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the output."""
-        return statistics.card(self.about, list(stats), tool_version())
-
-    def check(self, assembled: Path) -> None:
-        """Raise InputError for files that could not be read back."""
-        from ktconvert.layouts.statistics.folder import read_statistics
-
-        read_statistics(assembled)
 
 
 def _notes(model: MoeModel) -> list[str]:

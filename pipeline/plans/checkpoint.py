@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -198,22 +198,16 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
     return renamed
 
 
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """The files of a checkpoint that a plan reads, as they were when it was opened; Sources."""
+def changed_files_of(source: TensorSource, files: Iterable[SourceFile]) -> list[str]:
+    """The names of the files of a checkpoint that changed since it was opened."""
+    others = [file for file in files if file.header_sha256 is None]
+    return source.changed() + changed_since(others, source.companion_root)
 
-    source: TensorSource
-    files: tuple[SourceFile, ...]
 
-    def changed(self) -> list[str]:
-        """The names of the files that changed since."""
-        companions = [file for file in self.files if file.header_sha256 is None]
-        return self.source.changed() + changed_since(companions, self.source.companion_root)
-
-    def read_by(self, unit: Unit[Any]) -> set[str]:
-        """The names of the files that a unit reads."""
-        by_header = {(s.header_sha256, s.size): s.name for s in self.source.shards}
-        return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
+def shards_read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
+    """The names of the shards of a checkpoint that a unit reads."""
+    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
+    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 
 
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:

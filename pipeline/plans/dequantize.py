@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,18 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, tool_version
 from ktconvert.pipeline.options.rewriting import DequantizeOptions
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
-    CheckpointFiles,
     base_model,
+    changed_files_of,
     collector_at_rest,
     companions,
     number_shards,
     require_complete,
     shard_metadata,
+    shards_read_by,
     source_files,
 )
 from ktconvert.pipeline.stages import copy_tensors
@@ -50,7 +51,7 @@ def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int],
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
-    files = source_files(source, request.options, hashed)
+    files, base = source_files(source, request.options, hashed), base_model(source)
     return Plan(
         request=request,
         source=files,
@@ -63,36 +64,21 @@ def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int],
             config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
             loose=False,
         ),
-        conversion=DequantizeConversion(CheckpointFiles(source, files), tensors, facts, notes),
+        conversion=Conversion(
+            changed=lambda: changed_files_of(source, files),
+            read_by=partial(shards_read_by, source),
+            # A few windows of each shard in flight, whatever the number of threads.
+            peak_memory=lambda threads: BASE_MEMORY + copy_tensors.peak_memory(tensors),
+            card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
+            check=_check,
+        ),
     )
 
 
-@dataclass(frozen=True)
-class DequantizeConversion:
-    """`ktconvert dequantize`; a Conversion."""
+def _check(assembled: Path) -> None:
+    from ktconvert.pipeline.verify.verify import require_decoded
 
-    files: CheckpointFiles
-    tensors: tuple[copy_tensors.OtherTensor, ...]
-    facts: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-    def peak_memory(self, threads: int) -> int:
-        """A few windows of each shard in flight, whatever the number of threads."""
-        return BASE_MEMORY + copy_tensors.peak_memory(self.tensors)
-
-    def require_ready(self) -> None:
-        """Any machine will do."""
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the output."""
-        base = base_model(self.files.source)
-        return card.model_card(decoded.card(self.facts, base), base, self.facts, self.notes, stats, tool_version())
-
-    def check(self, assembled: Path) -> None:
-        """Raise VerificationError for an output that is not what its manifest says."""
-        from ktconvert.pipeline.verify.verify import require_decoded
-
-        require_decoded(assembled)
+    require_decoded(assembled)
 
 
 def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, PROJECTIONS, card, cpu_card, loose
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, changed_since, tool_version
-from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.rewriting import MergeOptions
 from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, one_or_all, parse_layers
@@ -70,6 +69,7 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
     source_config = _config(original)
     require_whole(root, layers, recorded, source_config, chosen=chosen)
     facts = _facts(layers, method, recorded)
+    lines = cpu_card.AMX.card(facts, None, False, "skip", cpu_card.AMX.numbers)
     entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
@@ -87,50 +87,13 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
             config=config,
             loose=False,
         ),
-        conversion=MergeConversion(MergedFiles(root, identity, original, originals), facts),
+        conversion=Conversion(
+            changed=lambda: [*changed_since(identity, root), *changed_since(originals, original or root)],
+            read_by=lambda unit: {name for name, *_ in unit.inputs},
+            peak_memory=lambda threads: BASE_MEMORY + 4 * merge_parts.CHUNK,
+            card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
+        ),
     )
-
-
-@dataclass(frozen=True)
-class MergedFiles:
-    """What is merged; Sources. loose: the .kt files below root; companions: those of the original checkpoint."""
-
-    root: Path
-    loose: tuple[SourceFile, ...]
-    original: Path | None
-    companions: tuple[SourceFile, ...]
-
-    def changed(self) -> list[str]:
-        """Loose files and companions that changed since they were listed."""
-        companions = changed_since(self.companions, self.original) if self.original else []
-        return changed_since(self.loose, self.root) + companions
-
-    def read_by(self, unit: Unit[Any]) -> set[str]:
-        """A unit's inputs are loose files."""
-        return {name for name, *_ in unit.inputs}
-
-
-@dataclass(frozen=True)
-class MergeConversion:
-    """`ktconvert merge`; a Conversion."""
-
-    files: MergedFiles
-    facts: Mapping[str, Any]
-
-    def peak_memory(self, threads: int) -> int:
-        """Files are copied a chunk at a time."""
-        return BASE_MEMORY + 4 * merge_parts.CHUNK
-
-    def require_ready(self) -> None:
-        """Any machine will do."""
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the output."""
-        lines = cpu_card.AMX.card(self.facts, None, False, "skip", cpu_card.AMX.numbers)
-        return card.model_card(lines, None, self.facts, (), stats, tool_version())
-
-    def check(self, assembled: Path) -> None:
-        """Names and sizes were checked before work: nothing to check."""
 
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:

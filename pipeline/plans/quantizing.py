@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format, card
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, SideOutput, tool_version
+from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
-    CheckpointFiles,
     base_model,
+    changed_files_of,
     companions,
     files_named,
     number_shards,
+    shards_read_by,
     source_files,
 )
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
@@ -97,6 +99,13 @@ def plan_of(
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
     files = source_files(source, options, hashed)
     copied = [name for name in source.companions() if name not in left_out]
+    copying = copy_tensors.peak_memory(others) if others else 0
+
+    def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
+        base, all_facts, about = base_model(source), {**facts, **found(stats)}, fmt.description
+        lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
+        return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
+
     return Plan(
         request=request,
         source=files,
@@ -111,15 +120,14 @@ def plan_of(
             kept_layers=kept_layers,
             side_output=side_output,
         ),
-        conversion=ExpertsConversion(
-            CheckpointFiles(source, files),
-            fmt,
-            quantizing,
-            tuple(others),
-            facts,
-            tuple(card_notes),
-            options.calibrated,
-            (loose_files, non_experts),
+        conversion=Conversion(
+            changed=lambda: changed_files_of(source, files),
+            read_by=partial(shards_read_by, source),
+            # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
+            peak_memory=lambda threads: max(quantizing.peak_memory(threads), BASE_MEMORY + copying),
+            card=readme,
+            require_ready=quantizing.require_ready,
+            check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
         ),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
@@ -145,41 +153,10 @@ def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"too_few_tokens": listed} if listed else {}
 
 
-@dataclass(frozen=True)
-class ExpertsConversion:
-    """`ktconvert cpu` and `ktconvert gpu`; a Conversion."""
+def _check(assembled: Path, calibrated: bool) -> None:
+    """Raise VerificationError for a whole model that is not what its manifest and loaders expect. Whether transformers
+    finds a name for every expert is asked only where it is in memory already.
+    """
+    from ktconvert.pipeline.verify.verify import require_sound
 
-    files: CheckpointFiles
-    fmt: Format
-    quantizing: Quantizing
-    others: tuple[copy_tensors.OtherTensor, ...]
-    facts: Mapping[str, Any]
-    notes: tuple[str, ...]
-    calibrated: bool
-    shown: tuple[bool, str]  # of the card: whether files are loose, and what became of other tensors
-
-    def peak_memory(self, threads: int) -> int:
-        """The buffers of all packing threads, which do not grow with the model, or what a walk through it takes."""
-        copying = copy_tensors.peak_memory(self.others) if self.others else 0
-        return max(self.quantizing.peak_memory(threads), BASE_MEMORY + copying)
-
-    def require_ready(self) -> None:
-        """Calibration goes on only on the machine where it began; for all else any will do."""
-        self.quantizing.require_ready()
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the output."""
-        base = base_model(self.files.source)
-        facts = {**self.facts, **found(stats)}
-        about = self.fmt.description
-        lines = about.card(facts, base, *self.shown, about.numbers)
-        return card.model_card(lines, base, facts, self.notes, stats, tool_version())
-
-    def check(self, assembled: Path) -> None:
-        """Raise VerificationError for a whole model that is not what its manifest and loaders expect. Whether
-        transformers finds a name for every expert is asked only where it is in memory already.
-        """
-        if self.fmt.arrangement.whole:
-            from ktconvert.pipeline.verify.verify import require_sound
-
-            require_sound(assembled, load=self.calibrated)
+    require_sound(assembled, load=calibrated)

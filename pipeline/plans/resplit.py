@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ktconvert.pipeline.engine.plan import (
     CARD,
     CONFIG,
     Assembly,
+    Conversion,
     Plan,
     Request,
     changed_since,
@@ -37,12 +39,12 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
-    CheckpointFiles,
     base_model,
     collector_at_rest,
     companions,
     number_shards,
     one_or_all,
+    shards_read_by,
 )
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
@@ -100,6 +102,9 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     notes = tuple(_notes(rearranging.units, measured.numa, numa))
+    copying = copy_tensors.peak_memory(others) if others else 0
+    base, about = base_model(source), fmt.description
+    lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
         request=request,
         source=files,
@@ -112,68 +117,25 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
             config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
             loose=output.loose,
         ),
-        conversion=ResplitConversion(
-            output, OutputFiles(root, source, files), fmt, rearranging.units, others, facts, notes
+        conversion=Conversion(
+            changed=lambda: changed_since(files, root),
+            read_by=partial(_read_by, source),
+            # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
+            peak_memory=lambda threads: (
+                BASE_MEMORY
+                + TENSOR * len(output.tensors)
+                + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
+            ),
+            card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
         ),
     )
 
 
-@dataclass(frozen=True)
-class OutputFiles:
-    """The files of the output that is read, as they were when they were listed; Sources. source: the same output as
-    named tensors, for those that are no experts.
-    """
-
-    root: Path
-    source: TensorSource
-    listed: tuple[SourceFile, ...]
-
-    def changed(self) -> list[str]:
-        """The names of the files that changed since."""
-        return changed_since(self.listed, self.root)
-
-    def read_by(self, unit: Unit[Any]) -> set[str]:
-        """The files that hold a unit's tensors."""
-        if unit.stage == resplit_experts.NAME:
-            return {content[0] for *_, content in unit.inputs}
-        return CheckpointFiles(self.source, self.listed).read_by(unit)
-
-
-@dataclass(frozen=True)
-class ResplitConversion:
-    """`ktconvert resplit`; a Conversion."""
-
-    output: Output
-    files: OutputFiles
-    fmt: Format
-    units: tuple[Unit[ResplitWork], ...]
-    others: tuple[copy_tensors.OtherTensor, ...]
-    facts: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-    def peak_memory(self, threads: int) -> int:
-        """What is known of every tensor, and the buffers of all threads, which do not grow with the model."""
-        copying = copy_tensors.peak_memory(self.others) if self.others else 0
-        return (
-            BASE_MEMORY
-            + TENSOR * len(self.output.tensors)
-            + max(resplit_experts.peak_memory(self.units, threads + WAITING), copying)
-        )
-
-    def require_ready(self) -> None:
-        """Any machine will do."""
-
-    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
-        """README.md of the new output."""
-        base = base_model(self.files.source)
-        about = self.fmt.description
-        lines = about.card(
-            self.facts, base, self.output.loose, copy_tensors.choice_of(self.output.others), about.numbers
-        )
-        return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
-
-    def check(self, assembled: Path) -> None:
-        """Sizes are known before the first byte is written: nothing to check."""
+def _read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
+    """The files that hold a unit's tensors. source: the output as named tensors, for those that are no experts."""
+    if unit.stage == resplit_experts.NAME:
+        return {content[0] for *_, content in unit.inputs}
+    return shards_read_by(source, unit)
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:

@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import rows_for
-from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, plan_resplit, sample
+from ktconvert.pipeline.plans.resplit import experts, plan_resplit, sample
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
@@ -54,8 +54,7 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
 
     Raises InputError for a checkpoint that the output was not made from, and what opening one raises.
     """
-    assert isinstance(plan.conversion, ResplitConversion)
-    works = sample(plan.conversion.units)
+    works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
@@ -80,9 +79,8 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         f"down_proj of {experts(len(works))} is {before:.4f} away from {against} (relative error), {after:.4f} after "
         f"resplit, {fresh:.4f} if converted again"
     )
-    better = (
-        "resplit is as good" if fresh >= BETTER * after else f"converting again is better: {_command(plan, against)}"
-    )
+    again = f"converting again is better: {_command(plan, works[0], against)}"
+    better = "resplit is as good" if fresh >= BETTER * after else again
     return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
 
 
@@ -124,15 +122,14 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
                 sums += error_sums(work.fmt.encoding, part.of(linear, numa), packed)
 
 
-def _command(plan: Plan, against: str) -> str:
+def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     """The command that converts again what the output holds."""
-    assert isinstance(plan.conversion, ResplitConversion)
     settings, facts = plan.request.options.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
-    words += ["--quant-method", plan.conversion.fmt.option, "--threadpool-count", str(facts["numa"])]
+    words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
     words += ["--scale", facts["scale"]] if "scale" in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
-    words += ["--non-experts", copy_tensors.choice_of(plan.conversion.output.others)] if plan.conversion.others else []
+    words += ["--non-experts", copy_tensors.choice_of(work.output.others)] if len(plan.stages) > 1 else []
     return shlex.join(words)
