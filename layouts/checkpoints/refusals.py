@@ -1,5 +1,4 @@
-"""Checks before a conversion: for formats that are not supported, experts that no row describes, stray tensors and
-missing layers."""
+"""Checks before a conversion: unsupported formats, experts that no row describes, stray tensors, missing layers."""
 
 from __future__ import annotations
 

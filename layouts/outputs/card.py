@@ -1,6 +1,4 @@
-"""config.json and README.md of an output: a description of its weights for loaders and readers. The format supplies
-what depends on it.
-"""
+"""config.json and README.md of an output: its weights for loaders and readers, in the words of its format."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `ktconvert dequantize` writes, a whole checkpoint in which nothing is quantized: its config.json, card and
-names.
-"""
+"""What `ktconvert dequantize` writes, a checkpoint in which nothing is quantized: its config.json, card and names."""
 
 from __future__ import annotations
 

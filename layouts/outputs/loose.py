@@ -1,6 +1,4 @@
-"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header
-(FORMAT.md, section "Loose").
-"""
+"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (FORMAT.md, "Loose")."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An output on disk (merged, loose or a whole model; ours or kt-kernel's): which bytes are
-which part of which expert.
-"""
+"""An output on disk (merged, loose or a whole model; ours or kt-kernel's): which bytes are which part of an expert."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def make(
     *,
     trust_store: bool,
 ) -> None:
-    """Execute a plan, or a part of it, with the engine that --executor names. threads: of each worker, where the user
-    gave a number.
-    """
+    """Execute a plan, or a part of it, with the engine that --executor names. threads: of each worker, where given."""
     check(plan, workers, part)
     overwrite = plan.request.options.existing.overwrite
     with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:

@@ -73,9 +73,7 @@ def disk_sentence(needed: Mapping[str, int]) -> str:
 
 
 def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
-    """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is
-    too many.
-    """
+    """As many threads as asked for, or fewer that fit into memory. Raises ResourceError when one is too many."""
     given = plan.request.options.execution.threads
     budget = plan.request.options.execution.max_memory or machine.memory_available()
     threads = given

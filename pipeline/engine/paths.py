@@ -16,9 +16,7 @@ File = tuple[Path, int, str]  # bytes and sha256, as recorded
 
 @dataclass(frozen=True)
 class Paths:
-    """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move
-    into place.
-    """
+    """Where things lie for one output. inside: it cannot be renamed to; work lies below it, files move into place."""
 
     output: Path
     root: Path

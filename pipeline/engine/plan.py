@@ -1,6 +1,4 @@
-"""The frozen answer to "what was asked": request, source identity and stages; saved as
-plan.json, compared on resume.
-"""
+"""What will be done, before anything is: request, source identity and stages; plan.json, compared on resume."""
 
 from __future__ import annotations
 
@@ -189,9 +187,7 @@ class Plan:
 
 
 def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, showing both values, if an option that can change a byte differs from what `output` was begun
-    with.
-    """
+    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
     new = plan.document()
     differing = []
     if old.command != new.command:

@@ -1,3 +1,1 @@
-"""GPTQ: its settings, the consumer of the walk that compensates errors, the shard that it writes, and the library's
-engine.
-"""
+"""GPTQ: its settings, the consumer of the walk that compensates errors, its shard, and the library's engine."""

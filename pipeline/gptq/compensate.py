@@ -1,6 +1,4 @@
-"""GPTQ as a consumer of the walk: experts are rounded with error compensation, and the rounded ones compute what the
-next layer reads.
-"""
+"""GPTQ as a consumer of the walk: experts are rounded with compensation, and the next layer reads what these give."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Compensate:
         return ExpertWeights(*values)
 
     def _nearest(self, group: ExpertGroup, expert: int, projection: str) -> Stored:
-        """A linear rounded to nearest, by the mean square of each input column up to a common factor, if there was
-        input.
-        """
+        """A linear rounded to nearest, by the mean square of each input column up to a common factor, if any."""
         import torch
 
         diagonal: F32 = torch.diagonal(_hessian(group, expert, projection).sum).float().cpu().numpy().copy()
@@ -157,9 +153,7 @@ class Compensate:
         scale: torch.Tensor,
         hessian: gptq.Hessian,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize linears with the same inputs, stacked, BF16 [n, k]; returns the rounded values in BF16 and the
-        codes, int8 [n, k].
-        """
+        """Quantize stacked linears with the same inputs, BF16 [n, k]: rounded values in BF16, codes, int8 [n, k]."""
         import torch
 
         code_range = self.encoding.grid.low, self.encoding.grid.high

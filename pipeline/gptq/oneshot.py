@@ -1,6 +1,4 @@
-"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, for comparison with the layer-by-layer
-engine.
-"""
+"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, to compare engine stream with."""
 
 from __future__ import annotations
 

@@ -141,9 +141,7 @@ def writer(work: GptqWork, partial: Path, reporter: Reporter) -> ShardWriter | F
 
 
 def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
-    """Raise VerificationError if all codes of a linear are zero and the source is not: such an expert computes
-    nothing.
-    """
+    """Raise VerificationError if all codes of a linear are zero, and the source is not: it would compute nothing."""
     if not all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in stored):
         return
     name = linear_name(work.model, work.layer, expert, projection)

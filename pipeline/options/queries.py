@@ -1,6 +1,4 @@
-"""Options of the commands that look, measure and compute: bench, doctor, eval, experts, inspect, run, serve, status,
-verify.
-"""
+"""Options of bench, doctor, eval, experts, inspect, run, serve, status and verify: commands that convert nothing."""
 
 from __future__ import annotations
 

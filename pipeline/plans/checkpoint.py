@@ -39,9 +39,7 @@ BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Pause garbage collection: tracing the hundreds of thousands of live header objects takes a quarter of a large
-    plan's time.
-    """
+    """Pause garbage collection, which takes a quarter of a large plan's time: it traces all live header objects."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -52,9 +50,7 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
-    """The table of architectures, preceded by the row of --arch-file; the plan keeps that file's text, so that resume
-    does not need it.
-    """
+    """The table of architectures, after the row in this text of an --arch-file, which the plan keeps for resume."""
     if not arch_file:
         return ARCHS
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
@@ -80,18 +76,14 @@ def require_whole(source: TensorSource, what: str) -> None:
 
 
 def require_complete(source: TensorSource, what: str, why: str) -> None:
-    """Raise UnsupportedError where `what` cannot read all of a checkpoint, InputError where config.json is missing,
-    and why it is needed.
-    """
+    """UnsupportedError where `what` cannot read all of a checkpoint, InputError (and why) without config.json."""
     require_whole(source, what)
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, {why}; download it too.")
 
 
 def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
-    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not
-    there.
-    """
+    """Layer numbers of "3-60,62", or of "all". Raises UsageError for anything else or a layer that is not there."""
     if text == "all":
         return present
     chosen: set[int] = set()
@@ -112,9 +104,7 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
-    """What these layers' experts are, for the manifest: one number where all layers agree, else
-    a list of all values.
-    """
+    """What these layers' experts are, for the manifest: a number where all layers agree, else a list of all values."""
     experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
@@ -224,9 +214,7 @@ def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
 
 
 def base_model(source: TensorSource) -> str | None:
-    """org/name of the checkpoint, from the name of its folder in the hub cache, else from config.json; None if neither
-    has it.
-    """
+    """org/name of the checkpoint, by its folder in the hub cache, else by config.json; None if neither has it."""
     for folder in (source.companion_root, *source.companion_root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])

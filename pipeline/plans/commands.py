@@ -55,9 +55,7 @@ def request(command: str, **options: Any) -> Request[ConversionOptions]:
 
 
 def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
-    """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged
-    settings.
-    """
+    """The request of plan.json. Raises OutputError for another ktconvert's command, and for damaged settings."""
     if saved.command not in COMMANDS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
     settings, tuning = saved.settings, saved.tuning

@@ -173,9 +173,7 @@ def _format(options: CpuOptions) -> Format:
 
 
 def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
-    """Which layers to convert (`layers`) and which loose ones to keep (`kept_layers`); a journal of an earlier run
-    takes precedence over --resume-layer.
-    """
+    """Which layers to convert, and which loose ones to keep; an earlier run's choice precedes --resume-layer."""
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}

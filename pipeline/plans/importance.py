@@ -51,9 +51,7 @@ def files_of(imatrix: Imatrix | None, options: CpuOptions) -> tuple[Path, ...]:
 
 
 def facts_of(imatrix: Imatrix | None, layers: Sequence[int]) -> dict[str, Any]:
-    """What manifest and card say: `imatrix`, its sha256, and `without_counts`, the experts of these layers that have
-    none and are made by mse.
-    """
+    """`imatrix`, its sha256, and `without_counts`, the experts of these layers that have none (mse makes them)."""
     if imatrix is None:
         return {}
     unreached = {layer: imatrix.unreached(layer) for layer in layers}

@@ -1,6 +1,4 @@
-"""Whether a loose folder is whole: its layers among themselves, against its manifest, and against the original's
-config.
-"""
+"""Whether a loose folder is whole: its layers among themselves, against its manifest and the original's config."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ CHOOSE = "if they are left out on purpose, name those to merge with --layers"
 
 @dataclass(frozen=True)
 class LooseLayer:
-    """One layer: NUMA parts, number of experts, whether it has backward matrices; H and I, 0 where they cannot be
-    known.
-    """
+    """One layer: NUMA parts, number of experts, whether it has backward matrices; H and I, 0 where not known."""
 
     numa: int
     experts: int
@@ -152,9 +148,7 @@ def recorded_layers(recorded: Mapping[str, Any]) -> list[int] | None:
 def _expected(
     layers: Mapping[int, LooseLayer], recorded: Mapping[str, Any] | None, config: dict[str, Any] | None
 ) -> Iterable[int]:
-    """The layers that must be there: those of the manifest, else those of the config, else all up to the last one
-    present.
-    """
+    """The layers that must be there: by the manifest, else by the config, else all up to the last one present."""
     if recorded is not None and (known := recorded_layers(recorded)) is not None:
         return known
     by_config = claims.moe_layers(config) if config is not None else None

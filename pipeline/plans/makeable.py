@@ -39,9 +39,7 @@ def methods(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
-    """For each --quant-type of `ktconvert gpu`: the reason if it is not possible, else None, and the size of the whole
-    output.
-    """
+    """For each --quant-type of `ktconvert gpu`: the reason if it is refused, else None, and the bytes of the output."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
     for fmt in formats_of("gpu").values():
@@ -66,9 +64,7 @@ def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
 
 
 def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
-    """What `ktconvert dequantize` would write, in bytes, and its command; empty where nothing is quantized, or where it
-    refuses the source.
-    """
+    """The bytes that `ktconvert dequantize` would write, and its command; {} where it would not decode anything."""
     try:
         require_whole(source, "`ktconvert dequantize`")
         tensors = decoded_others(other_tensors(source, (), source.quantization))

@@ -159,9 +159,7 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
 
 
 def recorded_facts(root: Path) -> dict[str, Any] | None:
-    """The facts of an output's manifest, if there is one. Raises VerificationError for one that ktconvert did not
-    write.
-    """
+    """The facts of an output's manifest, if there is one. Raises VerificationError for one that is not ours."""
     recorded = manifest.read(root)
     if recorded is None:
         return None

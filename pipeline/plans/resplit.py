@@ -168,9 +168,7 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
 
 
 def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[str, Any]:
-    """What the bytes say, and what the manifest says beyond that; resplit_from: the numbers of parts that it had
-    before, in order.
-    """
+    """What the bytes and the manifest say; resplit_from: the numbers of parts that it had before, in order."""
     experts, hidden, intermediate = map(one_or_all, zip(*measured.shapes.values(), strict=True))
     recorded = recorded_facts(output.root) or {}
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
@@ -206,9 +204,7 @@ def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
 
 
 def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
-    """What was asked of the conversion and holds for the new output, too: loose files, a choice of layers, the table's
-    row.
-    """
+    """Options of the first conversion that hold for the new output, too: loose files, layers, the table's row."""
     before = output.settings
     kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
     if before.get("layers", "all") not in ("all", None):

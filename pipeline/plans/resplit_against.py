@@ -1,6 +1,4 @@
-"""`ktconvert resplit --against SOURCE`: how far from the source the experts are before and after, and would be if they
-were converted again.
-"""
+"""`ktconvert resplit --against SOURCE`: the error of the experts before, after, and if they were converted again."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ BETTER = 0.99  # times the error of resplit: below this, converting again is adv
 
 @dataclass
 class Errors:
-    """Sums of x*x, y*y, x*y and (x-y)^2, x the source: of the output that is read, of the new one, and of a fresh
-    conversion.
-    """
+    """Sums of x*x, y*y, x*y and (x-y)^2, x the source, y the old output, the new one, and a fresh conversion."""
 
     before: npt.NDArray[np.float64]
     after: npt.NDArray[np.float64]

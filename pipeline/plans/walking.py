@@ -119,9 +119,7 @@ def require_installed(what: str) -> None:
 
 
 def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
-    """Raise UsageError, InputError or UnsupportedError where a walk through the model is impossible, or does not make
-    what the options ask for.
-    """
+    """UsageError, InputError or UnsupportedError where a walk is impossible, or does not do what options ask."""
     environment.require("--scale gptq")
     given = f"--scale {options.scale}"
     require_complete(source, given, "which tells how the model computes")

@@ -65,9 +65,7 @@ class ExpertsToWrite(Protocol):
         """Of the tensors."""
 
     def make(self, item: Item, buffer: Bytes | None = None) -> list[tuple[Part, Packed]]:
-        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
-        other. Called in many threads.
-        """
+        """All parts of a projection of an expert, in many threads; first tensors into `place`, one after another."""
 
     def coming(self) -> Iterator[Item]:
         """The items in file order; what they are made of may be prefetched meanwhile."""

@@ -1,6 +1,4 @@
-"""A plan for people and for programs: the stage graph, every unit with the reason why it will or will not run, and what
-it takes.
-"""
+"""A plan for people and for programs: stages, every unit with the reason why it will run or not, and the needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Heat maps layers x experts, as tables whose cells are coloured by class; and histograms: what the page's templates
-draw.
-"""
+"""Heat maps layers x experts, as tables with cells coloured by class, and histograms: parts of the page."""
 
 from __future__ import annotations
 

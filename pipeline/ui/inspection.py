@@ -1,6 +1,4 @@
-"""`ktconvert inspect`: what lies at a path (a checkpoint, an output, an unfinished conversion), and what can be made of
-it.
-"""
+"""`ktconvert inspect`: what lies at a path (checkpoint, output, unfinished conversion), and what it can become."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pictures of what `bench` and `eval` measured, and of what `experts` chose, drawn by matplotlib (the extra `plot`),
-which is imported when a picture is drawn.
-"""
+"""Pictures of what `bench`, `eval` and `experts` found, by matplotlib (extra `plot`), imported when it draws."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def require_matplotlib() -> None:
 
 
 def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
-    """GB/s against the memory's, and tokens/s, over the batch size; `document` is the JSON document of `ktconvert
-    bench`.
-    """
+    """GB/s against the memory's, and tokens/s, over the batch size; `document`: the JSON of `ktconvert bench`."""
     figure = _figure(
         f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
         f"{document['isa']}, {plural(document['threads'], 'thread')}"
@@ -52,9 +48,7 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
-    """A histogram of every position's KL divergence, and every layer's error; `document` is the JSON document of
-    `ktconvert eval`.
-    """
+    """A histogram of each position's KL divergence, each layer's error; `document`: the JSON of `ktconvert eval`."""
     figure = _figure(
         f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: "
         f"perplexity {document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}"
@@ -79,9 +73,7 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
 
 
 def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
-    """Each layer's coverage, and how many of its experts are hot; `document` is the JSON document of `ktconvert
-    experts`.
-    """
+    """Each layer's coverage, and how many experts are hot; `document`: the JSON document of `ktconvert experts`."""
     layers = document["layers"]
     hot = sum(len(row["hot"]) for row in layers)
     figure = _figure(

@@ -1,6 +1,4 @@
-"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, one JSON
-event per line with --json.
-"""
+"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, a JSON event per line with --json."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An output against its source: every expert quantized again, bytes compared, errors measured; all else compared byte
-by byte.
-"""
+"""An output against its source: experts quantized again and compared, errors measured, all other bytes compared."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ SAMPLED = 8  # experts per layer whose error is measured, unless all are
 
 @dataclass
 class ExpertFindings:
-    """What comparing one expert gave; of all experts: equal, how many tensors are; calibrated, what was seen of
-    calibrated linears.
-    """
+    """What comparing experts gave. equal: how many tensors are; calibrated: what was seen of calibrated linears."""
 
     problems: list[str] = field(default_factory=list)
     equal: int = 0
@@ -90,9 +86,7 @@ class Comparison:
 
     @cached_property
     def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
-        """What must be there besides the experts: all else of a whole model; of others, what is there must be the
-        source's.
-        """
+        """What must be there besides experts: of a whole model all else; of others, what is there is the source's."""
         if self.output.whole:
             rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
             return {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)}
@@ -100,9 +94,7 @@ class Comparison:
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
     def expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
-        """The parts of a projection as they must be: quantized from the source, and rearranged as often as the output
-        was.
-        """
+        """The parts of a projection as they must be: quantized from the source, and resplit as the output was."""
         first, *later = (replace(work.grid, numa=numa) for numa in (*_before(self.output), work.grid.numa))
         parts = replace(work, grid=first).make(item)
         for grid in later:

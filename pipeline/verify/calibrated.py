@@ -1,6 +1,4 @@
-"""Codes that were calibrated, compared with those that rounding gives: in their range, and with an error that is
-plausible.
-"""
+"""Calibrated codes, compared with those of rounding: in their range, and with an error that is plausible."""
 
 from __future__ import annotations
 

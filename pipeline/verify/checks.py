@@ -43,9 +43,7 @@ def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
 
 
 class CheckItems(Protocol):
-    """Checks many files, experts or tensors in one of the ways of item_checks.ITEM_CHECKS, and yields (item, what was
-    found) in their order.
-    """
+    """Checks many items in one of the ways of item_checks.ITEM_CHECKS; yields (item, what was found) in order."""
 
     def __call__(self, kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """sizes: bytes that are to be read for each item."""

@@ -71,9 +71,7 @@ class Inputs:
 
     @property
     def files(self) -> tuple[tuple[str, int, str], ...]:
-        """What tells these files from others: names, sizes, and hashes of the source's headers; loose files, of which
-        there are thousands, all together.
-        """
+        """What tells these files from others: names, sizes, hashes of the source's headers; loose files as one."""
         here = []
         for each in (self.output, self.other):
             if each is not None:
@@ -120,9 +118,7 @@ def open_inputs(options: VerifyInputs) -> Inputs:
 
 
 def require_finished(path: Path) -> None:
-    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at
-    all.
-    """
+    """Raise VerificationError for a conversion that is not finished, InputError where there is nothing at all."""
     paths = locate(path)
     if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")

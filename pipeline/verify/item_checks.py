@@ -40,9 +40,7 @@ AHEAD = 4  # items under way for each thread
 
 @dataclass(frozen=True)
 class ItemChecker:
-    """Checks one item: a file, an expert or a tensor. What it finds is a sentence, None if all is well; of an expert,
-    figures, too.
-    """
+    """Checks an item (file, expert, tensor): a sentence, None if all is well; of an expert, figures, too."""
 
     inputs: Inputs
     reporter: Reporter
@@ -125,9 +123,7 @@ def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
 def by_workers(
     executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | Failure], remedy: str
 ) -> CheckItems:
-    """By an executor's workers, which call check_all(kind, items) for about TASK_BYTES at a time. It travels: a
-    function of a module, with arguments as small.
-    """
+    """By an executor's workers, which call check_all(kind, items), picklable, for about TASK_BYTES at a time."""
 
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         flying: deque[tuple[Sequence[Any], Future[list[Any] | Failure]]] = deque()

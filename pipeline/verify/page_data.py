@@ -1,6 +1,4 @@
-"""What the page of `ktconvert verify` shows beyond the checks: the worst rows of linears, all scales, the use of
-experts.
-"""
+"""What the page of `ktconvert verify` shows beyond the checks: worst rows of linears, all scales, use of experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whether an output still predicts what its source predicts: the KL divergence on a few short samples, one model in
-memory at a time.
-"""
+"""Whether an output predicts what its source does: KL divergence on short samples, one model in memory at a time."""
 
 from __future__ import annotations
 
@@ -126,9 +124,7 @@ def not_compared(why: str) -> Check:
 
 
 def _require_memory(output: Output) -> None:
-    """Source and output are of one size once they are loaded: BF16, and a quarter more while
-    experts are put together.
-    """
+    """Source and output have one size in memory: BF16, and a quarter more while experts are put together."""
     weights = sum(stored.nbytes for stored in output.others.values())
     for (_, what), stored in output.tensors.items():
         if what == "weight_shape":
@@ -168,9 +164,7 @@ def _read_source(
 
 
 def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
-    """Token ids [n, length]: of a text, or drawn with a fixed seed where the model has no
-    tokenizer. Raises InputError.
-    """
+    """Token ids [n, length]: of a text, or drawn with a fixed seed where there is no tokenizer. InputError."""
     from transformers import AutoTokenizer
 
     longest = getattr(config, LONGEST, None)
@@ -193,9 +187,7 @@ def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
 
 @contextmanager
 def _loaded(root: Path) -> Iterator[Any]:
-    """A model in memory, and out of it again. Raises Skip where transformers cannot load or compute it, or finds
-    tensors missing.
-    """
+    """A model in memory, and out again. Raises Skip where transformers cannot load, fill or compute it."""
     try:
         kind, config = model_class(root)
         with quiet():

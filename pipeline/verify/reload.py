@@ -1,6 +1,4 @@
-"""Whether transformers finds a place for every tensor of an output, and a tensor for every place: its own loading, on
-the meta device.
-"""
+"""Whether transformers has a place for every tensor of an output, and the reverse: loading on the meta device."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def model_class(root: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Neither progress bars nor warnings of transformers and compressed-tensors, which write to stderr whatever their
-    settings.
-    """
+    """Silence transformers and compressed-tensors, which write to stderr whatever their settings."""
     import transformers
 
     before, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()

@@ -1,6 +1,4 @@
-"""What names, sizes and headers tell of an output: every file, count and shape, against its index, metadata, config and
-manifest.
-"""
+"""What names, sizes and headers tell of an output, against its index, metadata, config and manifest."""
 
 from __future__ import annotations
 
@@ -337,9 +335,7 @@ def _usual(measure: Measure) -> tuple[int, int, int]:
 
 
 def _layers_are_certain(output: Output) -> bool:
-    """Whether the layers were read from the checkpoint itself, or named by the user, so that the config does not
-    decide.
-    """
+    """Whether the checkpoint itself, or the user, named the layers, so that the config does not decide."""
     manifest = output.manifest
     if manifest is None:
         return False

@@ -1,6 +1,4 @@
-"""`ktconvert verify`: an output is opened, the checks that apply to it are made in the order of their tables, and what
-they find is a report.
-"""
+"""`ktconvert verify`: an output is opened, checked in the order of the tables, and reported."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""A model layer by layer: calibration samples, the layered model, what its experts read, consumers of that, and what it
-takes.
-"""
+"""A model layer by layer: calibration samples, layers, what experts read, consumers of that, and what it takes."""

@@ -86,14 +86,10 @@ class Consumer(Protocol):
 
     @property
     def replaces(self) -> bool:
-        """Whether the next layer reads the outputs of the weights that `take` returns. At most one consumer of a walk
-        may replace.
-        """
+        """Whether the next layer reads what the weights that `take` returns give; of one consumer at most."""
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights] | None:
-        """Called for one group of experts after the other; the weights by expert, on the same device, where it replaces
-        them.
-        """
+        """Called for each group of experts; returns weights by expert, on the same device, where it replaces them."""
 
 
 @dataclass

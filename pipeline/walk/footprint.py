@@ -116,9 +116,7 @@ def working_bytes(rows: int, width: int) -> int:
 
 
 def footprint(shape: WalkShape) -> Footprint:
-    """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of
-    experts.
-    """
+    """The arithmetic; of a layer's two steps, attention and a group of experts, the larger is the peak."""
     h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
     expert = 3 * h * i * HALF
     tokens = shape.samples * shape.length

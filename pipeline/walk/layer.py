@@ -92,9 +92,7 @@ def walk_layer(
 
 
 def walk_dense_layer(walk: LayerWalk, entering: RowFile, leaving: Path) -> RowFile:
-    """Run all sequences through a layer without routed experts; what leaves it goes to a new file, which is
-    returned.
-    """
+    """Run all sequences through a layer without routed experts; returns the new file of what leaves it."""
     left = _file_like(entering, leaving)
     with walk.lm.loaded(walk.layer):
         walk.lm.require_causal(walk.layer)
@@ -109,9 +107,7 @@ def _file_like(other: RowFile, path: Path) -> RowFile:
 
 @dataclass
 class _Inputs:
-    """The inputs of the layer's experts: rows in a file; of each sequence the router's ids and weights [T, k]; evidence
-    of all tokens.
-    """
+    """The inputs of the layer's experts: rows in a file, the router's ids and weights [T, k], and evidence."""
 
     rows: RowFile
     ids: list[torch.Tensor]
@@ -151,9 +147,7 @@ def _visit_experts(
     kinds: Collection[Evidence],
     outputs: RowFile | None,
 ) -> None:
-    """Pass one group of experts after the other to the consumers; the sums of the experts' outputs, by token, go to
-    `outputs`.
-    """
+    """Pass groups of experts to the consumers; the sums of their outputs, by token, go to `outputs`."""
     tokens = _token_counts(walk, inputs)
     for start in range(0, len(tokens), walk.group):
         weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, len(tokens)))}

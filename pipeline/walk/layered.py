@@ -193,9 +193,7 @@ class LayeredModel:
                 yield self._reach(0, input_ids=tokens)[0].detach()
 
     def _reach(self, layer: int, **inputs: Any) -> torch.Tensor:
-        """The hidden states with which the stack calls a layer; those before it do nothing.
-        Notes all calls on the way.
-        """
+        """The hidden states with which the stack calls a layer; those before do nothing. Notes all calls."""
         import torch
 
         reached: list[torch.Tensor] = []
@@ -222,9 +220,7 @@ class LayeredModel:
         return reached[0]
 
     def call(self, layer: int, length: int) -> Call:
-        """What the stack calls a layer with, beside the hidden states, for a sequence of so many tokens: masks,
-        positions, rotations.
-        """
+        """What the stack calls a layer with for so many tokens, beside hidden states: masks, positions, rotations."""
         import torch
 
         if self._called[0] != length or len(self._called[1]) < len(self.layers):
@@ -251,9 +247,7 @@ class LayeredModel:
         return first[0]
 
     def routed_inputs(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a loaded layer's experts are called with for one sequence, BF16 [T, H]: hidden [T, H], ids and weights
-        [T, k].
-        """
+        """A loaded layer's experts' inputs for a sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]."""
         called: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -276,9 +270,7 @@ class LayeredModel:
         return module.act_fn(gate) * up  # type: ignore[no-any-return]
 
     def require_causal(self, layer: int) -> None:
-        """Raise VerificationError where a token of a loaded layer sees those after it: calibration would then be
-        another model's.
-        """
+        """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model."""
         import torch
 
         generator = torch.Generator().manual_seed(layer)

@@ -1,6 +1,4 @@
-"""Which GGUF files make up a checkpoint: a file of its own, or all files of a split, as llama.cpp's gguf-split names
-them.
-"""
+"""Which GGUF files make up a checkpoint: one file, or all files of a split, as llama.cpp's gguf-split names them."""
 
 from __future__ import annotations
 
