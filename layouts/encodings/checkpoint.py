@@ -129,10 +129,7 @@ class Weight:
         return self.encoding.fit(self.tensors, self.quantization, input_major)
 
     def reading_bytes(self, turned: bool) -> int:
-        """Memory that one linear takes while it is read: scales, and all of it in BF16 where that must come first.
-
-        turned: its transpose is wanted.
-        """
+        """Memory that reading a linear takes: scales, and BF16 first where needed. turned: for its transpose."""
         kind, stack = self.encoding.kind, self.shape[0] if len(self.shape) == 3 else 1
         others = {role: math.prod(t.shape) for role, t in self.tensors.items() if role != self.encoding.values}
         scales = sum(items * self.encoding.item_bytes.get(role, 4) for role, items in others.items())

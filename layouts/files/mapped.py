@@ -18,10 +18,7 @@ LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class MappedFiles:
-    """Maps files at their first use. Safe to use from many threads.
-
-    may_lose  as in sigbus.register_mapping
-    """
+    """Maps files at their first use, in any thread. may_lose: as in sigbus.register_mapping."""
 
     def __init__(self, may_lose: bool = False) -> None:
         self._maps: dict[Path, Mapping] = {}
@@ -29,10 +26,7 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def map(self, path: Path, size: int) -> mmap.mmap:
-        """The file's bytes.
-
-        Raises InputError if it cannot be mapped or no longer has `size` bytes, ResourceError where a limit of this
-        process is reached."""
+        """The file's bytes. InputError if it cannot be mapped or its size changed, ResourceError at a limit."""
         with self._lock:
             mapped = self._maps.get(path)
             if mapped is None:

@@ -65,10 +65,7 @@ def sha256_file(path: Path) -> str:
 
 
 def copy_file(source: Path, path: Path) -> tuple[int, str]:
-    """Copy a companion file in pieces, synced; returns its size in bytes and sha256.
-
-    Raises InputError if it becomes shorter meanwhile.
-    """
+    """Copy a companion file, synced; its size in bytes and sha256. Raises InputError if it becomes shorter."""
     with explained(path), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with DirectFile(path, size) as target:

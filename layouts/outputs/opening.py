@@ -173,10 +173,7 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
 
 
 def _trusted(root: Path) -> Manifest | None:
-    """The manifest, None if there is none.
-
-    Raises VerificationError where a fact that is needed has the wrong type, UnsupportedError for statistics.
-    """
+    """The manifest or None. VerificationError for a needed fact of a wrong type, UnsupportedError for statistics."""
     about = manifest.read(root)
     if about is None:
         return None

@@ -84,11 +84,7 @@ class _Document(_Listing):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a folder holds.
-
-    document  statistics.json
-    counts    int64 [decoder layers, experts]
-    """
+    """What a folder holds. document: statistics.json; counts: int64 [decoder layers, experts]."""
 
     folder: Path
     document: Mapping[str, Any]

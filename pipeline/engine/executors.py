@@ -16,11 +16,7 @@ DEFAULT = "threads"
 
 @dataclass(frozen=True)
 class Engine:
-    """Who makes units.
-
-    executor  None: threads of this process
-    threads   of each worker, or of this process, for packing; None: the CPUs that it may use
-    """
+    """Who makes units. executor: None for threads of this process; threads: of each for packing, None: its CPUs."""
 
     executor: Executor | None = None
     threads: int | None = None

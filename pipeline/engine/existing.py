@@ -247,11 +247,7 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """The files in a folder that is to be replaced.
-
-    listed  number and bytes of those that a manifest lists
-    others  names and bytes of those that none lists
-    """
+    """The files in a folder to be replaced: number and bytes of those that a manifest lists; others by name."""
 
     folder: Path
     listed: tuple[int, int]

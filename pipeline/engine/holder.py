@@ -13,10 +13,7 @@ UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # names that several
 
 
 class Holder(Struct, frozen=True, forbid_unknown_fields=True):
-    """A process among all that ever ran on any host.
-
-    start  machine.process_start: a number may have been given to another process since
-    """
+    """A process among all that ever ran on any host. start: machine.process_start, since numbers come again."""
 
     pid: Number
     host: str

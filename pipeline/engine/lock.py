@@ -51,11 +51,7 @@ class ProcessPart:
 
 @dataclass
 class Lock:
-    """A held lock.
-
-    fds    whose flocks are held
-    files  that are there as long as the lock is held, with our name inside
-    """
+    """A held lock. fds: whose flocks are held; files: there as long as it is held, with our name inside."""
 
     root: Path
     own: bytes = field(default_factory=lambda: documents.one_line(Holder.this()))

@@ -49,10 +49,7 @@ class Request(Generic[S]):
 
 
 class SavedPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """plan.json. Settings and tuning are the command's own (pipeline/plans/commands.py).
-
-    overwrite  whether what lies at the output may be replaced
-    """
+    """plan.json; settings and tuning are the command's own. overwrite: whether the old output may be replaced."""
 
     version: Number = msgspec.field(name="ktconvert-plan")
     tool_version: str
@@ -67,10 +64,7 @@ class SavedPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 @dataclass(frozen=True)
 class SideOutput:
-    """A second folder that a plan fills, with units that are no part of the output, each a file under its final name.
-
-    keys  of the units
-    """
+    """A second folder that a plan fills, with the files of the units of these keys; they are no part of the output."""
 
     folder: Path
     keys: tuple[str, ...]

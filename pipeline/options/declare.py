@@ -58,10 +58,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A value that no option gives: the plan finds it, and resume has to find it again. None stands for no value.
-
-    flag  of the option that it follows from
-    """
+    """A value that no option gives, found by the plan and recorded; None: no value. flag: what it follows from."""
 
     effect: Effect
     flag: str | None = None
@@ -69,10 +66,7 @@ class Recorded:
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of settings objects: fields are Annotated with an Option or a Recorded, or are groups (Options themselves).
-
-    TITLE  of a group in --help
-    """
+    """Base of settings: fields are Annotated with Option or Recorded, or are groups. TITLE: of a group in --help."""
 
     TITLE: ClassVar[str] = "Options"
 
@@ -82,11 +76,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 @dataclass(frozen=True)
 class Leaf:
-    """One option of a settings class.
-
-    path     the fields that lead to its value
-    default  NONE where it must be given
-    """
+    """One option of a settings class; path: the fields that lead to it; default: NONE where it must be given."""
 
     path: tuple[str, ...]
     title: str

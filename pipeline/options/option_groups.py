@@ -106,10 +106,7 @@ class Existing(Leftovers, frozen=True, kw_only=True):
 
 
 class ConversionOptions(Options, frozen=True, kw_only=True):
-    """Settings of every command that makes an output.
-
-    part  as --part says, where a command has it
-    """
+    """Settings of every command that makes an output. part: as --part says, where a command has it."""
 
     input: Annotated[str, Recorded(Effect.CALL)]
     output: Annotated[Path, Recorded(Effect.CALL)]
@@ -270,10 +267,7 @@ class Gptq(Options, frozen=True, kw_only=True):
 
 
 class Machine(Options, frozen=True, kw_only=True):
-    """Where a model runs.
-
-    machine  properties of the machine where the conversion was begun that can change bytes
-    """
+    """Where a model runs. machine: properties of the one where the conversion was begun that can change bytes."""
 
     TITLE: ClassVar[str] = "Calibration"
 

@@ -132,10 +132,7 @@ class Text(click.types.StringParamType):
 
 
 class Spelled(Text):
-    """Text, of which a word at the beginning may be in capitals, as choices may.
-
-    words  a regular expression for that word
-    """
+    """Text, of which a word at the beginning (words: a regular expression) may be in capitals, as choices may."""
 
     def __init__(self, words: str) -> None:
         self._words = re.compile(f"({words})(?=:|$)", re.IGNORECASE)

@@ -43,10 +43,7 @@ def compensated(
     numa: int = 1,
     loose_files: bool = False,
 ) -> Quantizing:
-    """GPTQ; rest: the checkpoint's tensors beside the routed experts.
-
-    Raises UnsupportedError for a model that cannot be calibrated.
-    """
+    """GPTQ; rest: the tensors beside the routed experts. UnsupportedError where the model cannot be calibrated."""
     options = request.options
     chain.require_calibratable(model, of_gptq.INSTEAD)
     settings = of_gptq.settings_of(model, options)

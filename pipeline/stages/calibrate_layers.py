@@ -37,11 +37,7 @@ Work = SamplesWork | CalibrateWork | gather_statistics.Closing
 def stage(
     model: MoeModel, settings: WalkSettings, rest: Mapping[str, OtherTensor], about: Mapping[str, Any]
 ) -> Stage[Work]:
-    """The chain.
-
-    rest   the checkpoint's tensors outside the routed experts, by name
-    about  model, data and settings, as statistics.json has them
-    """
+    """The chain. rest: tensors outside the routed experts, by name; about: as statistics.json has it."""
     skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=settings.trust_remote_code, instead=INSTEAD)
     samples = SamplesWork(settings.calibration, settings.machine["threads"], skeleton)
     boundary = chain.boundary_bytes(model, settings.calibration)

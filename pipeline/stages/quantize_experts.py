@@ -107,10 +107,7 @@ class ExpertsWork:
 def quantize(
     encoding: Encoding, choice: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
-    """Choose codes for a part and pack them into `out`. importance: of its columns, float32 [k].
-
-    Raises kernels.NonFinite for NaN and Inf.
-    """
+    """Choose codes and pack them into `out`. importance: of columns, float32 [k]. Raises kernels.NonFinite."""
     if choice.choose is None:
         encoding.quantize(matrix, out)
         return

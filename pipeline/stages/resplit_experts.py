@@ -162,9 +162,7 @@ def stage(
     max_shard_size: int | None,
     metadata: Mapping[str, str],
 ) -> Stage[ResplitWork]:
-    """The stage that rearranges these layers, (old grid, number of experts), into numa parts.
-
-    files: the weight files of the output, by name."""
+    """The stage that rearranges layers, (old grid, number of experts). files: the output's weight files, by name."""
     units = []
     for old, experts in grids:
         grid = replace(old, numa=numa)

@@ -47,10 +47,7 @@ class Scale:
 
 
 def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str, Any]:
-    """One map per name, all with the same layers and experts, each with colours of its own; and the legend.
-
-    titles: whether each cell has one, not each row.
-    """
+    """One map per name, of the same layers and experts, and the legend. titles: of each cell, not of each row."""
     layers = sorted({layer for cells in maps.values() for layer, _ in cells})
     experts = sorted({expert for cells in maps.values() for _, expert in cells})
     numbers = len(experts) <= MOST_COLUMNS

@@ -111,10 +111,7 @@ def source_bytes(inputs: Inputs) -> int:
 
 
 def comparison(inputs: Inputs) -> Comparison:
-    """How this output is compared with the experts of its source.
-
-    Raises UnsupportedError where we cannot make these bytes or judge these codes.
-    """
+    """How this output is compared. UnsupportedError where we cannot make these bytes or judge these codes."""
     output, measure, facts = inputs.output, inputs.measure, inputs.output.facts
     assert inputs.model is not None
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)

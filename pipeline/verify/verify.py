@@ -65,11 +65,7 @@ class Report:
 
 @dataclass
 class Verification:
-    """An output while it is verified.
-
-    checks    those made so far
-    loadable  whether transformers finds a whole model in it
-    """
+    """An output while it is verified. checks: made so far; loadable: whether transformers finds a whole model."""
 
     inputs: Inputs
     reporter: Reporter

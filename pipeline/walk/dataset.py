@@ -96,10 +96,7 @@ def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
 
 
 def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Row]:
-    """The rows of a local file, at most `most`, read lazily; of a text, its lines. Raises InputError.
-
-    cache  a folder for what `datasets` leaves behind
-    """
+    """Rows of a local file, at most `most`, lazily; of a text, its lines. cache: for `datasets`. InputError."""
     import datasets
 
     kind = kind_of(file)
