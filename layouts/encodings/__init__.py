@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.encodings import (
-    awq,
     fp8,
     ggml,
-    gptq,
+    gptq_awq,
     int_quantized,
     mxfp4,
     nvfp4,
@@ -47,8 +46,7 @@ CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
     *nvfp4.IN_CHECKPOINTS,
     *pack_quantized.IN_CHECKPOINTS,
     *int_quantized.IN_CHECKPOINTS,
-    *awq.IN_CHECKPOINTS,
-    *gptq.IN_CHECKPOINTS,
+    *gptq_awq.IN_CHECKPOINTS,
     *ggml.IN_CHECKPOINTS,
 )
 

@@ -1,5 +1,6 @@
-"""GPTQ's integers, as AutoGPTQ and GPTQModel write them: words of codes along the columns, [k*bits/32, n], with one
-scale for a group of columns, perhaps zero points, and perhaps an order of columns (desc_act).
+"""Words of integers with scales for groups of columns, as GPTQ and AWQ have them: AutoGPTQ and GPTQModel write words
+along the columns, [k*bits/32, n], perhaps with zero points and an order of columns (desc_act); AutoAWQ's GEMM version
+writes words of 4 bits along the rows, [k, n/8], with zero points: nibble p of a word is row 0, 2, 4, 6, 1, 3, 5, 7 [p].
 
 The value of a code q is (q - z) * s (NUMERICS.md, section 1). Without zero points z is 2^(bits-1)."""
 
@@ -22,12 +23,13 @@ from ktconvert.layouts.encodings.checkpoint import (
 )
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
+from ktconvert.native_quant.matrix import INT4_AWQ, INT4_WORDS, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
-METHOD = "gptq"
+METHOD, AWQ = "gptq", "awq"
 FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
-# The names of a weight's tensors, AWQ's too.
+GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json that store what GEMM does
+# The names of a weight's tensors.
 NAMES = {
     "qweight": ("{s}.qweight",),
     "scales": ("{s}.scales",),
@@ -144,4 +146,61 @@ def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization
     return columns_per_scale(tensors["qweight"], scales, (n, k), groups, quantization)
 
 
-IN_CHECKPOINTS = (_row(4, INT4_WORDS), _row(8, INT8_WORDS))
+# --- AWQ ------------------------------------------------------------------------------------------
+
+
+def _awq_claims(tensors: Tensors, quantization: Quantization) -> bool:
+    """Where no config says what they are, eight times as many scales as words in a row are AWQ's."""
+    if quantization.method:
+        return quantization.method == AWQ
+    codes, scales = tensors["qweight"], tensors.get("scales")
+    return scales is not None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1] == 8 * codes.shape[1]
+
+
+def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+    codes, scales = tensors["qweight"], tensors["scales"]
+    require_matrix(codes)
+    version = quantization.format
+    if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
+        version = "gemv"  # whose scales are [n, groups]
+    if version not in GEMM:
+        raise UnsupportedError.of_tensor(
+            codes.name, f": the order of AWQ's version {version!r} is not an input; {BETTER}"
+        )
+    if quantization.bits not in ((), (4,)):
+        named = ", ".join(map(str, quantization.bits))
+        raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
+    return 8 * codes.shape[1], codes.shape[0]
+
+
+def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    n, k = _awq_shape(tensors, quantization)
+    group = group_of_scales(tensors, n, k, quantization)
+    require_shape(tensors["qweight"], tensors["qzeros"], "I32", (k // group, n // 8))
+    return 4, group
+
+
+def _awq_matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+    n, k = _awq_shape(tensors, quantization)
+    group = group_of_scales(tensors, n, k, quantization)
+    words = source.view(tensors["qweight"]).view(np.uint32).T
+    scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
+    zeros = np.ascontiguousarray(packed.awq_fields(source.view(tensors["qzeros"])).T, np.float32)
+    return Matrix(words, INT4_AWQ, scales, (1, group), zeros=zeros)
+
+
+AWQ_INT4 = CheckpointEncoding(
+    "AWQ_INT4",
+    "AWQ",
+    {role: NAMES[role] for role in ("qweight", "qzeros", "scales")},
+    ("I32",),
+    INT4_AWQ,
+    _awq_matrix,
+    shape=_awq_shape,
+    fit=_awq_fit,
+    claims=_awq_claims,
+    item_bytes={"scales": 8, "qzeros": 96},
+    input_types=("awq",),
+)
+
+IN_CHECKPOINTS = (AWQ_INT4, _row(4, INT4_WORDS), _row(8, INT8_WORDS))
