@@ -13,6 +13,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import plural
 
 
 def threads(requested: int | None, reporter: Reporter) -> int:
@@ -29,10 +30,7 @@ def lowered(option: str, requested: int, reporter: Reporter) -> int:
     """At most as many threads as this process may use; a note where that is less."""
     allowed = machine.allowed_cpus()
     if requested > allowed:
-        reporter.note(
-            f"{option} {requested} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may "
-            "use"
-        )
+        reporter.note(f"{option} {requested} is lowered to the {plural(allowed, 'CPU')} that this process may use")
     return min(requested, allowed)
 
 

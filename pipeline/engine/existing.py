@@ -31,7 +31,7 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
 from ktconvert.pipeline.options.declare import paths_read
-from ktconvert.pipeline.ui.text import size
+from ktconvert.pipeline.ui.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
 
@@ -255,7 +255,7 @@ class Replaced:
 
     def __str__(self) -> str:
         count, nbytes = self.listed
-        ours = [f"{_files(count)} ({size(nbytes)}) of the output that lies there"] if count else []
+        ours = [f"{plural(count, 'file')} ({size(nbytes)}) of the output that lies there"] if count else []
         return f"{self.folder}: {', and '.join([*ours, *([self.others_in_words()] if self.others else [])])}"
 
     def others_in_words(self) -> str:
@@ -263,7 +263,7 @@ class Replaced:
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
-        return f"{_files(len(self.others))} ({total}) that no manifest lists: {', '.join(names)}{more}"
+        return f"{plural(len(self.others), 'file')} ({total}) that no manifest lists: {', '.join(names)}{more}"
 
     def document(self) -> dict[str, object]:
         """For --json."""
@@ -319,7 +319,3 @@ def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
         for name in sorted([*files, *links]):
             path = here / name
             yield path.relative_to(folder).as_posix(), path.lstat().st_size
-
-
-def _files(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"

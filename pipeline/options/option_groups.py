@@ -14,8 +14,6 @@ from ktconvert.pipeline.options.declare import Effect, Option, Options, Recorded
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Size, Spelled, Text
 from ktconvert.pipeline.ui.progress import Reporter
 
-ACCEPTED = "is accepted for kt-kernel's sake and changes nothing here"
-
 
 class Reporting(Options, frozen=True, kw_only=True):
     """What is reported, and how."""

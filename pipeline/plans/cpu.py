@@ -50,8 +50,9 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     request = with_arch_row(request)
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
+        from ktconvert.pipeline.walk import environment
 
-        walking.require_installed("--scale gptq")
+        environment.require("--scale gptq")
         request = walking.on_one_machine(request)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)

@@ -76,9 +76,9 @@ def require_possible(options: GpuOptions) -> None:
     UsageError for options that contradict each other.
     """
     if options.calibrated:
-        from ktconvert.pipeline.plans import walking
+        from ktconvert.pipeline.walk import environment
 
-        walking.require_installed("--quant-method GPTQ")
+        environment.require("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":
         raise UnsupportedError(
             f"--torch-dtype {options.torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the "

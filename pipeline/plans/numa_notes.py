@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ktconvert.native_quant import machine, placement
 from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.ui.text import plural
 
 
 def numa_notes(plan: Plan) -> list[str]:
@@ -30,12 +31,9 @@ def _of_pools(plan: Plan) -> str | None:
         return None
     nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
     if pools < nodes:
-        here = f"this process has CPU time for {pools} thread{'s' if pools != 1 else ''} (cgroup quota)"
+        here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
     elif nodes < present:
         here = f"this process may use {nodes} of this machine's {present} nodes"
     else:
-        here = f"this machine has {nodes} node{'s' if nodes != 1 else ''}"
-    return (
-        f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; {here}: "
-        f"to run it here, pass --threadpool-count {pools}"
-    )
+        here = f"this machine has {plural(nodes, 'node')}"
+    return f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"

@@ -50,6 +50,7 @@ from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
+from ktconvert.pipeline.ui.text import plural
 
 KEPT_METADATA = (
     "activation",
@@ -242,21 +243,16 @@ def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
     return [units[i].work for i in chosen]
 
 
-def experts(count: int) -> str:
-    """So many experts, in words."""
-    return f"{count} expert{'s' if count != 1 else ''}"
-
-
 def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
     work = units[0].work
     parts = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
     if old == new:
-        yield f"the output has {old} NUMA part{'s' if old != 1 else ''} already: every tensor stays as it is"
+        yield f"the output has {plural(old, 'NUMA part')} already: every tensor stays as it is"
     elif not work.fmt.encoding.grid.per_row:
         yield "every weight and scale stays what it is: these are the bytes of converting again"
     elif not rounds_again(work.fmt.encoding, old, new):
         yield (
-            f"all weights keep their values; {parts} keeps the scales of {old} part{'s' if old != 1 else ''}, where "
+            f"all weights keep their values; {parts} keeps the scales of {plural(old, 'part')}, where "
             "converting again would choose one for each new part"
         )
     else:
@@ -265,5 +261,5 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         error = error_figures(sums)["relative_error"]
         yield (
             f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
-            f"by {error:.4f} (relative, measured on {experts(len(works))}); all else keeps its values"
+            f"by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
         )

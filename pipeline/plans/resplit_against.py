@@ -17,12 +17,13 @@ from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import rows_for
-from ktconvert.pipeline.plans.resplit import experts, plan_resplit, sample
+from ktconvert.pipeline.plans.resplit import plan_resplit, sample
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
+from ktconvert.pipeline.ui.text import plural
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 BETTER = 0.99  # times the error of resplit: below this, converting again is advised
@@ -72,8 +73,8 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
             _measure(errors, work, again)
     before, after, fresh = (error_figures(s)["relative_error"] for s in (errors.before, errors.after, errors.again))
     comparison = (
-        f"down_proj of {experts(len(works))} is {before:.4f} away from {against} (relative error), {after:.4f} after "
-        f"resplit, {fresh:.4f} if converted again"
+        f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
+        f"{after:.4f} after resplit, {fresh:.4f} if converted again"
     )
     again = f"converting again is better: {_command(plan, works[0], against)}"
     better = "resplit is as good" if fresh >= BETTER * after else again

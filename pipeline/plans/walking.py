@@ -110,11 +110,6 @@ def require_same_machine(request: Request[QuantizationOptions] | Request[Calibra
     environment.require_same(begun, this_machine(request.options), request.output, allowed)
 
 
-def require_installed(what: str) -> None:
-    """Raise KtconvertError, which names what to install, where a package that `what` needs is missing or too old."""
-    environment.require(what)
-
-
 def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
     """UsageError, InputError or UnsupportedError where a walk is impossible, or does not do what options ask."""
     environment.require("--scale gptq")

@@ -23,6 +23,7 @@ from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, em
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import plural
 
 NAME = "resplit"
 VERSION = 1
@@ -192,7 +193,7 @@ def stage(
                     work=work,
                 )
             )
-    title = f"rearrange {fmt.name} experts for {numa} NUMA part{'s' if numa != 1 else ''}"
+    title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA part')}"
     return Stage(NAME, title, ("source",), tuple(units), write_folder if output.loose else write_shard)
 
 
