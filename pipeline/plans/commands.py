@@ -29,12 +29,6 @@ class ConversionCommand:
     module: str
     planner: str
 
-    def plan(self, request: Request[Any], hashed: Callable[[int], None] | None) -> Plan:
-        """The plan of a request. hashed: is told how many bytes were hashed."""
-        module = importlib.import_module(f"ktconvert.pipeline.plans.{self.module}")
-        plan: Plan = getattr(module, self.planner)(request, hashed)
-        return plan
-
 
 COMMANDS: Mapping[str, ConversionCommand] = {
     "cpu": ConversionCommand(CpuOptions, "cpu", "plan_cpu"),
@@ -83,8 +77,11 @@ def _options(cls: type[ConversionOptions], values: Mapping[str, Any]) -> Convers
 
 
 def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of any request."""
-    return COMMANDS[request.command].plan(request, hashed)
+    """The plan of any request. hashed: is told how many bytes were hashed."""
+    command = COMMANDS[request.command]
+    module = importlib.import_module(f"ktconvert.pipeline.plans.{command.module}")
+    plan: Plan = getattr(module, command.planner)(request, hashed)
+    return plan
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
-from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import tool_version
@@ -25,7 +24,6 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.against_output import pairs, tensor_difference
 from ktconvert.pipeline.verify.against_source import (
     Comparison,
-    ExpertFindings,
     comparison,
     decoded_tensors,
     other_difference,
@@ -62,14 +60,6 @@ class ItemChecker:
         assert self.inputs.other is not None
         return pairs(self.inputs.output, self.inputs.other)
 
-    def file_hash(self, file: OutputFile) -> str | None:
-        """The sha256 of a file of the manifest."""
-        return hash_problem(self.inputs.output.root, file, self.reporter)
-
-    def expert(self, item: tuple[int, int]) -> ExpertFindings:
-        """An expert (layer, expert) against the source's."""
-        return self.comparison.expert(*item)
-
     def other_tensor(self, name: str) -> str | None:
         """A tensor that is no routed expert, against the source's."""
         assert self.inputs.source is not None
@@ -80,14 +70,10 @@ class ItemChecker:
         assert self.inputs.other is not None
         return tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
 
-    def check(self, kind: str, item: Any) -> Any:
-        """By a row of ITEM_CHECKS."""
-        return ITEM_CHECKS[kind](self, item)
-
 
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
-    "hashes": ItemChecker.file_hash,
-    "experts": ItemChecker.expert,
+    "hashes": lambda checker, file: hash_problem(checker.inputs.output.root, file, checker.reporter),
+    "experts": lambda checker, item: checker.comparison.expert(*item),
     "other tensors": ItemChecker.other_tensor,
     "equal tensors": ItemChecker.equal_tensor,
 }
@@ -114,7 +100,7 @@ def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
             slots = list(range(AHEAD * threads))
-            for item, _, found in in_order(pool, items, slots, lambda item, _: checker.check(kind, item)):
+            for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
                 yield item, found
 
     return check
