@@ -195,15 +195,12 @@ PANELS = Encoding(
     defects=(None, _bad_scale(_panel_codes)),
     scales=lambda last, n, k: mxfp4.exponents_from_panels(last.reshape(n // panels.ROWS, k)),
 )
-ROWS = Encoding(
-    "MXFP4",
-    version=1,
-    grid=FLOAT_GRIDS["mxfp4"],
+ROWS = replace(
+    PANELS,
     multiple=GROUP,
     tensors=_row_tensors,
     quantize=_quantize_rows,
     decode=_decode_rows,
-    is_exact=is_exact,
     defects=(None, _bad_scale(_row_codes)),
     scales=lambda last, n, k: last.reshape(n, -1),
 )
