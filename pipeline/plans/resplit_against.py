@@ -76,8 +76,8 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
         f"{after:.4f} after resplit, {fresh:.4f} if converted again"
     )
-    again = f"converting again is better: {_command(plan, works[0], against)}"
-    better = "resplit is as good" if fresh >= BETTER * after else again
+    advice = f"converting again is better: {_command(plan, works[0], against)}"
+    better = "resplit is as good" if fresh >= BETTER * after else advice
     return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
 
 
