@@ -86,10 +86,7 @@ SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
 @dataclass
 class StoredLayer:
-    """The expert tensors of one layer, all stored in one style, by weight and role.
-
-    Keys of tensors: (part of the style, expert), expert -1 if the weight holds all of them.
-    """
+    """The expert tensors of a layer, all in one style, by (part of the style, expert, or -1 for all) and role."""
 
     style: Style
     tensors: dict[tuple[str, int], dict[str, TensorInfo]] = field(default_factory=dict)

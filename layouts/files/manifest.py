@@ -59,11 +59,7 @@ class WrittenBy(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """manifest.json.
-
-    settings  of the command; model: what the output is (facts). What is read of both is as CheckedManifest says
-    sha256    `digest` of all the rest
-    """
+    """manifest.json; settings and model (facts) are as CheckedManifest says; sha256: `digest` of all the rest."""
 
     format: ManifestFormat
     tool: WrittenBy

@@ -30,10 +30,7 @@ def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str],
 
 
 def entries_of(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) -> dict[str, Any]:
-    """The same by facts alone; transformers loads such experts where QUANT_METHOD is registered and NO_FILE taken out.
-
-    per_row: whether each row has one scale.
-    """
+    """By facts alone; transformers loads them where QUANT_METHOD is registered. per_row: each row has a scale."""
     quantization = {
         "quant_method": QUANT_METHOD,
         "method": facts["method"],

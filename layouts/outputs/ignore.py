@@ -60,10 +60,7 @@ def other_linears(model: MoeModel) -> tuple[str, ...]:
 
 
 def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
-    """These patterns, one for each MTP layer, and one for each kind of module that they do not cover.
-
-    Raises UsageError where a pattern would hit a routed expert.
-    """
+    """These patterns, one for each MTP layer, and one for each kind of module left. UsageError if experts are hit."""
     kept = [*patterns, *(rf"re:(.*\.)?layers\.{layer}\..*" for layer in model.mtp_layers)]
     for name in other_linears(model):
         if not any(is_match(name, pattern) for pattern in kept):

@@ -86,10 +86,7 @@ class Imatrix:
     sums: Mapping[tuple[int, str], Sums]
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The mean square of each input of a linear, float32 [columns]; None where no token reached the expert.
-
-        Raises InputError if the file changed since it was opened.
-        """
+        """The mean square of each input, float32 [columns]; None without tokens. InputError if the file changed."""
         sums = self.sums[layer, projection]
         count = np.float32(sums.counts[expert])
         return self._values(int(sums.starts[expert]), sums.columns) / count if count else None

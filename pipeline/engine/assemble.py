@@ -116,10 +116,7 @@ def appear(work: WorkDir, names: list[str]) -> None:
 
 
 def _rename(paths: Paths, may_replace: bool) -> None:
-    """One rename; where something lies there already, swap the two and remove the old one last.
-
-    Raises OutputError where something was put there while the conversion ran.
-    """
+    """One rename; what lies there is swapped out and removed last. OutputError where something new lies there."""
     output = paths.output
     with explained(output):
         try:

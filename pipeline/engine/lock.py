@@ -59,10 +59,7 @@ class Lock:
     files: list[Path] = field(default_factory=list)
 
     def flock(self, path: Path, how: int) -> bool:
-        """Lock a file; False where the file system has no locks.
-
-        Raises BlockingIOError where it is locked, FileNotFoundError where whoever had it removed it just now.
-        """
+        """Lock a file; False without such locks. BlockingIOError if locked, FileNotFoundError if just removed."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.fds.append(fd)
         try:

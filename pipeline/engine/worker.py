@@ -162,10 +162,7 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
 
 
 def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter) -> Attempt | Failure:
-    """An attempt at a unit that has ended: one that was made before, or one that is made now.
-
-    Raises WorkerLostError where too many have ended without a word in this run.
-    """
+    """An ended attempt at a unit, of before or made now. WorkerLostError where too many of this run ended silently."""
     paths = opened.paths
     before = attempts.read(paths, unit)
     for attempt in before:

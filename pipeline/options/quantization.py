@@ -36,11 +36,7 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
 
 
 class QuantizationOptions(ConversionOptions, frozen=True, kw_only=True):
-    """What `cpu` and `gpu` have in common.
-
-    arch_row          the text of --arch-file, so that resume does not need it
-    engine, rounding  of GPTQ
-    """
+    """What `cpu` and `gpu` have in common. arch_row: the text of --arch-file, for resume; engine, rounding: of GPTQ."""
 
     part: Annotated[
         str | None,

@@ -51,10 +51,7 @@ class Real(click.FloatRange):
 
 
 class FilePath(click.Path):
-    """A file or a directory, as a Path. An empty one is refused: Path("") would be the current directory.
-
-    absolute  whether it becomes one that holds from any directory
-    """
+    """A file or a directory as a Path, never "" (the current directory). absolute: holds from any directory."""
 
     def __init__(self, *, absolute: bool = False) -> None:
         super().__init__(path_type=Path)
@@ -86,10 +83,7 @@ class OutputPath(FilePath):
 
 
 class PathOrHubId(click.types.StringParamType):
-    """A file, a directory or a hub id (org/name), as text; not an empty one.
-
-    absolute  whether a path that exists becomes one that holds from any directory
-    """
+    """A file, a directory or a hub id, as text; never "". absolute: an existing path holds from any directory."""
 
     def __init__(self, *, absolute: bool = False) -> None:
         self._absolute = absolute

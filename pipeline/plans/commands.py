@@ -41,10 +41,7 @@ COMMANDS: Mapping[str, ConversionCommand] = {
 
 
 def request(command: str, **options: Any) -> Request[ConversionOptions]:
-    """The request of a command with these options, by the names of --help with underscores.
-
-    Raises ValueError for a name or a value that the command does not have.
-    """
+    """The request of a command with options by the names of --help with underscores; ValueError for others."""
     return Request(command, _options(COMMANDS[command].options, options))
 
 

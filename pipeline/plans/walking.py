@@ -80,10 +80,7 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShap
 
 
 def on_one_machine(request: Request[W]) -> Request[W]:
-    """The request with the machine on which its walk was begun, else this one; one that starts over takes this one.
-
-    Raises InputError where the data set is missing.
-    """
+    """The request with the machine where its walk began, else this one. InputError where the data set is missing."""
     options = request.options
     if options.machine.machine is not None:
         return request

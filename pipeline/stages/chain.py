@@ -133,10 +133,7 @@ def walk(
     consumers: Sequence[Consumer],
     link: Link,
 ) -> None:
-    """Take all sequences through a layer with experts, and through those before it that have none.
-
-    group: experts that are in memory at a time. Raises as walk_layer does.
-    """
+    """Take all sequences through a layer, and those before without experts. group: experts in memory at a time."""
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
     entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)

@@ -64,11 +64,7 @@ stayed in orbit around the moon until they came back.
 
 @dataclass(frozen=True)
 class Predictions:
-    """How far the predictions moved: KL(source || output) per token in nats, and how often both hold the same token for
-    the likeliest.
-
-    bound  what kl must not exceed
-    """
+    """KL(source || output) per token in nats, at most `bound`; how often both find the same token likeliest."""
 
     tokens: int
     kl: float

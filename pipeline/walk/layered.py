@@ -290,10 +290,7 @@ class LayeredModel:
 
 
 def build_skeleton(source: TensorSource, trust_remote_code: bool, instead: str) -> Any:
-    """The model on the meta device, its buffers real, in BF16 with eager attention.
-
-    instead: what to do where it cannot be built. Raises UnsupportedError there.
-    """
+    """The model on the meta device, buffers real, BF16, eager attention. instead: advice of the UnsupportedError."""
     import torch
     import transformers
     from accelerate import init_empty_weights

@@ -54,10 +54,7 @@ def read_header(path: Path, file: str = "") -> Header:
 
 
 def read_matrix(path: Path, name: str, dtype: str, form: str) -> npt.NDArray[Any]:
-    """A file's tensor of this name, of rank 2 and of a dtype of INTEGERS. form: what is needed, for messages.
-
-    Raises InputError where the file is damaged or holds something else.
-    """
+    """A file's tensor of this name, of rank 2 and INTEGERS. form: what is needed. InputError for anything else."""
     entries = {entry.name: entry for entry in read_header(path).entries}
     entry = entries.get(name)
     if entry is None:
