@@ -96,7 +96,7 @@ def rows_of_options(name: str) -> dict[str, str]:
             if isinstance(parameter, click.Argument):
                 spellings, default = [spelling.upper() for spelling in spellings], "required"
             elif option.argument is not None:
-                text, default = f"Other ways to give `{option.argument.upper()}`.", ""
+                text, default = f"Other ways to give {option.argument.upper()}.", ""
             flags = ", ".join(f"`{spelling}`" for spelling in spellings)
             rows[flags] = f"| {flags} | {default} | {text}"
     return rows

@@ -35,9 +35,15 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Group after group."""
         titles = {leaf.name: leaf.title for leaf in leaves(self.settings)}
+        declared = [leaf.declared for leaf in leaves(self.settings) if isinstance(leaf.declared, Option)]
+        arguments = {option.argument: option.help for option in declared}
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            if isinstance(parameter, click.Argument):  # of which click before 8.5 says nothing
+                record: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
+            else:
+                record = parameter.get_help_record(ctx)
+            if record is not None:
                 groups.setdefault(titles.get(parameter.name or "", "Options"), []).append(record)
         for title, rows in groups.items():
             with formatter.section(title):
@@ -75,12 +81,13 @@ def parameters(leaf: Leaf) -> Iterator[click.Parameter]:
     option = leaf.declared
     if not isinstance(option, Option):
         return
+    text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
     if option.argument is not None:
         yield click.Argument([option.argument], type=leaf.type, required=not option.flags)
         if not option.flags:
             return
+        text = f"Other ways to give {option.argument.upper()}."
     explicit = not any(leaf.default is without for without in (NONE, None, False, ()))
-    text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
     keywords: dict[str, Any] = {"is_flag": True} if leaf.kind is bool else {"type": leaf.type}
     if leaf.default is not NONE:
         keywords["default"] = leaf.default
