@@ -112,9 +112,9 @@ def openmp() -> Path:
 
 
 @TWO_CPUS
-@pytest.mark.parametrize("first", ["", OURS_FIRST], ids=["OpenMP first", "ktconvert first"])
-@pytest.mark.parametrize("env", [{"OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}, {"OMP_PLACES": "threads"}])
-def test_a_caller_that_openmp_bound(first: str, env: dict[str, str], openmp: Path, unbound: Any) -> None:
+@pytest.mark.parametrize(("first", "bind"), [("", {"OMP_PROC_BIND": "true"}), (OURS_FIRST, {})])
+def test_a_caller_that_openmp_bound(first: str, bind: dict[str, str], openmp: Path, unbound: Any) -> None:
+    env = {"OMP_PLACES": "threads", **bind}
     bound = "assert len(cpus_of(0)) == 1, cpus_of(0)\n"
     assert run(first + OPENMP + bound + WORKERS, openmp, **env) == unbound
     narrow = ("taskset", "-c", FIRST)

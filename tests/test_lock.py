@@ -160,12 +160,15 @@ lock.release()
 )
 
 
+REASONS = ("ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL")
+
+
 @pytest.fixture(scope="module")
 def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """For each reason why a system refuses flock, a library under which it does."""
     base = tmp_path_factory.mktemp("shims")
     found = {}
-    for reason in ("ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL"):
+    for reason in REASONS:
         (base / reason).mkdir()
         found[reason] = shims.refusing(base / reason, reason, "flock")
     return found
@@ -200,34 +203,31 @@ class Process:
         self.process.communicate(timeout=300)
 
 
+def ran(script: str, *arguments: object, **env: str) -> str:
+    """What a script printed."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+RACES = [(system, before) for system in ("locks", "no locks") for before in ("nothing", "killed")]
+
+
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("system", "before"),
-    [
-        ("locks", "nothing"),
-        ("locks", "killed"),
-        ("no locks", "nothing"),
-        ("no locks", "killed"),
-        ("no locks", "killed while replacing"),
-    ],
-    indirect=["system"],
-)
+@pytest.mark.parametrize(("system", "before"), [*RACES, ("no locks", "killed while replacing")], indirect=["system"])
 def test_of_many_at_once_one_has_the_lock(tmp_path: Path, system: dict[str, str], before: str, rounds: int) -> None:
     with conversion.in_memory(tmp_path) as base:
-        command = [sys.executable, "-c", RACE, str(base / "out"), before, str(rounds)]
-        done = subprocess.run(command, env={**os.environ, **system}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+        ran(RACE, base / "out", before, rounds, **system)
 
 
 @pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
 def test_killed_while_taking_over_and_removing(tmp_path: Path, missing: tuple[str, ...]) -> None:
     libraries = [shims.refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
-    env = {**os.environ, "LD_PRELOAD": ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))}
+    preload = ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))
     with conversion.in_memory(tmp_path) as base:
-        command = [sys.executable, "-c", KILLS, str(base / "out")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > (10 if missing else 3), done.stdout
+        points = int(ran(KILLS, base / "out", LD_PRELOAD=preload))
+    assert points > (10 if missing else 3)
 
 
 def test_parts_work_at_once_and_nobody_works_alone_then(tmp_path: Path, system: dict[str, str]) -> None:
@@ -270,7 +270,7 @@ def test_parts_and_one_alone_at_once(tmp_path: Path, system: dict[str, str]) -> 
             process.end()
 
 
-@pytest.mark.parametrize("reason", ["ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
+@pytest.mark.parametrize("reason", REASONS)
 def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path: Path, preloads: dict[str, Path], reason: str) -> None:
     env = {"LD_PRELOAD": str(preloads[reason])}
     first = Process(tmp_path / "out", **env)
@@ -285,45 +285,33 @@ def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path: Path, preloads
     assert not held.exists()
 
 
-@pytest.mark.parametrize(
-    ("host", "boot", "start", "namespace", "refused"),
-    [
-        ("this", "{boot}", "{start}", "{namespace}", True),
-        ("this", "{boot}", "1", "{namespace}", False),
-        ("this", "another", "{start}", "{namespace}", False),
-        ("this", "{boot}", "{start}", "pid:[1]", True),
-        ("another", "{boot}", "1", "{namespace}", True),
-        ("another", "another", "1", "{namespace}", True),
-        ("localhost", "another", "1", "{namespace}", True),
-    ],
-    ids=[
-        "it runs",
-        "its number was given to another since",
-        "the host was restarted",
-        "a container",
-        "another host",
-        "another host and start",
-        "hosts without names",
-    ],
-)
-def test_whose_lock_is_taken_over(
-    tmp_path: Path, no_locks: dict[str, str], host: str, boot: str, start: str, namespace: str, refused: bool
-) -> None:
+# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs;
+# and whether it is respected.
+LEFT: dict[str, tuple[dict[str, Any], bool]] = {
+    "it runs": ({}, True),
+    "its number was given to another since": ({"start": 1}, False),
+    "the host was restarted": ({"boot": "another"}, False),
+    "a container": ({"namespace": "pid:[1]"}, True),
+    "another host": ({"host": "another", "start": 1}, True),
+    "another host and start": ({"host": "another", "boot": "another", "start": 1}, True),
+    "hosts without names": ({"host": "localhost", "boot": "another", "start": 1}, True),
+}
+
+
+@pytest.mark.parametrize("which", LEFT)
+def test_whose_lock_is_taken_over(tmp_path: Path, no_locks: dict[str, str], which: str) -> None:
     root, pid = tmp_path / "out.work", os.getpid()
     root.mkdir()
     (root / "lock").touch()
-    known = {
-        "boot": machine.boot_id(),
-        "start": machine.process_start(pid),
-        "namespace": machine.pid_namespace(),
-    }
-    about = {"host": host, "boot": boot.format(**known), "namespace": namespace.format(**known)}
-    line = json.dumps(about | {"pid": pid, "start": int(start.format(**known))})
+    differs, respected = LEFT[which]
+    known = {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()}
+    known |= {"pid": pid, "start": machine.process_start(pid)}
+    line = json.dumps(known | differs)
     (root / "lock.held").write_text(line)
-    mine = "localhost" if host == "localhost" else "this"
-    second = Process(tmp_path / "out", KTCONVERT_HOST=mine, **no_locks)
-    assert second.holds is not refused, second.text
-    if refused:
+    host = differs.get("host", "this")
+    second = Process(tmp_path / "out", KTCONVERT_HOST="localhost" if host == "localhost" else "this", **no_locks)
+    assert second.holds is not respected, second.text
+    if respected:
         assert f"process {pid} on host {host} is converting into it" in second.text
         assert (root / "lock.held").read_text() == line
     second.end()
@@ -382,19 +370,6 @@ def test_a_killed_conversion_on_another_host(
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_a_killed_conversion_on_this_host(larger: tuple[Path, Any], tmp_path: Path, no_locks: dict[str, str]) -> None:
-    source, expected = larger
-    output = tmp_path / "made/out"
-    output.parent.mkdir()
-    with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in no_locks.items())]):
-        pass
-    assert (tmp_path / "made/out.work/lock.held").exists()
-    done = conversion.ktconvert("resume", output, env=no_locks)
-    assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
-    assert conversion.names(output.parent) == ["out"]
-
-
 def test_what_the_file_system_locks_cannot_be_taken_away(larger: tuple[Path, Any], tmp_path: Path) -> None:
     source, _ = larger
     output = tmp_path / "made/out"
@@ -418,16 +393,9 @@ def test_a_part_takes_away_what_bars_its_own_way(tmp_path: Path, no_locks: dict[
         killed.end(signal.SIGKILL)
         assert (root / name).exists()
     code = LIBRARY + "for taken in unlock(root, output, ProcessPart(1, 3)): print(taken)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out")],
-        env={**os.environ, **no_locks},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    printed = ran(code, tmp_path / "out", **no_locks)
+    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in printed
+    assert len(printed.splitlines()) == 1
     assert conversion.names(root) == ["lock", "lock.held.part-0-of-3"]
 
 
