@@ -101,7 +101,41 @@ class Checkpoint:
         where tensors are missing, damaged or not finite.
         """
         with _remedies(self.path):
-            return self._load(layer, pool, required)
+            model = self.model
+            if layer not in model.moe_layers:
+                raise UnsupportedError(
+                    f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
+                )
+            method = self.method_of(layer, required.method)
+            count, h, i = model.shape(layer)
+            required.require(self.path, layer, "tensors", (count, h, i))
+            self._require_activation(layer, method, required.swiglu)
+            grid = ExpertGrid(layer, h, i, _parts(self.path, method, h, i, required.parts, len(pool.nodes)))
+            check_limits(method.name, grid)
+            sizes = sizes_of(method, grid, count)
+            of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
+            warn_of_shortages(str(self.path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
+
+            def one(item: tuple[int, str]) -> None:
+                expert, projection = item
+                linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
+                for part in grid.parts(expert, projection):
+                    try:
+                        method.put(
+                            StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part]
+                        )
+                    except kernels.NonFinite as bad:
+                        info = stored.values
+                        where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
+                        what = f": {where} holds a number that is not finite"
+                        raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
+
+            with blocks(sizes, grid.numa, pool.nodes) as views:
+                arrays = arrays_of(method.tensors, views)
+                in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
+            for info in model.layer_tensors(layer):
+                model.source.release(info)
+            return LayerWeights(method.name, grid, count, arrays)
 
     def method_of(self, layer: int, required: str | None = None) -> Method:
         """The method that computes a layer's experts as they are stored. Raises UnsupportedError where none does, or
@@ -155,41 +189,6 @@ class Checkpoint:
             )
         if facts:
             open_converted(self.path).require_metadata(layer, swiglu)
-
-    def _load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
-        model = self.model
-        if layer not in model.moe_layers:
-            raise UnsupportedError(
-                f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
-            )
-        method = self.method_of(layer, required.method)
-        count, h, i = model.shape(layer)
-        required.require(self.path, layer, "tensors", (count, h, i))
-        self._require_activation(layer, method, required.swiglu)
-        grid = ExpertGrid(layer, h, i, _parts(self.path, method, h, i, required.parts, len(pool.nodes)))
-        check_limits(method.name, grid)
-        sizes = sizes_of(method, grid, count)
-        of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
-        warn_of_shortages(str(self.path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
-
-        def one(item: tuple[int, str]) -> None:
-            expert, projection = item
-            linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
-            for part in grid.parts(expert, projection):
-                try:
-                    method.put(StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
-                except kernels.NonFinite as bad:
-                    info = stored.values
-                    where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
-                    what = f": {where} holds a number that is not finite"
-                    raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
-
-        with blocks(sizes, grid.numa, pool.nodes) as views:
-            arrays = arrays_of(method.tensors, views)
-            in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
-        for info in model.layer_tensors(layer):
-            model.source.release(info)
-        return LayerWeights(method.name, grid, count, arrays)
 
 
 def _described(weight: Weight, layer: MoeLayer) -> str:

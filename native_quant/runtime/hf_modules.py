@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime import hf_operator
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
@@ -46,7 +47,7 @@ class RoutedExperts(torch.nn.Module):
         experts, hot = self.experts, 0 if self.hot is None else len(self.hot)
         name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
         settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
-        self._handle = hf_operator.register(self, name + settings)
+        self._handle = register(self, name + settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -58,15 +59,15 @@ class RoutedExperts(torch.nn.Module):
         """The weighted sum of each token's experts, [..., H] as hidden_states; ids and weights [T, k].
 
         No gradient goes through it: backward() raises RuntimeError, unless no input requires one. torch.compile and its
-        like see it as the operator of hf_operator.py.
+        like see it as the operator below.
         """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
         weights = top_k_weights.to(CPU, torch.float32).contiguous()
-        if hf_operator.is_direct(hidden, weights):
+        if is_direct(hidden, weights):
             out = self.compute(hidden, ids, weights)
         else:
-            out = hf_operator.routed_experts(hidden, ids, weights, self._handle)
+            out = routed_experts(hidden, ids, weights, self._handle)
         return out.reshape(hidden_states.shape)
 
     def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -199,3 +200,106 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
     ),
     (_other_gate, "has another activation"),
 )
+
+
+# --- torch's operator -------------------------------------------------------------------------------
+#
+# A layer's routed experts as one operator of torch, `ktconvert::routed_experts`: torch.compile, torch.export and
+# torch.jit.trace record the call and look no further, and autograd learns that no gradient comes back through it.
+#
+# In a recorded program the experts are a handle: a number, which counts those that have one name, and the name, such as
+# "layer 0 of /models/OUT". A program that was saved finds them where a model with the experts of that directory is
+# loaded. The handle is a tensor, so that layers that are compiled one by one share their code.
+
+NUMBER_BYTES = 8  # the handle begins with the number
+PADDED = 256  # bytes of a handle, or a multiple
+NO_GRADIENT = (
+    "experts of ktconvert are for inference, no gradient goes through them ({name}): to train, load the original model "
+    "without KTConvertConfig, so that transformers computes its experts; to compute without gradients, call the model "
+    "under torch.no_grad() or torch.inference_mode()"
+)
+
+
+_named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
+
+
+def register(experts: RoutedExperts, name: str) -> torch.Tensor:
+    """The handle by which the operator calls these RoutedExperts as long as they live.
+
+    Experts of the same name compute the same.
+    """
+    number = next(number for number in itertools.count() if (name, number) not in _named)
+    _named[name, number] = experts
+    handle = number.to_bytes(NUMBER_BYTES, "little") + name.encode(errors="surrogateescape")
+    return torch.frombuffer(bytearray(handle.ljust(-(-len(handle) // PADDED) * PADDED, b"\0")), dtype=torch.uint8)
+
+
+def _read(handle: torch.Tensor) -> tuple[str, int]:
+    """Name and number. No name ends with a zero byte: it ends with a path or our words."""
+    codes = handle.numpy().tobytes()
+    name = codes[NUMBER_BYTES:].rstrip(b"\0").decode(errors="surrogateescape")
+    return name, int.from_bytes(codes[:NUMBER_BYTES], "little")
+
+
+def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether the experts can be called without the operator, which would take a tenth of a small layer's time: nobody
+    records what happens, and nobody expects a gradient.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or type(hidden) is not torch.Tensor  # torch's fake tensors, for example
+        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        or (torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad))
+    )
+
+
+@torch.library.custom_op(
+    "ktconvert::routed_experts",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> Tensor",
+)
+def routed_experts(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
+) -> torch.Tensor:
+    """RoutedExperts.compute of those with this handle; where they are gone, or were loaded in another process, of
+    others with the same name. Raises RuntimeError where none are loaded.
+    """
+    name, number = _read(handle)
+    experts = _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
+    if experts is None:
+        raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
+    return experts.compute(hidden, ids, weights)
+
+
+@routed_experts.register_fake
+def _like(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+@torch.library.custom_op(
+    "ktconvert::no_gradient", mutates_args=(), schema="(Tensor gradient, SymInt k, Tensor handle) -> (Tensor, Tensor)"
+)
+def no_gradient(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the gradients of hidden and weights would be computed; an operator, so that a backward pass can be compiled
+    for a model whose forward pass alone is called. Raises RuntimeError.
+    """
+    raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
+
+
+@no_gradient.register_fake
+def _likes(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return gradient.new_empty(gradient.shape), gradient.new_empty((gradient.shape[0], k), dtype=torch.float32)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ids, _, handle = inputs
+    ctx.k = ids.shape[1]
+    ctx.save_for_backward(handle)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    hidden, weights = no_gradient(gradient, ctx.k, *ctx.saved_tensors)
+    return hidden, None, weights, None
+
+
+routed_experts.register_autograd(_backward, setup_context=_remember)

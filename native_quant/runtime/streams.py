@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 DEPTH = 2  # layers alternate between two sets of buffers: deferred experts may still run during the next layer
 
 
-def address_of(function: str) -> int:
-    """The address of a C function of ktq.h."""
-    return int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
-
-
-SUBMIT, WAIT = address_of("ktq_job_submit"), address_of("ktq_job_wait")
+# The addresses of two functions of ktq.h.
+SUBMIT, WAIT = (int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ktq_job_{name}"))) for name in ("submit", "wait"))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -115,16 +116,12 @@ def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Score
 def _logprobs(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
     """OpenAI's `logprobs` of the tokens from `first` on; of a text's first token there is none."""
     words = [_name(tokenizer, token) for token in scores.ids[first:]]
-    offsets, at = [], 0
-    for word in words:
-        offsets.append(at)
-        at += len(word)
     likeliest = [{_name(tokenizer, token): value for token, value in pairs} for pairs in scores.likeliest]
     return {
         "tokens": words,
         "token_logprobs": [None, *scores.own][first:],
         "top_logprobs": [None, *likeliest][first:],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, words[:-1]), initial=0))[: len(words)],
     }
 
 
