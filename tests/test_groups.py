@@ -137,40 +137,16 @@ def test_any_shape_encoding_and_orientation(
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_slice_of_a_fused_tensor(interleaved: bool) -> None:
-    """gate and up of a fused expert stored input-major [H, 2I], as halves or as every other column."""
-    fused = ugly(256, 2 * 48, seed=5)
-    for half in range(2):
-        view = (fused[:, half::2] if interleaved else fused[:, half * 48 : half * 48 + 48]).T
-        if interleaved:  # neither axis is contiguous: callers copy such a view
-            view = np.ascontiguousarray(view)
+@pytest.mark.parametrize("offset", [0, 1, 16, 63])
+def test_a_slice_of_a_fused_tensor(offset: int) -> None:
+    """gate and up of a fused expert that is stored input-major [H, 2I], at any address; and a slice of rows."""
+    fused = ugly(256, 263, seed=5)
+    storage = np.zeros(fused.nbytes + 64, np.uint8)
+    whole = storage[offset : offset + fused.nbytes].view(np.uint16).reshape(fused.shape)
+    whole[:] = fused
+    for view in (whole[:, :48].T, whole[:, 48:96].T, whole[:40, 7:]):
         for bits in BITS:
             assert_same(ours(bits, view), expected(bits, 128, np.ascontiguousarray(view), "library"))
-
-
-@pytest.mark.usefixtures("isa")
-def test_any_alignment() -> None:
-    x = ugly(40, 128 + 7)
-    storage = np.zeros(x.nbytes + 64, np.uint8)
-    for offset in (0, 1, 16, 63):
-        whole = storage[offset : offset + x.nbytes].view(np.uint16).reshape(x.shape)
-        whole[:] = x
-        for bits in BITS:
-            assert_same(ours(bits, whole[:, 7:]), expected(bits, 128, whole[:, 7:], "library"))
-
-
-def test_codes_use_the_whole_range_and_zeros_stay_zero() -> None:
-    for bits in BITS:
-        half = 2 ** (bits - 1)
-        x = np.zeros((3, 128), np.float32)
-        x[1] = np.linspace(0.5 - half, half - 0.5, 128)
-        x[2] = 2.0**-133
-        bf16 = reference.f32_to_bf16(x)
-        codes, scale = groups.quantize_groups(bits, 128, bf16)
-        assert codes[1].min() == -half and codes[1].max() == half - 1
-        assert not codes[0].any() and not codes[2].any()
-        assert (reference.bf16_to_f32(scale[[0, 2]]) == 2.0**-7).all()
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -241,44 +217,17 @@ def test_wrong_arguments_are_refused() -> None:
 def test_flushing_subnormals_changes_nothing() -> None:
     torch = pytest.importorskip("torch")
     bf16 = ugly(40, 256)
-    want = [ours(bits, bf16) for bits in BITS]
+    before = [ours(bits, bf16) for bits in BITS]
     assert torch.set_flush_denormal(True)
     try:
         flushed = [ours(bits, bf16) for bits in BITS]
     finally:
         torch.set_flush_denormal(False)
-    for a, b in zip(want, flushed, strict=True):
+    for a, b in zip(before, flushed, strict=True):
         assert_same(a, b)
 
 
 # --- the library ----------------------------------------------------------------------------------
-
-
-def library(scheme: str, bf16: Any) -> tuple[Any, Any]:
-    """What llmcompressor's RTN and compressed-tensors' compressor store for a BF16 weight."""
-    import torch
-    from compressed_tensors.compressors import compress_module
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from llmcompressor.entrypoints.model_free.lifecycle import calibrate_weight, initialize_quantized_linear
-
-    weight = torch.from_numpy(np.ascontiguousarray(bf16)).view(torch.bfloat16)
-    module = initialize_quantized_linear(weight, preset_name_to_scheme(scheme, ["Linear"]), "cpu")
-    calibrate_weight(module)
-    compress_module(module)
-    state = module.state_dict()
-    assert set(state) == {"weight_packed", "weight_scale", "weight_shape"}
-    assert state["weight_shape"].tolist() == list(bf16.shape)
-    return state["weight_packed"].numpy(), state["weight_scale"].view(torch.uint16).numpy()
-
-
-@pytest.mark.parametrize("name", GROUP_GRIDS)
-def test_equals_the_library(name: str) -> None:
-    pytest.importorskip("llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')")
-    bits = GROUP_GRIDS[name].bits
-    rng = np.random.default_rng(11)
-    gaussian = reference.f32_to_bf16(rng.standard_normal((256, 1024)).astype(np.float32) * 0.02)
-    for bf16 in (ugly(64, 512), any_bits(rng, (256, 512)), gaussian):
-        assert_same(ours(bits, bf16), library(name, bf16))
 
 
 @pytest.mark.usefixtures("isa")

@@ -205,6 +205,7 @@ def test_experts_of_mtp_blocks_are_left_out(tmp_path: Path) -> None:
 # --- files of the libraries, and of kt-kernel ---------------------------------------------------------------------------
 
 FILES = golden.libraries()
+UNSAID = dict.fromkeys(("num_experts", "hidden_size", "moe_intermediate_size"))
 Change = Callable[[dict[str, Any], Quantization], Any]  # of tensors and quantization_config
 
 
@@ -233,8 +234,7 @@ def library(name: str, folder: Path, change: Change = lambda tensors, quantizati
     stored: Any = {key: tensor for key, tensor in read_file(FILES[name]).items() if not key.endswith(".expected")}
     quantization = json.loads(metadata_of(FILES[name])["quantization_config"])
     change(stored, quantization)
-    config = dict.fromkeys(("num_experts", "hidden_size", "moe_intermediate_size")) | config
-    return checkpoint(folder, stored, quantization, **config)
+    return checkpoint(folder, stored, quantization, **UNSAID, **config)
 
 
 def hashes_of(name: str) -> dict[str, Any]:
@@ -285,51 +285,9 @@ def test_values_are_those_of_transformers_for_gpt_oss(tmp_path: Path, cli: Any) 
         assert "biases and a clamped activation" in done.stderr
 
 
-def test_a_zero_point_of_0_has_borrowed_from_its_neighbour(tmp_path: Path) -> None:
-    """Row 10 has zero points of 0: its nibbles are 15, and those of row 11 one too few."""
-    linear = weights(library(ASYMMETRIC, tmp_path))[BASE.format(0, "down")]
-    assert linear.zeros is not None and not linear.zeros[10].any()
-    stored = packed.fields(4, read_file(FILES[ASYMMETRIC])[f"{BASE.format(0, 'down')}.qzeros"].bits).T
-    assert (stored[10] == 15).all() and ((stored[11] + 2) % 16 == linear.zeros[11]).all()
-
-
-def test_g_idx_is_permuted(tmp_path: Path) -> None:
-    """The file is a proof of it only if neighbours are not of one group."""
-    linear = weights(library(SYMMETRIC, tmp_path))[BASE.format(1, "down")]
-    assert linear.group_of is not None and (np.diff(linear.group_of) != 0).sum() > 100
-
-
-@pytest.mark.parametrize("preset", ["W4A16", "W8A16"])
-def test_values_are_what_compressed_tensors_unpacks(preset: str) -> None:
-    """The installed library's own decompression of what its compressor made, for the definition behind our kernels."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')")
-    from compressed_tensors.compressors import compress_module, decompress_module
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from llmcompressor.entrypoints.model_free.lifecycle import calibrate_weight, initialize_quantized_linear
-
-    rng = np.random.default_rng(5)
-    bf16 = torch.from_numpy(rng.standard_normal((64, 256)).astype(np.float32)).to(torch.bfloat16)
-    module = initialize_quantized_linear(bf16, preset_name_to_scheme(preset, ["Linear"]), "cpu")
-    calibrate_weight(module)
-    compress_module(module)
-    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    decompress_module(module)
-    scales = reference.bf16_to_f32(state["weight_scale"].view(torch.uint16).numpy())
-    kind = kernels.KINDS[f"int{preset[1]}"]
-    ours = kernels.decode(kernels.Matrix(state["weight_packed"].numpy().view(np.uint8), kind, scales, (1, 128)))
-    assert digest(ours) == digest(module.weight.detach().view(torch.uint16).numpy())
-
-
 # kt-kernel's own inputs: the forward in float64 on our decoded weights is that of the file.
 NATIVE: dict[str, tuple[str, Any, str, str, float]] = {
-    "RAWINT4_kimi": (
-        "language_model.model.",
-        scheme(4, 32),
-        "qwen3_moe",
-        "INT4",
-        4e-3,
-    ),  # BF16's rounding of each weight
+    "RAWINT4_kimi": ("language_model.model.", scheme(4, 32), "qwen3_moe", "INT4", 4e-3),  # BF16's rounding of a weight
     "GPTQ_INT4_default": ("model.", gptq_config(4, 128, sym=True), "qwen3_moe", "GPTQ_INT4", 4e-3),
     "FP8_PERCHANNEL_default": ("model.", None, "qwen3_moe", "F8_E4M3", 4e-3),
     "MXFP4_v4": ("", None, "deepseek_v4", "MXFP4", 1e-12),
@@ -342,17 +300,7 @@ def test_inputs_of_kt_kernel(name: str, tmp_path: Path) -> None:
     prefix, quantization, family, dtype, near = NATIVE[name]
     stored = read_file(golden.FOLDER / f"native_{name}.safetensors")
     tensors: Any = {n: t for n, t in stored.items() if n.startswith(prefix) and not n.startswith(("in.", "out."))}
-    model = model_of(
-        checkpoint(
-            tmp_path,
-            tensors,
-            quantization,
-            model_type=family,
-            hidden_size=None,
-            moe_intermediate_size=None,
-            num_experts=None,
-        )
-    )
+    model = model_of(checkpoint(tmp_path, tensors, quantization, model_type=family, **UNSAID))
     assert model.dtypes == (dtype,)
 
     def linear(expert: int, projection: str) -> Any:
@@ -644,13 +592,9 @@ def too_large(tensors: Stored, quantization: Quantization, base: str) -> None:
         (
             "gptq 4 order",
             value(".g_idx", slice(None), 0),
-            "g_idx' must name each of 2 groups for 128 columns; download it",
+            "g_idx' must name each of 2 groups for 128 columns; download",
         ),
-        (
-            "ct 4 order",
-            value(".weight_g_idx", slice(None), 0),
-            "weight_g_idx' must name each of 2 groups for 128 columns",
-        ),
+        ("ct 4 order", value(".weight_g_idx", slice(None), 0), "g_idx' must name each of 2 groups for 128 columns"),
         ("ct 4", value(".weight_shape", 1, H - 1), ".weight_shape' says [384, 255], its codes are for [384, 256]"),
     ],
 )

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktconvert.layouts.encodings import mxfp4 as encodings_of_mxfp4
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
@@ -23,7 +23,6 @@ from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MX
 from ktconvert.pipeline.stages.quantize_experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, mxfp4, panels, reference
 from ktconvert.quantizers.scales import E4M3, e8m0
-from rig import gguf as ggml
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
 
@@ -192,7 +191,8 @@ def test_element_is_where_the_format_says() -> None:
 
 
 def test_codes_are_the_nearest_with_ties_to_even() -> None:
-    """Against all 127 magnitudes, not by the formula."""
+    """Against all 127 magnitudes, not by the formula; and what PyTorch makes of them."""
+    torch = pytest.importorskip("torch")
     grid = E4M3[:127].astype(np.float64)
     between = (grid[1:] + grid[:-1]) / 2
     near = np.concatenate([between, np.nextafter(between, 0), np.nextafter(between, 1e9), grid, [448, 463, 1e9]])
@@ -204,14 +204,8 @@ def test_codes_are_the_nearest_with_ties_to_even() -> None:
     assert (fp8.codes_of(x) == expected).all()
     assert (fp8.codes_of(-x) == expected + 0x80).all()
     assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
-
-
-def test_codes_are_those_of_torch() -> None:
-    torch = pytest.importorskip("torch")
-    bits = plain((256, 256), np.random.default_rng(1))
-    codes, scales = fp8.quantize(bits)
-    x = reference.bf16_to_f32(bits) / fp8.each(scales)
-    assert (codes == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
+    x = x[x <= 448]
+    assert (fp8.codes_of(x) == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
 
 
 @pytest.mark.parametrize(
@@ -258,34 +252,6 @@ def test_the_definition_is_the_rule(block: Bits) -> None:
     assert np.isfinite(mxfp4.dequantize(codes, exponents)).all()
 
 
-@pytest.mark.parametrize(
-    ("values", "exponent", "codes"),
-    [
-        ([6, 0.25, -0.25, 0.75, 1.25], 127, [7, 0, 8, 2, 2]),  # ties go to even codes, -0 stays
-        ([6, 1.75, 2.5, 3.5, 5], 127, [7, 4, 4, 6, 6]),
-        ([7, 0, 0, 0, 0], 127, [7, 0, 0, 0, 0]),  # as far from 6 as from 8: the smaller exponent
-        ([-7.5, 0, 0, 0, 0], 128, [14, 0, 0, 0, 0]),
-        ([0, -0.0, 0, 0, 0], 127, [0, 8, 0, 0, 0]),
-        ([2.0**-129, 0, 0, 0, 0], 1, [0, 0, 0, 0, 0]),
-    ],
-)
-def test_single_blocks(values: list[float], exponent: int, codes: list[int]) -> None:
-    bits = np.zeros((1, 32), np.uint16)
-    bits[0, :5] = reference.f32_to_bf16(np.array(values, np.float32))
-    assert by_hand(bits[0]) == (exponent, [*codes, *[0] * 27])
-    assert_same(mxfp4.quantize(bits), (np.array([[*codes, *[0] * 27]]), np.array([[exponent]])))
-
-
-@pytest.mark.parametrize(("name", "limit"), [("normal", 0.112), ("t5", 0.123)])
-def test_error(name: str, limit: float) -> None:
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((1024, 2048)) if name == "normal" else rng.standard_t(5, (1024, 2048))
-    bits = reference.f32_to_bf16((x * 0.02).astype(np.float32))
-    values = reference.bf16_to_f32(bits).astype(np.float64)
-    error = values - mxfp4.dequantize(*mxfp4.quantize(bits))
-    assert np.sqrt(np.square(error).sum() / np.square(values).sum()) < limit
-
-
 # --- what is FP8 or MXFP4 already ---------------------------------------------------------------------------------------
 
 
@@ -297,20 +263,13 @@ def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32
     return codes, rng.uniform(1e-40, 1e-2, (n // 128, k // 128)).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    n=st.sampled_from((128, 256, 384)),
-    k=st.sampled_from((128, 256, 384)),
-    seed=st.integers(0, 9),
-    turned=st.booleans(),
-    isa=ISAS,
-)
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 3), k=st.integers(1, 3), seed=st.integers(0, 9), turned=st.booleans(), isa=ISAS)
 def test_codes_and_scales_in_the_same_blocks_are_kept(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
-    codes, scales = stored_fp8(n + 128, k + 128, seed)
+    codes, scales = stored_fp8(128 * (n + 1), 128 * (k + 1), seed)
     whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
-    made, made_scales = packed("FP8", whole.rows(128, n + 128).columns(128, k + 128), isa)
-    assert (made == codes[128:, 128:]).all()
-    assert (made_scales == scales[1:, 1:]).all()
+    made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)), isa)
+    assert_same(made, (codes[128:, 128:], scales[1:, 1:]))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -380,13 +339,29 @@ def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: s
     matrix = Matrix(codes, FP8_E4M3, scales, (128, 128))
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
     form.quantize(matrix, out)
+    peak = peak_memory(lambda: form.quantize(matrix, out))
+    assert peak < 2 * ROWS * k + (16 << 10)  # what a plan counts, and Python's objects
+
+
+def peak_memory(run: Callable[[], object]) -> int:
+    """Bytes that Python allocates at most meanwhile."""
     tracemalloc.start()
     try:
-        form.quantize(matrix, out)
-        peak = tracemalloc.get_traced_memory()[1]
+        run()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * ROWS * k + (16 << 10)  # what a plan counts, and Python's objects
+
+
+def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
+    """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
+    form, values = encodings_of_mxfp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
+    out = quantized(form, Matrix(values, BF16))
+    peak = peak_memory(lambda: form.quantize(Matrix(values, BF16), out))
+    assert peak < 2 * encodings_of_mxfp4.ROWS_AT_A_TIME * 256
+    values[300, 7] = 0x7FC0
+    with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
+        form.quantize(Matrix(values, BF16), out)
 
 
 def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
@@ -405,7 +380,7 @@ def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
     seed=st.integers(0, 99),
     rows=st.sampled_from(((0, 128), (64, 128))),
     columns=st.sampled_from(((0, 320), (64, 256), (256, 320))),
-    isa=st.sampled_from(kernels.available_isas()),
+    isa=ISAS,
 )
 def test_codes_and_exponents_stay(
     kind: str, seed: int, rows: tuple[int, int], columns: tuple[int, int], isa: str
@@ -441,24 +416,10 @@ def test_other_scales_are_rounded(group: int, factor: int) -> None:
     assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
 
 
-def test_gguf_py_has_these_values() -> None:
-    """ggml's blocks, by gguf-py, are what is unpacked."""
-    blocks_of = ggml.blocks("MXFP4", 64, 128)
-    form = FORMATS["MXFP4"].encoding
-    values = gguf.quants.dequantize(blocks_of, gguf.GGMLQuantizationType.MXFP4)
-    assert (form.decode(quantized(form, Matrix(blocks_of, GGML_MXFP4)), 64, 128) == values).all()
-
-
 # --- codes alone, for scales of other blocks ---------------------------------------------------------------------------
 
 
-@given(
-    n=st.sampled_from((32, 96, 160)),
-    k=st.sampled_from((32, 64, 352)),
-    start=st.integers(0, 3),
-    isa=ISAS,
-    rest=st.booleans(),
-)
+@given(n=st.sampled_from((32, 160)), k=st.sampled_from((32, 64, 352)), start=st.integers(0, 3), isa=ISAS, rest=...)
 def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, rest: bool) -> None:
     """Also columns of a wider matrix, from any address on."""
     rng = np.random.default_rng(n + k + start)
@@ -482,12 +443,11 @@ def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
 
 def test_codes_alone_that_do_not_fit_are_refused() -> None:
     values, codes = np.zeros((32, 64), np.uint8), np.empty((1, 32 * 64), np.uint8)
-    for wrong, message in (
-        (values[:, ::2], "contiguous"),
-        (values.view(np.int8), "uint8"),
-        (values[:31], "multiples of 32"),
+    wrong = [(values[:, ::2], codes, "contiguous"), (values.view(np.int8), codes, "uint8")]
+    for codes_given, out, message in (
+        *wrong,
+        (values[:31], codes, "multiples of 32"),
+        (values, codes[:, :-1], "codes"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernels.reorder_fp8(wrong, codes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="codes"):
-        kernels.reorder_fp8(values, codes[:, :-1])
+            kernels.reorder_fp8(codes_given, out)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, parse_header, read_header
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.source import Shard, TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from rig.safetensors import encode
 
@@ -158,17 +157,14 @@ def test_closing_leaves_views_alive(sharded: Path) -> None:
 
 
 def test_changed(sharded: Path) -> None:
+    """A file that was cut after it had been opened is not mapped."""
     source = open_checkpoint(sharded)
     first, second = (s.path for s in source.shards)
     assert source.changed() == []
     os.utime(first, ns=(0, 0))
     second.unlink()
     assert source.changed() == [first.name, second.name]
-
-
-def test_a_file_cut_after_opening_is_not_mapped(sharded: Path) -> None:
-    source = open_checkpoint(sharded)
-    os.truncate(source.shards[0].path, 10)
+    os.truncate(first, 10)
     with pytest.raises(InputError, match="changed"):
         source.array("a")
 
@@ -254,12 +250,6 @@ def test_files_that_are_no_checkpoint(spoil: Callable[[Path], object], words: st
     spoil(sharded)
     with pytest.raises(InputError, match=words):
         open_checkpoint(sharded)
-
-
-@pytest.mark.parametrize("name", ["absent", "x\0y"])
-def test_nothing_there(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        open_checkpoint(f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize(("name", "what"), [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
@@ -380,13 +370,6 @@ def test_unpadded_header_with_odd_offset(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).array("a").tolist() == [1, 2, 3]
 
 
-@given(st.binary(max_size=200), st.integers(0, 64))
-@settings(max_examples=300, deadline=None)
-def test_any_bytes_give_tensors_or_an_input_error(text: bytes, size: int) -> None:
-    with contextlib.suppress(InputError):
-        parse_header(text, size, 8 + len(text), "x")
-
-
 json_values = st.recursive(
     st.none()
     | st.booleans()
@@ -421,30 +404,6 @@ def test_any_header_gives_sound_tensors_or_an_input_error(header: Header, size: 
     for e in parsed:
         assert e.start == at
         at += e.nbytes
-
-
-KEYS = (
-    "num_experts hidden_size num_hidden_layers moe quantization_config text_config model_type architectures hidden_act"
-)
-
-
-@given(st.dictionaries(st.sampled_from([*KEYS.split(), "swiglu_limit", "moe_intermediate_size"]), json_values))
-@settings(max_examples=100, deadline=None)
-def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) -> None:
-    header: Header = {}
-    for e in range(2):
-        for p in ("gate", "up", "down"):
-            header[f"model.layers.0.mlp.experts.{e}.{p}_proj.weight"] = tensor(
-                [4, 4], 32 * len(header), 32 * len(header) + 32, "BF16"
-            )
-    entries, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
-    infos = {e.name: replace(e, file="x") for e in entries}
-    try:
-        model = recognise(TensorSource(Path(), config, (Shard(Path("x"), "x", 192, "", 0),), infos))
-    except KtconvertError as e:
-        assert "\n" not in str(e)
-    else:
-        assert model.shape(0) == (2, 4, 4)
 
 
 # The Hugging Face hub
@@ -511,7 +470,7 @@ def test_an_existing_path_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.
         open_checkpoint("org/name", "main")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+@pytest.mark.parametrize("value", ["1", "YES"])
 def test_offline(cache: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     assert open_checkpoint("org/name").root.name == COMMIT
@@ -530,9 +489,11 @@ def test_revisions_that_are_paths(cache: Path, revision: str) -> None:
         open_checkpoint("org/name", revision)
 
 
-@pytest.mark.parametrize("name", ["org/name/more", "/org/name", "~org/name", "org", "./org/name", "../org/name"])
+@pytest.mark.parametrize(
+    "name", ["org/name/more", "/org/name", "~org/name", "org", "./org/name", "../org/name", "x\0y"]
+)
 def test_what_is_no_hub_id(cache: Path, name: str) -> None:
-    with pytest.raises(InputError, match="no such file or directory"):
+    with pytest.raises(InputError, match="no such file"):
         open_checkpoint(name)
 
 
