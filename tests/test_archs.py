@@ -18,9 +18,11 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Ar
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from rig import conversion
 from rig.safetensors import write_file
 
 ROWS = {arch.name: arch for arch in ARCHS}
+GEMMA = "Gemma-4 26B-A4B"
 USABLE = [arch for arch in ARCHS if arch.refusal is None]
 QWEN, DEEPSEEK = "Qwen3-MoE, Qwen3-Coder", "DeepSeek-V3, R1, V3.1, Moonlight"
 MLP = ROWS[QWEN].stored
@@ -56,28 +58,23 @@ class Model:
             self._layer(layer, turned)
         base = f"{prefix}layers."
         for layer in range(max(layers) + 1):
-            self.rest[f"{base}{layer}.self_attn.q_proj.weight"] = self._bits(4, 4)
+            self.rest[f"{base}{layer}.self_attn.q_proj.weight"] = self.bits(4, 4)
         for layer in layers:
-            self.rest[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self._bits(4, 4)
-            self.rest[f"{base}{layer}.mlp.gate.weight"] = self._bits(shape[0], 4)
-        self.rest[f"{base}0.mlp.gate_proj.weight"] = self._bits(4, 4)
+            self.rest[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self.bits(4, 4)
+            self.rest[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
+        self.rest[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
         inner: dict[str, Any] = {"hidden_act": "silu"} if arch.activation == "silu" else {}
-        for key, value in (
-            (arch.layers[0], max(layers) + 1),
-            (arch.experts[0], shape[0]),
-            ("hidden_size", shape[1]),
-            (arch.width[0], shape[2]),
-        ):
-            inner[key] = value
+        inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0]}
+        inner |= {"hidden_size": shape[1], arch.width[0]: shape[2]}
         self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
         self.config.update({nested: inner} if nested else inner)
 
-    def _bits(self, *shape: int) -> tuple[str, np.ndarray]:
-        return "BF16", self.rng.integers(0, 0x7F80, shape, dtype=np.uint16)
+    def bits(self, *shape: int) -> tuple[str, np.ndarray]:
+        return "BF16", conversion.bf16(self.rng, *shape)
 
     def _layer(self, layer: int, turned: bool) -> None:
         e, h, i = self.shape
-        matrices = {"gate": self._bits(e, i, h)[1], "up": self._bits(e, i, h)[1], "down": self._bits(e, h, i)[1]}
+        matrices = {"gate": self.bits(e, i, h)[1], "up": self.bits(e, i, h)[1], "down": self.bits(e, h, i)[1]}
         for projection, values in matrices.items():
             for expert in range(e):
                 self.truth[layer, expert, projection] = values[expert]
@@ -189,7 +186,7 @@ def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
         ("Mixtral", {"hidden_act": "SiLU"}, "silu"),
         ("Mixtral", {"hidden_act": None}, "silu"),
         ("Kimi-K3", {"hidden_act": "situ"}, ""),
-        ("Gemma-4 26B-A4B", {"hidden_activation": "gelu_pytorch_tanh"}, ""),
+        (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}, ""),
         ("Grok-1, Grok-2", {"hidden_act": "gelu"}, ""),
         ("MiniMax-M3", {"hidden_act": "swigluoai"}, ""),
         ("MiniMax-M3", {"hidden_act": "silu"}, ""),  # as transformers writes it
@@ -216,12 +213,7 @@ def test_the_activation_of_the_config_and_the_row(
         ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
         ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act = "xielu", an activation that is not known'),
         ("Kimi-K3", {"hidden_act": "silu"}, InputError, r"and experts of Kimi-K3 compute 4 \* tanh\(gate / 4\)"),
-        (
-            "Gemma-4 26B-A4B",
-            {"hidden_activation": "silu"},
-            InputError,
-            r"of Gemma-4 26B-A4B compute gelu\(gate\) \* up",
-        ),
+        (GEMMA, {"hidden_activation": "silu"}, InputError, rf"of {GEMMA} compute gelu\(gate\) \* up"),
         ("MiniMax-M3", {"hidden_act": "gelu"}, InputError, "and experts of MiniMax-M3 compute"),
     ],
 )
@@ -275,7 +267,7 @@ def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
 def test_mtp_blocks_are_left_out_and_named(base: str, tmp_path: Path) -> None:
     """Layers after the last, in whatever encoding, or blocks with names of their own."""
     model = Model(ROWS[QWEN if base else DEEPSEEK], SEPARATE, mtp=() if base else (3,))
-    extra = {f"{base}experts.{e}.{p}_proj.weight": model._bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
+    extra = {f"{base}experts.{e}.{p}_proj.weight": model.bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
     if base:
         model.experts.update(extra)
     else:
@@ -347,7 +339,7 @@ def lost(part: str, layer: int, expert: int = 0) -> Change:
 
 def other(part: str, layer: int, expert: int, *shape: int) -> Change:
     """A tensor of another shape."""
-    return lambda model: model.experts.update({model.name(part, layer, expert): model._bits(*shape)})
+    return lambda model: model.experts.update({model.name(part, layer, expert): model.bits(*shape)})
 
 
 def config(**keys: Any) -> Change:
@@ -355,7 +347,7 @@ def config(**keys: Any) -> Change:
 
 
 def stray(name: str, *shape: int) -> Change:
-    return lambda model: model.rest.update({f"model.layers.2.mlp.{name}": model._bits(*shape)})
+    return lambda model: model.rest.update({f"model.layers.2.mlp.{name}": model.bits(*shape)})
 
 
 def also(style: Style, prefix: str = "model.") -> Change:
@@ -448,7 +440,7 @@ def test_two_prefixes(tmp_path: Path) -> None:
 
 def test_biases(tmp_path: Path) -> None:
     model = Model(ROWS[QWEN], SEPARATE)
-    model.experts[model.name("up", 2, 1).replace(".weight", ".bias")] = model._bits(I)
+    model.experts[model.name("up", 2, 1).replace(".weight", ".bias")] = model.bits(I)
     with pytest.raises(UnsupportedError, match=r"up_proj\.bias'.*bias"):
         model.read(tmp_path)
     parsed = recognise(open_checkpoint(tmp_path), to_read=True)
@@ -480,7 +472,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
 def test_dense_model(family: str, count: int | None, tmp_path: Path) -> None:
     model = Model(Arch("?", (family,)), SEPARATE)
     model.experts = {}
-    model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
+    model.rest = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
     model.config["n_routed_experts"] = count
     with pytest.raises(UnsupportedError, match="dense model"):
         model.read(tmp_path)
@@ -491,7 +483,7 @@ def test_dense_model(family: str, count: int | None, tmp_path: Path) -> None:
 def test_a_model_that_counts_experts_is_never_called_dense(names: tuple[str, ...], family: str, tmp_path: Path) -> None:
     """The sentence names the tensors that were not understood, one of each kind; those of the shared expert are none."""
     model = Model(Arch("?", (family,)), SEPARATE)
-    model.experts = {f"model.layers.{n}.mlp.{name}": model._bits(E, 4, 4) for n in (1, 2) for name in names}
+    model.experts = {f"model.layers.{n}.mlp.{name}": model.bits(E, 4, 4) for n in (1, 2) for name in names}
     with pytest.raises(UnsupportedError) as failure:
         model.read(tmp_path)
     said = str(failure.value)
@@ -555,7 +547,7 @@ def test_fp8_in_blocks(style: Style, turned: bool, suffix: str, block: tuple[int
         return
     model = Model(arch, style, layers=(1,), turned=turned)
     model.config["quantization_config"] = {"weight_block_size": list(block)}
-    model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
+    model.rest = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
     count = E if isinstance(style, Separate) else 1
     names = {
         (p, e): (model.name(p, 1, e), model.to_fp8(p, 1, block, suffix, e)) for p in style.parts for e in range(count)
@@ -620,17 +612,6 @@ def test_scale_dtypes(dtype: str, tmp_path: Path) -> None:
     assert scales is not None and scales.dtype == np.float32 and scales.tolist() == [[0.375]]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_fp8_scale_that_is_not_finite(bad: float, tmp_path: Path) -> None:
-    model = Model(ROWS[DEEPSEEK], SEPARATE)
-    model.config["quantization_config"] = {"weight_block_size": [4, 4]}
-    scale = model.to_fp8("gate", 2, (4, 4))
-    model.experts[scale][1][1, 2] = bad
-    parsed = model.read(tmp_path)
-    with pytest.raises(InputError, match=rf"{scale}': scale \[1, 2\] is {bad}"):
-        parsed.expert(2, 0)
-
-
 def test_activation_scales_are_set_aside(tmp_path: Path) -> None:
     model = Model(ROWS[DEEPSEEK], SEPARATE)
     name = model.name("gate", 2).replace(".weight", ".input_scale")
@@ -666,7 +647,7 @@ def test_formats_that_are_no_input_yet(
 
 def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-Omni (thinker)"], SEPARATE, "thinker.model.", nested="thinker_config")
-    model.rest["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model._bits(2, 2)
+    model.rest["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model.bits(2, 2)
     parsed = model.read(tmp_path)
     check(model, parsed)
     assert "1 tensors of other experts, such as talker.model" in parsed.notes[0]
@@ -716,7 +697,9 @@ def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:
     file.write_text(ROW.replace('matches = ["my_moe"]', "").replace('"gelu"', '"silu"'))
     arch = load_arch_file(file)
     model = Model(replace(arch, matches=("qwen3_moe",)), arch.stored[0], "")
-    check(model, model.read(tmp_path / "model", (arch, *ARCHS)))
+    parsed = model.read(tmp_path / "model", (arch, *ARCHS))
+    assert parsed.arch is arch
+    check(model, parsed)
 
 
 def test_row_from_a_file_with_fused_experts() -> None:
@@ -753,11 +736,11 @@ def test_row_files_with_faults(old: str, new: str, words: str, tmp_path: Path) -
     assert words in str(failure.value) and str(file) in str(failure.value)
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b""])
-def test_row_files_that_are_none(data: bytes, tmp_path: Path) -> None:
+def test_row_files_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "row.toml"
-    file.write_bytes(data)
-    with pytest.raises(InputError):
-        load_arch_file(file)
+    for data in (b"\xff\xfe", b""):
+        file.write_bytes(data)
+        with pytest.raises(InputError):
+            load_arch_file(file)
     with pytest.raises(KtconvertError):
         load_arch_file(tmp_path / "none.toml")

@@ -43,7 +43,7 @@ def tokenizer(template: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(ROOT / "examples" / "qwen3-moe-small", chat_template=template)
 
 
-def wanted(
+def calibration(
     dataset: object, split: str = "train_sft", count: int = 512, length: int = 64, seed: int = 42
 ) -> Calibration:
     return Calibration(str(dataset), split, count, length, seed)
@@ -83,11 +83,11 @@ def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
         .map(lambda row: {"text": chat.apply_chat_template(row["messages"], tokenize=False)})
         .map(lambda row: chat(row["text"], padding=False, max_length=64, truncation=True, add_special_tokens=False))
     )
-    read = samples(wanted(file, count=30, seed=7), chat)
+    read = samples(calibration(file, count=30, seed=7), chat)
     assert [ids.tolist() for ids in read] == expected["input_ids"]
     assert {ids.dtype for ids in read} == {np.dtype(np.int64)}
     assert max(ids.size for ids in read) == 64 and len({ids.size for ids in read}) > 5
-    assert not same(read, samples(wanted(file, count=30, seed=8), chat))
+    assert not same(read, samples(calibration(file, count=30, seed=8), chat))
 
 
 def test_order_is_the_samplers_own(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_order_is_the_samplers_own(tmp_path: Path) -> None:
     from llmcompressor.datasets.utils import LengthAwareSampler
 
     rows = [{"text": " ".join(WORDS[i : i + 1 + i * 7 % 23])} for i in range(400)]
-    of = wanted(jsonl(tmp_path / "rows.jsonl", rows), length=24)
+    of = calibration(jsonl(tmp_path / "rows.jsonl", rows), length=24)
     unsorted = samples(of, tokenizer())
     visited = list(LengthAwareSampler(datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in unsorted]})))
     assert same(token_ids(of, tokenizer()), [unsorted[index] for index in visited])
@@ -105,23 +105,23 @@ def test_order_is_the_samplers_own(tmp_path: Path) -> None:
     assert visited != stable, "no ties: the test shows nothing"
 
 
-def test_text_is_cut_into_full_pieces() -> None:
+def test_text_is_cut_into_full_samples() -> None:
     whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    read = token_ids(wanted(TEXT, length=100), tokenizer())
+    read = token_ids(calibration(TEXT, length=100), tokenizer())
     chunks = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
     assert sorted(ids.tolist() for ids in read) == chunks
     assert [ids.size for ids in read] == [100] * (len(whole) // 100) + [len(whole) % 100]
-    first = token_ids(wanted(TEXT, length=100, count=8), tokenizer())
+    first = token_ids(calibration(TEXT, length=100, count=8), tokenizer())
     assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
     assert [ids.tolist() for ids in first] != [whole[start : start + 100] for start in range(0, 800, 100)]
 
 
 def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
-    """A text of several stretches, the end of which is no UTF-8: it is never reached, and every piece is full."""
+    """A text of several stretches, the end of which is no UTF-8: it is never reached, and every sample is full."""
     file = tmp_path / "long.txt"
     file.write_bytes(TEXT.read_bytes() * 1100 + b"\xff")
     assert file.stat().st_size > 15 << 20
-    read = samples(wanted(file, count=24, length=16384), tokenizer())
+    read = samples(calibration(file, count=24, length=16384), tokenizer())
     assert [ids.size for ids in read] == [16384] * 24
     chunks = texts(read)
     assert sum(map(len, chunks)) > 1 << 20, "one stretch only"
@@ -133,10 +133,11 @@ def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
     [
         ({"messages": MESSAGES[3], "text": "no"}, "".join(m["content"] + "\n" for m in MESSAGES[3])),
         ({"text": "def f():\n    return 1", "instruction": "no"}, "def f():\n    return 1"),
+        ({"id": "1", "source": "s", "model": "m", "system_prompt": "p", "text": "an agent's log"}, "an agent's log"),
         ({"instruction": "Add.", "input": "", "output": "3"}, "Add.\n3"),
         ({"instruction": "Add.", "input": "1 2", "output": "3", "id": 9}, "Add.\n1 2\n3"),
     ],
-    ids=["messages", "text", "instruction", "instruction with input"],
+    ids=["messages", "text", "columns of a format of datasets", "instruction", "instruction with input"],
 )
 def test_columns_by_preference(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     lines = jsonl(tmp_path / "rows.jsonl", [row])
@@ -144,19 +145,13 @@ def test_columns_by_preference(tmp_path: Path, row: dict[str, Any], expected: st
     array.write_text(json.dumps([row]))
     table = parquet(tmp_path / "rows.parquet", {name: [value] for name, value in row.items()})
     for file in (lines, array, table):
-        assert texts(token_ids(wanted(file, length=2048), tokenizer())) == [expected]
-
-
-def test_rows_that_look_like_the_log_of_an_agent(tmp_path: Path) -> None:
-    """Columns by which `datasets` knows a format of its own, for which it would need a package."""
-    row = {"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": MESSAGES[2]}
-    assert len(token_ids(wanted(jsonl(tmp_path / "log.jsonl", [row])), tokenizer())) == 1
+        assert texts(token_ids(calibration(file, length=2048), tokenizer())) == [expected]
 
 
 def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     file = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
-    assert sorted(texts(token_ids(wanted(file), tokenizer(), notes.append))) == ["one", "two"]
+    assert sorted(texts(token_ids(calibration(file), tokenizer(), notes.append))) == ["one", "two"]
     assert notes == [f"{file}: 2 of 4 samples hold no token and are left out"]
 
 
@@ -167,35 +162,35 @@ def test_folder_is_read_by_name(tmp_path: Path) -> None:
     (folder / "README.md").write_text("what this is")
     (folder / ".gitattributes").write_text("")
     assert [file.name for file in local_files(str(folder))] == ["part0.parquet", "part1.parquet", "part2.parquet"]
-    read = texts(samples(wanted(folder, count=25), tokenizer()))
+    read = texts(samples(calibration(folder, count=25), tokenizer()))
     assert sorted(read) == sorted(f"{row // 10} {row % 10}" for row in range(25))
-    assert texts(token_ids(wanted(f"{folder}/", count=3), tokenizer())) != []
+    assert texts(token_ids(calibration(f"{folder}/", count=3), tokenizer())) != []
 
 
 def test_folder_of_texts_is_cut_file_by_file(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(f"{name} " * 30)
-    chunks = texts(samples(wanted(tmp_path, length=50), tokenizer()))
+    chunks = texts(samples(calibration(tmp_path, length=50), tokenizer()))
     assert all(("a.txt" in text) != ("b.txt" in text) for text in chunks) and len(chunks) > 2
 
 
 def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
     for name in ("train_sft-00000-of-00002", "train_sft-00001-of-00002-0abc", "test_sft-00000-of-00001"):
         parquet(tmp_path / f"{name}.parquet", {"text": [name]})
-    assert {text[:9] for text in texts(samples(wanted(tmp_path), tokenizer()))} == {"train_sft"}
-    assert texts(samples(wanted(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
+    assert {text[:9] for text in texts(samples(calibration(tmp_path), tokenizer()))} == {"train_sft"}
+    assert texts(samples(calibration(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
     with pytest.raises(InputError, match="has no split train; choose test_sft or train_sft with --dataset-split"):
-        samples(wanted(tmp_path, "train"), tokenizer())
+        samples(calibration(tmp_path, "train"), tokenizer())
 
 
 def test_tokenizer_is_left_as_it_was() -> None:
     own = tokenizer()
     own.backend_tokenizer.enable_truncation(max_length=5)
     before = own.backend_tokenizer.truncation
-    samples(wanted(TEXT, count=2), own)
+    samples(calibration(TEXT, count=2), own)
     assert own.backend_tokenizer.truncation == before
     own.backend_tokenizer.no_truncation()
-    samples(wanted(TEXT, count=2), own)
+    samples(calibration(TEXT, count=2), own)
     assert own.backend_tokenizer.truncation is None
 
 
@@ -225,27 +220,30 @@ def broken(folder: Path) -> dict[str, tuple[Path, str]]:
 def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
     for what, (file, words) in broken(tmp_path).items():
         with pytest.raises(InputError, match=words) as caught:
-            samples(wanted(file), tokenizer(TEMPLATE))
+            samples(calibration(file), tokenizer(TEMPLATE))
         assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
 
 
-def test_what_is_no_data_set(tmp_path: Path) -> None:
-    jsonl(tmp_path / "mixed" / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "mixed" / "b.txt").write_text("b")
-    jsonl(tmp_path / "unknown" / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "unknown" / "b.csv").write_text("b")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "README.md").write_text("nothing here")
-    for dataset, words in {
-        tmp_path / "mixed": "mixes json and text files",
-        tmp_path / "unknown": "b.csv: is of no kind",
-        tmp_path / "empty": "holds no data",
-        tmp_path / "none": "no such file or folder",
-        Path("data/none.jsonl"): "no such file or folder",
-        Path("none"): "no such file or folder",
-    }.items():
-        with pytest.raises(InputError, match=words):
-            local_files(str(dataset))
+@pytest.mark.parametrize(
+    ("dataset", "files", "words"),
+    [
+        ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
+        ("unknown", ("a.jsonl", "b.csv"), "b.csv: is of no kind"),
+        ("empty", ("README.md",), "holds no data"),
+        ("none", (), "no such file or folder"),
+    ],
+)
+def test_what_is_no_data_set(dataset: str, files: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    for name in files:
+        jsonl(tmp_path / dataset / name, [{"text": "a"}])
+    with pytest.raises(InputError, match=words):
+        local_files(str(tmp_path / dataset))
+
+
+def test_names_of_the_hub_are_no_files() -> None:
+    for missing in ("data/none.jsonl", "none"):
+        with pytest.raises(InputError, match="no such file or folder"):
+            local_files(missing)
     assert local_files("HuggingFaceH4/ultrachat_200k") == []
 
 
@@ -278,8 +276,7 @@ print(json.dumps(batches))
 
 
 def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Without a network: a downloaded snapshot is read, an error names the remedy; reading local
-    files leaves no trace."""
+    """A downloaded snapshot is read, an error names the remedy; reading local files leaves no trace."""
     home = tmp_path / "home"
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}
@@ -293,7 +290,7 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr == "", done.stderr
     local, rows, split, missing = json.loads(done.stdout)
-    assert local == [ids.tolist() for ids in token_ids(wanted(TEXT, count=12), tokenizer())]
+    assert local == [ids.tolist() for ids in token_ids(calibration(TEXT, count=12), tokenizer())]
     expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split

@@ -111,15 +111,8 @@ def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, s
     largest = (1 << bits - 1) - 1
     seen = max(tokens, 1) if sees == "all" else tokens
     shared = hessian_of(rng, HIDDEN, 400 if sees == "mixed" else seen)
-    _, stored = compensated(
-        bits,
-        [weights_of(rng, kind)],
-        [shared],
-        [hessian_of(rng, WIDTH, seen)],
-        tokens=[tokens],
-        sees=sees,
-        numa=numa,
-    )
+    down = hessian_of(rng, WIDTH, seen)
+    _, stored = compensated(bits, [weights_of(rng, kind)], [shared], [down], tokens=[tokens], sees=sees, numa=numa)
     for (_, projection), made in stored.items():
         first, *_ = parts = codes_of(bits, made)
         for codes, scales in parts if projection == "down" else [first]:
@@ -146,18 +139,18 @@ def test_experts_without_enough_tokens_are_searched() -> None:
         importance = torch.diagonal(hessian.sum).numpy().copy()
         return scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
 
+    def check(stored: Any, expert: int, projection: str, searched: bool) -> None:
+        ((codes, scales),) = codes_of(4, stored[expert, projection])
+        search = expected(expert, projection, down[expert] if projection == "down" else shared)
+        np.testing.assert_array_equal(scales, search[1])
+        assert np.array_equal(codes, search[0]) == searched, (expert, projection)
+
     for expert in range(4):
         for projection in SHAPES:
-            ((codes, scales),) = codes_of(4, stored[expert, projection])
-            search = expected(expert, projection, down[expert] if projection == "down" else shared)
-            np.testing.assert_array_equal(scales, search[1])
-            assert np.array_equal(codes, search[0]) == (expert != 3), (expert, projection)
+            check(stored, expert, projection, expert != 3)
     one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
     assert one.too_few == [0]
-    ((codes, scales),) = codes_of(4, stored[1, "down"])
-    search = expected(1, "down", down[1])
-    np.testing.assert_array_equal(scales, search[1])
-    assert not np.array_equal(codes, search[0])
+    check(stored, 1, "down", False)
 
 
 def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> None:

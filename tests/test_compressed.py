@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_archs import Model
 
-from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import pack_quantized
@@ -35,7 +36,7 @@ Build = Callable[..., MoeModel]
 
 
 @pytest.fixture
-def build(tmp_path: Path, write_safetensors: Any) -> Build:
+def build(tmp_path: Path) -> Build:
     """A checkpoint of layer 1 (and MTP layer 2) in any style: build("mixtral", style, prefix, extra tensors...)."""
 
     def make(
@@ -46,31 +47,12 @@ def build(tmp_path: Path, write_safetensors: Any) -> Build:
         shape: tuple[int, int, int] = (E, H, I),
         mtp: bool = False,
         extra: dict[str, tuple[int, ...]] | None = None,
-        **config: Any,
     ) -> MoeModel:
-        e, h, i = shape
-        shapes = {"gate": (i, h), "up": (i, h), "down": (h, i), "gate_up": (2 * i, h)}
-        tensors: dict[str, tuple[str, Any]] = {}
-        rng = np.random.default_rng(0)
-
-        def add(name: str, size: tuple[int, ...]) -> None:
-            tensors[name] = (BF16, reference.f32_to_bf16(rng.standard_normal(size).astype(np.float32)))
-
-        for layer in (1, 2) if mtp else (1,):
-            for part in style.parts:
-                template: str = getattr(style, part).replace("{prefix}", prefix)
-                if isinstance(style, Separate):
-                    for expert in range(e):
-                        add(template.format(layer=layer, expert=expert), shapes[part])
-                else:
-                    add(template.format(layer=layer), (e, *shapes[part]))
-        for name, size in (extra or {}).items():
-            add(name, size)
-        settings = {"model_type": family, "num_hidden_layers": 2, "num_experts": e, "hidden_size": h}
-        settings |= {"moe_intermediate_size": i, "intermediate_size": i}
-        (tmp_path / "config.json").write_text(json.dumps(settings | config))
-        write_safetensors(tmp_path / "model.safetensors", tensors)
-        return recognise(open_checkpoint(tmp_path))
+        arch = ROWS.get(family, Arch("?", (family,)))
+        model = Model(arch, style, prefix, shape=shape, layers=(1,), mtp=(2,) if mtp else ())
+        model.config["model_type"] = family
+        model.rest = {name: model.bits(*size) for name, size in (extra or {}).items()}
+        return model.read(tmp_path)
 
     return make
 

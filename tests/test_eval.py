@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,11 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
-from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import tokens
+from rig.files import edit_json
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -58,11 +59,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[s
     """The bundled model for the CPU and for the GPU."""
     root = tmp_path_factory.mktemp("converted")
     for method in METHODS:
-        convert, how = (
-            (gpu, ("--quant-method", "RTN", "--quant-type")) if method[0] == "W" else (cpu, ("--quant-method",))
-        )
-        words = ["-i", str(example), "-o", str(root / method), *how, method, "-q"]
-        done = CliRunner().invoke(convert, words)
+        how = ("gpu", "--quant-method", "RTN", "--quant-type") if method[0] == "W" else ("cpu", "--quant-method")
+        done = CliRunner().invoke(group, [*how, method, "-i", str(example), "-o", str(root / method), "-q"])
         assert done.exception is None, done.output
     return {method: root / method for method in METHODS}
 
@@ -203,30 +201,6 @@ def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: P
     done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
     assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
-    code, message = sentence(example, converted["W8A16"], text, "--skip-windows", 38, which="--gpu-weights")
-    assert code == 5 and "no window of 128 after the first 38" in message
-
-
-def test_gpu_weights_that_do_not_do(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    def refused(weights: Path, *rest: object) -> tuple[int, str]:
-        return sentence(example, weights, text, *rest, which="--gpu-weights")
-
-    assert refused(converted["W4A16"], "--cpu-weights", converted["int8"])[0] == 2
-    assert refused(converted["W4A16"], "--exact")[0] == 2
-    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
-    code, message = refused(example)
-    assert code == 3 and "holds no experts for the GPU" in message
-    assert refused(converted["int8"])[0] == 3
-    assert refused(tmp_path / "none")[0] == 5
-
-
-def test_gpu_weights_of_another_model(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    """One layer fewer."""
-    other = Path(shutil.copytree(converted["W8A16"], tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (other / "config.json").write_text(json.dumps(config))
-    code, message = sentence(example, other, text, which="--gpu-weights")
-    assert code == 3 and "was made from another model" in message
 
 
 # ---- known distributions ---------------------------------------------------------------------------------------------
@@ -241,23 +215,10 @@ def test_comparing_distributions() -> None:
     assert one.divergence == pytest.approx(0.25 * math.log(2))
     assert one.original[:3] == pytest.approx(-p) and one.converted[:3] == pytest.approx(-q)
     assert not one.agree.any()
-
-
-def test_logits_may_be_shifted_and_impossible() -> None:
-    """A constant changes no distribution; a token that cannot come adds nothing."""
-    p = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
-    one = evaluate.compare(p, p + 7, torch.tensor([0, 1]))
-    assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all()
-    assert np.isfinite(one.original).all()
-
-
-def test_divergence_is_that_of_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(50, 300, generator=generator).bfloat16() for _ in range(2))
-    wanted = torch.nn.functional.kl_div(
-        q.double().log_softmax(-1), p.double().log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
-    assert evaluate.compare(p, q, torch.zeros(50, dtype=torch.int64)).divergence == pytest.approx(wanted.numpy())
+    # A constant changes no distribution; a token that cannot come adds nothing.
+    shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
+    one = evaluate.compare(shifted, shifted + 7, torch.tensor([0, 1]))
+    assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()
 
 
 @pytest.mark.parametrize(
@@ -267,39 +228,60 @@ def test_the_error_of_a_layer(original: float, difference: float, relative: floa
     assert evaluate.ExpertsError(3, difference, original).relative == relative
 
 
-# ---- what cannot be evaluated
-# ------------------------------------------------------------------------------------------
+# ---- what cannot be evaluated ----------------------------------------------------------------------------------------
 
 
-def test_texts_that_do_not_do(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    weights = converted["int8"]
-    short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
-    short.write_text("def add(a, b):\n")
-    binary.write_bytes(b"\xff\xfe\x00")
-    code, message = sentence(example, weights, short)
-    assert code == 5 and "less than one window of 128" in message and str(short) in message
-    assert sentence(example, weights, binary)[0] == 5
-    assert sentence(example, weights, tmp_path / "none.txt")[0] == 5
-    code, message = sentence(example, weights, text, "--window", 4096)
-    assert code == 2 and "1024" in message
-    assert sentence(example, weights, text, "--window", 1)[0] == 2
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: dict[str, Path]) -> dict[str, Path]:
+    """Models, weights and texts that do not do, and those that do; "none" is not there."""
+    root = tmp_path_factory.mktemp("faulty")
+    for name in ("bare", "damaged"):
+        tokenizers = shutil.ignore_patterns("tokenizer*") if name == "bare" else None
+        shutil.copytree(example, root / name, ignore=tokenizers)
+    (root / "damaged" / "config.json").write_text("{}")
+    (root / "empty").mkdir()
+    (root / "short.txt").write_text("def add(a, b):\n")
+    (root / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    shutil.copytree(converted["W8A16"], root / "one layer fewer")
+    edit_json(root / "one layer fewer" / "config.json", lambda config: config.update(num_hidden_layers=1))
+    given = {"example": example, "text": example.parent / "heldout.txt", **converted}
+    return {**{path.name: path for path in root.iterdir()}, **given, "none": root / "none"}
 
 
-def test_models_and_weights_that_do_not_do(
-    converted: dict[str, Path], example: Path, text: Path, tmp_path: Path
-) -> None:
-    code, message = sentence(example, tmp_path, text)
-    assert code == 3 and "holds no expert weights" in message
-    assert sentence(tmp_path / "none", converted["int8"], text)[0] == 5
-    bare = tmp_path / "bare"
-    shutil.copytree(example, bare)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (bare / file).unlink()
-    code, message = sentence(bare, converted["int8"], text)
-    assert code == 5 and "no tokenizer" in message
-    (bare / "config.json").write_text("{}")
-    code, message = sentence(bare, converted["int8"], text)
-    assert code == 5 and "cannot load" in message
+CPU, GPU = "--cpu-weights", "--gpu-weights"
+
+
+@pytest.mark.parametrize(
+    ("model", "which", "weights", "text", "options", "code", "words"),
+    [
+        ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
+        ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
+        ("example", CPU, "int8", "none", (), 5, "none"),
+        ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
+        ("example", CPU, "int8", "text", ("--window", 1), 2, ""),
+        ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
+        ("none", CPU, "int8", "text", (), 5, ""),
+        ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
+        ("damaged", CPU, "int8", "text", (), 5, ""),
+        ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
+        ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
+        ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
+        ("example", GPU, "int8", "text", (), 3, ""),
+        ("example", GPU, "none", "text", (), 5, ""),
+        ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),
+        ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
+    ],
+)
+def test_what_cannot_be_evaluated(
+    model: str, which: str, weights: str, text: str, options: tuple[Any, ...], code: int, words: str,
+    faulty: dict[str, Path],
+) -> None:  # fmt: skip
+    found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
+    assert found[0] == code and re.search(words, found[1]), found
+
+
+def test_eval_needs_weights(example: Path, text: Path) -> None:
+    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

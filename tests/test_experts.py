@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_mask
-from ktconvert.pipeline.cli.experts import experts
 from ktconvert.pipeline.models import hot_by_counts
+from rig.conversion import here
 from rig.safetensors import write_file
 
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
@@ -30,12 +29,8 @@ def statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str = "cou
     return folder
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(experts, [*map(str, arguments)])
-
-
 def sentence(*arguments: object) -> tuple[int, str]:
-    error = run(*arguments).exception
+    error = here("experts", *arguments).exception
     assert isinstance(error, KtconvertError) and "\n" not in str(error)
     return error.exit_code, str(error)
 
@@ -61,8 +56,8 @@ def test_of_each_layer(table: list[list[int]], data: st.DataObject) -> None:
     mask = hot_by_counts.of_each_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
         assert hot.sum() == (number if row.any() else 0)
-        wanted = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
-        assert sorted(wanted) == np.flatnonzero(hot).tolist()
+        expected = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
+        assert sorted(expected) == np.flatnonzero(hot).tolist()
 
 
 @settings(deadline=None)
@@ -127,24 +122,17 @@ def test_what_kt_kernel_says_it_does() -> None:
         np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.view(counts.shape).numpy())
 
 
-def test_a_layer_without_experts_gets_none() -> None:
-    """Where experts that no token reached must be hot, too, they are taken from layers that have experts."""
-    pytest.importorskip("torch")
-    mask = hot_by_counts.of_all_layers(COUNTS, 8)
-    assert mask.tolist() == [[False] * 4, [True] * 4, [True] * 4]
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
-    done = run(statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
+    done = here("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
     assert done.exception is None, done.exception
-    wanted = [[False] * 4, [True, False, False, True], [True, False, True, False]]
-    assert hot_mask.read(output).tolist() == wanted
+    expected = [[False] * 4, [True, False, False, True], [True, False, True, False]]
+    assert hot_mask.read(output).tolist() == expected
     per_layer = hot_mask.per_layer(str(output), None, {1: 4, 2: 4}, 3)
-    assert {layer: row.tolist() for layer, row in per_layer.items()} == {1: wanted[1], 2: wanted[2]}
+    assert {layer: row.tolist() for layer, row in per_layer.items()} == {1: expected[1], 2: expected[2]}
     assert done.stdout.splitlines() == [
         "layer  hot  coverage  experts",
         "1      2    70.0%     0, 3",
@@ -158,7 +146,7 @@ def test_json_and_total(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     output = tmp_path / "mask.safetensors"
     for _ in range(2):  # a mask may be replaced
-        done = run(statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
+        done = here("experts", statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
     assert json.loads(done.stdout) == {
         "event": "chosen",
         "statistics": str(tmp_path / "s"),
@@ -176,11 +164,11 @@ def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")
     picture, link = tmp_path / f"experts{suffix}", tmp_path / f"link{suffix}"
     words = (statistics(tmp_path / "s"), "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1, "--plot")
-    assert run(*words, picture).exception is None
+    assert here("experts", *words, picture).exception is None
     assert picture.read_bytes().startswith(begins)
     before = picture.stat()
     link.symlink_to(picture)
-    assert run(*words, link).exception is None
+    assert here("experts", *words, link).exception is None
     assert link.is_symlink() and picture.stat().st_ino != before.st_ino
     picture.write_bytes(begins + b"drawn by hand, to go with what ktconvert wrote")
     for name in (picture, link):
@@ -216,16 +204,19 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.pipeline.models.hot_by_counts.find_spec", lambda name: None)
     found = sentence(statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors", "--total", 1)
     assert found == (1, "--total needs torch, not installed here: pip install 'ktconvert[torch]'")
-    assert run(tmp_path / "s", "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1).exception is None
+    assert (
+        here("experts", tmp_path / "s", "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1).exception
+        is None
+    )
 
 
 def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
     write_file(theirs, {hot_mask.KEY: ("BOOL", np.zeros((3, 4), np.uint8))})
-    for place, wanted in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
+    for place, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
         code, text = sentence(folder, "--output", place, "--num-gpu-experts", 1)
-        assert code == wanted and str(place) in text
+        assert code == expected and str(place) in text
     assert not hot_mask.read(theirs).any()
     code, text = sentence(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
     assert code == 2 and "no directory" in text

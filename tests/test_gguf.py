@@ -163,7 +163,8 @@ def test_fused_and_legacy_names_hold_the_same_experts(tmp_path: Path) -> None:
                 for expert in range(E):
                     tensors[f"blk.{layer}.ffn_{part}.{expert}.weight"] = (kind, stored[expert])
 
-    models = [recognised(small(tmp_path / name, how)) for name, how in (("s.gguf", lambda _: 0), ("f.gguf", fuse), ("c.gguf", cut))]  # fmt: skip
+    files = (small(tmp_path / "s.gguf"), small(tmp_path / "f.gguf", fuse), small(tmp_path / "c.gguf", cut))
+    models = [*map(recognised, files)]
     for layer in range(2):
         for expert in range(E):
             for part in PROJECTIONS:
@@ -221,23 +222,28 @@ def test_a_file_of_a_split_under_another_name(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "alone.gguf")
 
 
-def test_a_file_of_a_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the cache, all files of its split; what is not there is named with the command that gets it."""
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the only model in the cache, org/name; there is no network."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    folder = tmp_path / "models--org--name-GGUF" / "snapshots" / ("0" * 40)
-    split(folder / "Q8_0")
-    (tmp_path / "models--org--name-GGUF" / "refs").mkdir()
-    (tmp_path / "models--org--name-GGUF" / "refs" / "main").write_text("0" * 40)
-    found = open_checkpoint("org/name-GGUF:Q8_0/m-00002-of-00003.gguf")
-    assert len(found.shards) == 3 and found.root == folder / "Q8_0"
-    (folder / "Q8_0" / "m-00003-of-00003.gguf").unlink()
-    with pytest.raises(
-        InputError, match=r"incomplete.*`hf download org/name-GGUF Q8_0/m-00001-of-00003\.gguf Q8_0/m-00002"
-    ):
-        open_checkpoint("org/name-GGUF:Q8_0/m-00002-of-00003.gguf")
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("0" * 40)
+    return refs.with_name("snapshots") / ("0" * 40)
+
+
+def test_a_file_of_a_hub_repository(snapshot: Path) -> None:
+    """From the cache, all files of its split; what is not there is named with the command that gets it."""
+    split(snapshot / "Q8_0")
+    found = open_checkpoint("org/name:Q8_0/m-00002-of-00003.gguf")
+    assert len(found.shards) == 3 and found.root == snapshot / "Q8_0"
+    (snapshot / "Q8_0" / "m-00003-of-00003.gguf").unlink()
+    words = r"incomplete.*`hf download org/name Q8_0/m-00001-of-00003\.gguf Q8_0/m-00002"
+    with pytest.raises(InputError, match=words):
+        open_checkpoint("org/name:Q8_0/m-00002-of-00003.gguf")
     with pytest.raises(UsageError, match="not the name of a file"):
-        open_checkpoint("org/name-GGUF:../m.gguf")
+        open_checkpoint("org/name:../m.gguf")
     assert not any(".gguf" in pattern for pattern in hub.FILES)  # a repository may hold a terabyte of them
 
 
@@ -319,15 +325,10 @@ def test_the_activation_of_the_metadata_is_that_of_the_row(tmp_path: Path) -> No
 
 
 def hugging_face(folder: Path, **changed: Any) -> Path:
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 2,
-        "num_experts": E,
-        "hidden_size": H,
-        "hidden_act": "silu",
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": I} | changed))
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "hidden_size": H}
+    config |= {"hidden_act": "silu", "moe_intermediate_size": I} | changed
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"not looked at")
     return folder
@@ -408,15 +409,9 @@ def test_families_that_share_an_architecture(arch: str, family: str, changed: di
     assert recognised(source, str(hugging_face(tmp_path / "hf", model_type=family, **changed))).shape(0) == (E, H, I)
 
 
-def test_config_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_of_a_model_of_the_hub(snapshot: Path, tmp_path: Path) -> None:
     """Its weights need not be in the cache."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
     (hugging_face(snapshot) / "model.safetensors").unlink()
-    (tmp_path / "models--org--name" / "refs").mkdir()
-    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
     source = small(tmp_path / "m.gguf")
     moe = recognised(source, "org/name")
     assert moe.source.config["model_type"] == "qwen3_moe" and moe.source.companion_root == snapshot

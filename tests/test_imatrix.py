@@ -41,16 +41,21 @@ def sums_of(layer: int, projection: str, shape: tuple[int, int, int] = SMALL[3])
 
 
 def by_gguf_py(path: Path, tensors: Mapping[str, Any]) -> Path:
-    return rig.write(path, {name: ("F32", values) for name, values in tensors.items()}, {"general.type": "imatrix"})
+    kinds = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
+    stored = {name: (kinds[values.dtype], values) for name, values in tensors.items()}
+    return rig.write(path, stored, {"general.type": "imatrix"})
 
 
-def small_gguf(path: Path, counts: Any = COUNTS, names: Mapping[str, str] = NAMES) -> Path:
-    """The statistics of SMALL, written by gguf-py."""
+def small_gguf(
+    path: Path, names: Mapping[str, str] = NAMES, change: Callable[[dict[str, Any]], object] = lambda tensors: None
+) -> Path:
+    """The statistics of SMALL, changed, written by gguf-py."""
     tensors: dict[str, Any] = {"blk.3.attn_k.weight.in_sum2": np.ones(8, np.float32)}
     for layer in SMALL:
         for projection, name in names.items():
             tensors[name.format(layer) + ".in_sum2"] = sums_of(layer, projection)
-            tensors[name.format(layer) + ".counts"] = np.asarray(counts, np.float32).reshape(-1, 1)
+            tensors[name.format(layer) + ".counts"] = COUNTS.astype(np.float32).reshape(-1, 1)
+    change(tensors)
     return by_gguf_py(path, tensors)
 
 
@@ -93,42 +98,28 @@ def test_llama_cpp_files_agree() -> None:
     ]
 
 
-def test_llama_cpp_file_is_what_gguf_py_reads() -> None:
-    ours = open_imatrix(FILES["gguf"], "small", SHAPES)
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(FILES["gguf"]).tensors}
-    for layer in SHAPES:
-        for projection, name in NAMES.items():
-            np.testing.assert_array_equal(ours.read(layer, projection), tensors[name.format(layer) + ".in_sum2"])
-            counts = tensors[name.format(layer) + ".counts"]
-            np.testing.assert_array_equal(ours.sums[layer, projection].counts, counts.reshape(-1))
-
-
-def test_gguf_by_gguf_py(tmp_path: Path) -> None:
-    ours = open_imatrix(small_gguf(tmp_path / "i.gguf"), "small", SMALL)
-    for layer in SMALL:
-        assert ours.unreached(layer) == (1,)
-        for projection in PARTS:
-            expected = sums_of(layer, projection)
-            np.testing.assert_array_equal(ours.read(layer, projection), expected)
-            assert ours.importance(layer, 1, projection) is None
-            for expert in (0, 2):
-                mean = expected[expert] / np.float32(COUNTS[expert])
-                np.testing.assert_array_equal(ours.importance(layer, expert, projection), mean)
-
-
-@pytest.mark.parametrize("tail", [b"", struct.pack("<ii", 62, 3) + b"x.y", struct.pack("<i", 62) + bytes(4)])
-def test_binary_by_its_form(tmp_path: Path, tail: bytes) -> None:
-    """With and without what newer files have at their end."""
-    path = tmp_path / "i.dat"
-    path.write_bytes(small_binary(7, tail))
+@pytest.mark.parametrize(
+    "tail", [None, b"", struct.pack("<ii", 62, 3) + b"x.y", struct.pack("<i", 62) + bytes(4)], ids=repr
+)
+def test_statistics_are_read(tmp_path: Path, tail: bytes | None) -> None:
+    """By gguf-py, or in the old form with and without what newer files have at their end."""
+    path = tmp_path / "i"
+    if tail is None:
+        small_gguf(path)
+    else:
+        path.write_bytes(small_binary(7, tail))
     ours = open_imatrix(path, "small", SMALL)
     for layer in SMALL:
         assert ours.unreached(layer) == (1,)
         for projection in PARTS:
+            sums = sums_of(layer, projection)
+            if tail is None:
+                np.testing.assert_array_equal(ours.read(layer, projection), sums)
             assert ours.importance(layer, 1, projection) is None
             for expert in (0, 2):
-                mean = sums_of(layer, projection)[expert] / COUNTS[expert]
-                np.testing.assert_allclose(ours.importance(layer, expert, projection), mean, rtol=3e-7)
+                mean = sums[expert] / np.float32(COUNTS[expert])
+                rtol = 0 if tail is None else 3e-7
+                np.testing.assert_allclose(ours.importance(layer, expert, projection), mean, rtol=rtol)
 
 
 def test_no_calls_are_no_counts(tmp_path: Path) -> None:
@@ -263,16 +254,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 
 @pytest.mark.parametrize(("change", "words"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
 def test_bad_gguf(tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
-    tensors: dict[str, Any] = {"blk.3.attn_k.weight.in_sum2": np.ones(8, np.float32)}
-    for layer in SMALL:
-        for projection, name in NAMES.items():
-            tensors[name.format(layer) + ".in_sum2"] = sums_of(layer, projection)
-            tensors[name.format(layer) + ".counts"] = COUNTS.astype(np.float32).reshape(-1, 1)
-    change(tensors)
-    path = tmp_path / "i.gguf"
-    kinds = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
-    rig.write(path, {name: (kinds[values.dtype], values) for name, values in tensors.items()}, {})
-    refused(path, words)
+    refused(small_gguf(tmp_path / "i.gguf", change=change), words)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
@@ -22,9 +21,9 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.cli import group
 from ktconvert.quantizers import groups, packed, reference
 from rig import floats, golden
+from rig.conversion import here
 from rig.encodings import ENCODINGS, PROJECTIONS, E, H, I, Stored, checkpoint, gptq_config, scheme, write, write_plain
 from rig.safetensors import NUMPY, metadata_of, read_file, read_folder, write_file
 
@@ -42,11 +41,6 @@ def model_of(folder: Path, **how: Any) -> MoeModel:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A checkpoint in an encoding and its values; written once, only to be read."""
     return functools.cache(lambda name: write(name, tmp_path_factory.mktemp("written") / "model"))
-
-
-def here(*words: object) -> Any:
-    """The command in this process."""
-    return CliRunner().invoke(group, [*map(str, words)])
 
 
 def convert(source: Path, out: Path, method: str, *more: object) -> str:
@@ -185,11 +179,6 @@ def test_another_checkpoint_format_is_another_source(tmp_path: Path) -> None:
         readings.append(model.reading(0))
         values.append(kernels.decode(model.linear(0, 0, "gate")))
     assert readings[0] != readings[1] and (values[0] != values[1]).any()
-
-
-def test_awq_as_an_output_is_no_method(written: Written, cli: Any, tmp_path: Path) -> None:
-    done = cli("cpu", "-i", written("awq")[0], "-o", tmp_path / "out", "--quant-method", "awq", code=3)
-    assert "--quant-method awq: nothing loads kt-kernel's AWQ layout" in done.stderr
 
 
 def test_experts_of_mtp_blocks_are_left_out(tmp_path: Path) -> None:
@@ -582,6 +571,8 @@ def too_large(tensors: Stored, quantization: Quantization, base: str) -> None:
     ("name", "spoil", "words"),
     [
         ("DeepSeek-V4", value(".scale", (3, 2), 255), "w1.scale': scale [3, 2] is nan"),
+        ("FP8 in blocks", value(".weight_scale_inv", (2, 1), np.nan), "weight_scale_inv': scale [2, 1] is nan"),
+        ("FP8 in blocks", value(".weight_scale_inv", (2, 1), np.inf), "weight_scale_inv': scale [2, 1] is inf"),
         ("DeepSeek-V4", too_large, "holds a value that is not finite at row 5, column 141"),
         ("MXFP8", value(".weight_scale_inv", (3, 2), 255), "weight_scale_inv': scale [3, 2] is nan"),
         ("modelopt NVFP4", value(".weight_scale", (3, 2), 0x7F), "weight_scale': scale [3, 2] is nan"),

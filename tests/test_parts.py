@@ -20,22 +20,32 @@ from rig.bench import CONVERSIONS, SHARD, Bench
 PARTED = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
 
 
-def test_a_part_is_a_number_of_a_count() -> None:
-    assert str(parse("0/3", {})) == "0/3"
-    assert (parse("12/64", {}).number, parse("12/64", {}).count) == (12, 64)
-    for text in ("3/3", "4/3", "-1/3", "1", "1/2/3", "a/3", "1/0", "", "env"):
-        with pytest.raises(UsageError, match="--part"):
-            parse(text, {})
+SLURM = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1-5:2
 
 
-def test_env_names_a_part() -> None:
-    assert str(parse("env", {"RANK": "1", "WORLD_SIZE": "4"})) == "1/4"
-    slurm = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1-5:2
-    assert str(parse("env", slurm | {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"})) == "2/3"
-    assert str(parse("env", {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"})) == "2/3"
-    for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x", "WORLD_SIZE": "4"}, {"RANK": "1"}, slurm):
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        ("0/3", {}, "0/3"),
+        ("12/64", {}, "12/64"),
+        *((text, {}, "") for text in ("3/3", "4/3", "-1/3", "1", "1/2/3", "a/3", "1/0", "", "env")),
+        ("env", {"RANK": "1", "WORLD_SIZE": "4"}, "1/4"),
+        ("env", SLURM | {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}, "2/3"),
+        ("env", {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"}, "2/3"),
+        ("env", {"RANK": "4", "WORLD_SIZE": "4"}, ""),
+        ("env", {"RANK": "x", "WORLD_SIZE": "4"}, ""),
+        ("env", {"RANK": "1"}, ""),
+        ("env", SLURM, ""),
+    ],
+)
+def test_a_part_is_a_number_of_a_count(text: str, environment: dict[str, str], expected: str) -> None:
+    """Given, or by the environment; "" is refused."""
+    if expected:
+        part = parse(text, environment)
+        assert str(part) == expected == f"{part.number}/{part.count}"
+    else:
         with pytest.raises(UsageError, match="--part"):
-            parse("env", wrong)
+            parse(text, environment)
 
 
 @pytest.mark.parametrize("which", PARTED)
@@ -63,13 +73,6 @@ def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
         assert "1 of 3 units are missing (layer-001), those of --part 1/3" in refused.stderr
     assert bench.cpu("--part", "1/3").returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(expected)
-
-
-def test_what_parts_have_not_made_can_be_made_here(bench: Bench) -> None:
-    expected = bench.fresh()
-    assert bench.cpu("--part", "0/2").returncode == 0
-    assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
     bench.finished_as(expected)
 
 
@@ -110,13 +113,13 @@ def test_a_plan_is_not_shown_where_it_would_be_refused(bench: Bench) -> None:
 
 
 def test_any_other_count_goes_on(bench: Bench) -> None:
+    """What no part has made can be made here."""
     expected = bench.fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
-    made = [attempt.name for attempt in attempts.read(locate(bench.output))]
-    for part in ("0/2", "1/2"):
-        assert bench.cpu("--part", part).returncode == 0
-    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > set(made)
-    assert bench.run("resume", bench.output).returncode == 0
+    made = {attempt.name for attempt in attempts.read(locate(bench.output))}
+    assert bench.cpu("--part", "0/2").returncode == 0
+    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > made
+    assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
     bench.finished_as(expected)
 
 

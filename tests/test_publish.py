@@ -98,12 +98,17 @@ assert digest == publish.sha256_file(path)
 """
 
 
-@pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
-def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
-    env = {**os.environ, "LD_PRELOAD": str(shims.build(tmp_path, "refusing", code))}
-    command = [sys.executable, "-c", WRITE, tmp_path / "file"]
+def runs(program: str, path: Path, shim: Path | None = None) -> None:
+    """This program ends well, with a shim if there is one."""
+    env = {**os.environ, **({"LD_PRELOAD": str(shim)} if shim else {})}
+    command = [sys.executable, "-c", program, path]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
+def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
+    runs(WRITE, tmp_path / "file", shims.build(tmp_path, "refusing", code))
 
 
 SAVE = """
@@ -121,9 +126,7 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 
 
 def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, read_tree: Any) -> None:
-    env = {**os.environ, "LD_PRELOAD": str(shims.refusing(tmp_path, "EINVAL", "renameat2"))}
-    done = subprocess.run([sys.executable, "-c", SAVE, tmp_path], env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    runs(SAVE, tmp_path, shims.refusing(tmp_path, "EINVAL", "renameat2"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
 
@@ -144,9 +147,7 @@ assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b"
 
 @pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
 def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    env = {**os.environ, **({"LD_PRELOAD": str(shims.refusing(tmp_path, "EPERM", *missing))} if missing else {})}
-    done = subprocess.run([sys.executable, "-c", NEW, tmp_path], env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    runs(NEW, tmp_path, shims.refusing(tmp_path, "EPERM", *missing) if missing else None)
 
 
 # Another process makes a file in a folder, and takes one away, when all that was there before has been seen.
@@ -185,6 +186,4 @@ def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path: Path) 
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "gone").touch()
-    env = {**os.environ, "LD_PRELOAD": str(shims.build(tmp_path, "meanwhile", MEANWHILE))}
-    done = subprocess.run([sys.executable, "-c", REMOVE, folder], env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    runs(REMOVE, folder, shims.build(tmp_path, "meanwhile", MEANWHILE))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs import FORMATS
@@ -22,11 +22,9 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics.folder import encode
 from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
-from ktconvert.pipeline.cli import group
 from ktconvert.quantizers import scale_search
 from rig import conversion, killpoint
-from rig.conversion import HIDDEN, KTCONVERT, WIDTH
-from rig.golden import FOLDER
+from rig.conversion import HIDDEN, KTCONVERT, WIDTH, here
 from rig.safetensors import metadata_of, read_file, write_file
 
 LAYERS, EXPERTS = 2, 3
@@ -59,11 +57,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imatrix(source: Path) -> Path:
     """In the folder that --statistics would name."""
     return statistics(source.parent / "statistics" / "imatrix.gguf")
-
-
-def here(*arguments: object) -> Result:
-    """The command in this process."""
-    return CliRunner().invoke(group, [*map(str, arguments)])
 
 
 def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
@@ -118,14 +111,6 @@ def test_the_bytes_are_those_of_the_definition(source: Path, imatrix: Path, outp
     assert differ > 20  # of 24 weighted parts, or the weights would change nothing
 
 
-def test_llama_cpp_files_and_loose_output(example: Path, tmp_path: Path) -> None:
-    """The example model with llama.cpp's own statistics of it, in both forms."""
-    for form in ("gguf", "dat"):
-        convert(example, tmp_path / form, FOLDER / f"llama_cpp.imatrix.{form}", "--no-merge-safetensor")
-    sizes = [{path.name: path.stat().st_size for path in (tmp_path / form).rglob("*.kt")} for form in ("gguf", "dat")]
-    assert sizes[0] == sizes[1] and sizes[0]
-
-
 def test_backward_weights_are_those_of_mse(source: Path, imatrix: Path, tmp_path: Path) -> None:
     """A row of a transpose is a column of the linear: its importance is the same all along the row."""
     convert(source, tmp_path / "imatrix", imatrix, "--save-backward-weights", "--layers", "0")
@@ -141,12 +126,11 @@ def test_backward_weights_are_those_of_mse(source: Path, imatrix: Path, tmp_path
 # --- what is recorded -----------------------------------------------------------------------------
 
 
-def test_the_statistics_are_recorded(source: Path, imatrix: Path, tmp_path: Path) -> None:
-    digest = hashlib.sha256(imatrix.read_bytes()).hexdigest()
-    for scale, path in (("first", tmp_path / "a"), ("again", tmp_path / "b")):
-        other = statistics(tmp_path / f"{scale}.gguf")  # the same content elsewhere: the same output
-        done = convert(source, path, other)
-    assert conversion.tree(tmp_path / "a") == conversion.tree(tmp_path / "b")
+def test_the_statistics_are_recorded(source: Path, imatrix: Path, output: Path, tmp_path: Path) -> None:
+    digest, path = hashlib.sha256(imatrix.read_bytes()).hexdigest(), tmp_path / "a"
+    same = statistics(tmp_path / "same.gguf")  # the same content elsewhere: the same output
+    done = convert(source, path, same, "--quant-method", output.name)
+    assert conversion.tree(path) == conversion.tree(output)
     document = json.loads((path / "manifest.json").read_bytes())
     assert document["settings"]["imatrix_sha256"] == document["model"]["imatrix"] == digest
     assert document["model"]["scale"] == document["settings"]["scale"] == "imatrix"
@@ -248,20 +232,16 @@ def test_options_that_do_not_go_together(source: Path, imatrix: Path, tmp_path: 
     ids=["layers", "experts", "width"],
 )
 def test_statistics_of_another_model(source: Path, tmp_path: Path, shapes: Any, words: tuple[str, ...]) -> None:
-    """One sentence names both."""
-    other, output = statistics(tmp_path / "other.gguf", shapes), tmp_path / "out"
-    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
-    refused(done, 5, str(other), str(source), *words)
+    """One sentence names both; and if they are damaged or missing."""
+    other, output = statistics(tmp_path / "imatrix.gguf", shapes), tmp_path / "out"
+    command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
+    refused(here(*command), 5, str(other), str(source), *words)
+    other.write_bytes(other.read_bytes()[:-1000])
+    refused(here(*command), 5, str(other), "cut short")
+    other.unlink()
+    refused(here(*command), 5, str(other))
+    refused(here(*command[:-2], "--statistics", tmp_path), 5, str(other))
     assert not output.exists()
-
-
-def test_damaged_and_missing_statistics(source: Path, imatrix: Path, tmp_path: Path) -> None:
-    path = tmp_path / "i.gguf"
-    command = ("cpu", "-i", source, "-o", tmp_path / "out", "--scale", "imatrix")
-    refused(here(*command, "--imatrix", path), 5, str(path))
-    path.write_bytes(imatrix.read_bytes()[:-1000])
-    refused(here(*command, "--imatrix", path), 5, str(path), "cut short")
-    refused(here(*command, "--statistics", tmp_path), 5, str(tmp_path / "imatrix.gguf"))
 
 
 def test_a_folder_of_statistics(source: Path, imatrix: Path, tmp_path: Path) -> None:

@@ -136,12 +136,12 @@ def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int
     return captured
 
 
-def assert_same(have: Any, want: Any, layers: Sequence[int]) -> None:
-    have, want = ({key: value for key, value in x.items() if key[0] in layers} for x in (have, want))
-    assert have.keys() == want.keys() and have
-    for key in want:
-        assert have[key][0] == want[key][0], key
-        assert torch.equal(have[key][1], want[key][1]), key
+def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
+    ours, expected = ({key: value for key, value in x.items() if key[0] in layers} for x in (ours, expected))
+    assert ours.keys() == expected.keys() and ours
+    for key in expected:
+        assert ours[key][0] == expected[key][0], key
+        assert torch.equal(ours[key][1], expected[key][1]), key
 
 
 # --- tests ----------------------------------------------------------------------------------------
@@ -154,8 +154,7 @@ def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: l
     walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
     model = transformers_model()
     layers = range(len(model.model.layers))
-    want = by_hooks(model, samples, routed)
-    assert_same(ours.of, want, layers)
+    assert_same(ours.of, by_hooks(model, samples, routed), layers)
     of_routed = ours.of if routed else other.of
     for layer in layers:
         tokens = counts.tokens[layer]

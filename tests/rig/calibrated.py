@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rig import families, forks, oneshot
+from rig import families, forks, oneshot, stored
 from rig.safetensors import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,18 +99,10 @@ def sources(folder: Path) -> dict[str, Path]:
     """The models, each with the bundled one's tokenizer."""
     from safetensors.torch import load_file, save_file
 
-    def make(name: str, family: str, fused: bool = False, **differs: Any) -> Path:
-        models: Path = families.make(family, fused, folder / name, vocab_size=VOCABULARY, **differs)
-        return models
-
-    models = {family: make(family, family) for family in families.FAMILIES if family != "qwen3_moe"}
+    models = {name: make(name, False, folder / name) for name in families.FAMILIES if name != "qwen3_moe"}
     for name, fused in (("qwen3_moe", False), ("qwen3_moe fused", True)):
-        models[name] = make(name, "qwen3_moe", fused, num_hidden_layers=3)
-    models["bundled"] = folder / "bundled"
-    shutil.copytree(EXAMPLE, models["bundled"])
-    for path in models.values():
-        for name in TOKENIZER:
-            shutil.copy(EXAMPLE / name, path)
+        models[name] = make("qwen3_moe", fused, folder / name, num_hidden_layers=3)
+    models["bundled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled"))
 
     def changed(name: str, old: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
         models[name] = folder / name
@@ -121,19 +113,19 @@ def sources(folder: Path) -> dict[str, Path]:
 
     quantized = changed("qwen3_moe FP8", "qwen3_moe", to_fp8)
     config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    }
-    (quantized / "config.json").write_text(json.dumps(config))
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": stored.FP8}))
     changed("qwen3_moe decoded", "qwen3_moe", lambda tensors: from_fp8(to_fp8(tensors)))
     return models
 
 
 def small(folder: Path) -> Path:
     """A Qwen3-MoE of three layers with four experts, and the bundled tokenizer."""
-    model: Path = families.make("qwen3_moe", False, folder, vocab_size=VOCABULARY, num_hidden_layers=3, num_experts=4)
+    return make("qwen3_moe", False, folder, num_hidden_layers=3, num_experts=4)
+
+
+def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
+    """A model of this family, with the bundled one's tokenizer."""
+    model: Path = families.make(family, fused, folder, vocab_size=VOCABULARY, **differs)
     for name in TOKENIZER:
         shutil.copy(EXAMPLE / name, model)
     return model
@@ -192,23 +184,26 @@ def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[li
 # ---- conversions -----------------------------------------------------------------------------------------------------
 
 
+def usual(dataset: Path, threads: int = 1) -> list[str]:
+    """Options of every conversion with samples."""
+    words = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
+    return [*words, "--force-cpu"]
+
+
 def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
     """The words of a conversion."""
-    words = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads))
-    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, "--force-cpu", *words, *options]
+    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, *usual(dataset, threads), *options]
 
 
 def scale_gptq(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
     """The words of `ktconvert cpu --scale gptq`."""
-    words = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", "1")
     where = ("-i", str(model), "-o", str(out))
-    return ["cpu", *where, "--scale", "gptq", "--force-cpu", "--min-expert-tokens", "4", *words, *options]
+    return ["cpu", *where, "--scale", "gptq", "--min-expert-tokens", "4", *usual(dataset), *options]
 
 
 def calibrate(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
     """The words of `ktconvert calibrate`."""
-    words = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", "1")
-    return ["calibrate", str(model), "--output", str(out), "--force-cpu", *words, *options]
+    return ["calibrate", str(model), "--output", str(out), *usual(dataset), *options]
 
 
 class Converted(NamedTuple):

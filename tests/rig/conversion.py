@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from click.testing import CliRunner, Result
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
@@ -103,6 +104,13 @@ def ktconvert(
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
     how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
     return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+
+
+def here(*arguments: object) -> Result:
+    """The command in this process."""
+    from ktconvert.pipeline.cli import group
+
+    return CliRunner().invoke(group, [*map(str, arguments)])
 
 
 @functools.cache

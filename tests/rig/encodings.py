@@ -35,7 +35,7 @@ E4M3 = np.array(
 @dataclass(frozen=True)
 class Encoding:
     """name: in facts. claim: in --input-type. config: quantization_config. v4, stacked: the names of DeepSeek-V4, those of
-    gpt-oss. few: 4 bits, of which AMXINT4 is warned."""
+    gpt-oss."""
 
     name: str
     claim: str
@@ -43,7 +43,11 @@ class Encoding:
     config: Mapping[str, Any] | None = None
     v4: bool = False
     stacked: bool = False
-    few: bool = True
+
+    @property
+    def few(self) -> bool:
+        """4 bits, of which AMXINT4 is warned."""
+        return self.name.endswith("4")
 
     def base(self, expert: int, projection: str) -> str:
         """What the names of a weight's tensors begin with."""
@@ -217,12 +221,8 @@ def awq(own: Codes) -> Stored:
 
 def int8(own: Codes) -> Stored:
     """compressed-tensors' int-quantized."""
-    zeros = ("I8", (own.zeros - 128).astype(np.int8))
-    return {
-        ".weight": ("I8", (own.codes - 128).astype(np.int8)),
-        ".weight_scale": ("F32", own.scales),
-        ".weight_zero_point": zeros,
-    }
+    codes, zeros = ((values - 128).astype(np.int8) for values in (own.codes, own.zeros))
+    return {".weight": ("I8", codes), ".weight_scale": ("F32", own.scales), ".weight_zero_point": ("I8", zeros)}
 
 
 # --- quantization_config ------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def awq_config(group: int) -> dict[str, Any]:
 
 
 def _ct(bits: int, group: int | None, store: Any, zeros: bool = False, order: bool = False, **config: Any) -> Encoding:
-    few, of_config = bits == 4, scheme(bits, group, not zeros, **config)
-    return Encoding(f"INT{bits}", f"int{bits}", integers(bits, group, store, zeros, order), of_config, few=few)
+    of_config = scheme(bits, group, not zeros, **config)
+    return Encoding(f"INT{bits}", f"int{bits}", integers(bits, group, store, zeros, order), of_config)
 
 
 def _gptq(
@@ -262,26 +262,24 @@ def _gptq(
 ) -> Encoding:
     of_config = gptq_config(bits, group or -1, **config)
     made = integers(bits, group, gptq(zeros, listed), bool(zeros), order)
-    return Encoding(f"GPTQ_INT{bits}", "gptq", made, of_config, few=bits == 4)
+    return Encoding(f"GPTQ_INT{bits}", "gptq", made, of_config)
 
 
 V2 = {"checkpoint_format": "gptq_v2"}
 ENCODINGS: dict[str, Encoding] = {
-    "FP8 in blocks": Encoding(
-        "F8_E4M3", "fp8", fp8((128, 128), ".weight_scale_inv"), fp8_config((128, 128)), few=False
-    ),
-    "FP8 of 100x72": Encoding("F8_E4M3", "fp8", fp8((100, 72), ".weight_scale_inv"), fp8_config((100, 72)), few=False),
-    "FP8 in rows": Encoding("F8_E4M3", "fp8", fp8((1, 1 << 20), ".weight_scale"), few=False),
+    "FP8 in blocks": Encoding("F8_E4M3", "fp8", fp8((128, 128), ".weight_scale_inv"), fp8_config((128, 128))),
+    "FP8 of 100x72": Encoding("F8_E4M3", "fp8", fp8((100, 72), ".weight_scale_inv"), fp8_config((100, 72))),
+    "FP8 in rows": Encoding("F8_E4M3", "fp8", fp8((1, 1 << 20), ".weight_scale")),
     "DeepSeek-V4": Encoding("MXFP4", "fp4", mxfp4("I8", ".weight", ".scale", "F8_E8M0"), v4=True),
     "V4 in unsigned bytes": Encoding("MXFP4", "mxfp4", mxfp4("U8", ".weight", ".scale", "U8"), v4=True),
     "ct MXFP4": Encoding("MXFP4", "mxfp4", mxfp4("U8", ".weight_packed", ".weight_scale", "U8")),
     "blocks": Encoding("MXFP4", "mxfp4", mxfp4("U8", "_blocks", "_scales", "U8"), stacked=True),
-    "MXFP8": Encoding("MXFP8", "mxfp8", fp8((1, 32), ".weight_scale_inv", "U8"), few=False),
+    "MXFP8": Encoding("MXFP8", "mxfp8", fp8((1, 32), ".weight_scale_inv", "U8")),
     "E8M0 of 128x128": Encoding(
-        "MXFP8", "fp8", fp8((128, 128), ".weight_scale_inv", "F8_E8M0"), fp8_config((128, 128)), few=False
+        "MXFP8", "fp8", fp8((128, 128), ".weight_scale_inv", "F8_E8M0"), fp8_config((128, 128))
     ),
-    "E8M0 of 128x128, V4": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), v4=True, few=False),
-    "E8M0 of 32x64": Encoding("MXFP8", "mxfp8", fp8((32, 64), ".weight_scale", "F8_E8M0"), few=False),
+    "E8M0 of 128x128, V4": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), v4=True),
+    "E8M0 of 32x64": Encoding("MXFP8", "mxfp8", fp8((32, 64), ".weight_scale", "F8_E8M0")),
     "modelopt NVFP4": Encoding("NVFP4", "nvfp4", nvfp4(".weight", ".weight_scale_2", False)),
     "ct NVFP4": Encoding("NVFP4", "nvfp4", nvfp4(".weight_packed", ".weight_global_scale", True)),
     "ct 4": _ct(4, 32, compressed("BF16")),
@@ -291,7 +289,7 @@ ENCODINGS: dict[str, Encoding] = {
     "ct 8 zeros": _ct(8, None, compressed("F32", shape="I32", zeros=True), zeros=True),
     "ct 4 bytes": _ct(4, 64, compressed(unit="U8", shape="I32")),
     "ct 4 order": _ct(4, 128, compressed(order=True), order=True, actorder="group"),
-    "ct W8A8": Encoding("W8A8", "int8", integers(8, None, int8), scheme(8, None, False, "int-quantized"), few=False),
+    "ct W8A8": Encoding("W8A8", "int8", integers(8, None, int8), scheme(8, None, False, "int-quantized")),
     "gptq 4": _gptq(4, 128, "", listed=False, sym=True),
     "gptq 4 v1": _gptq(4, 32, "gptq"),
     "gptq 4 v2": _gptq(4, 128, "gptq_v2", listed=False, **V2),
