@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
@@ -23,7 +22,7 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels, reference
-from rig import conversion, killpoint
+from rig import conversion
 from rig.safetensors import bits_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden" / "amx_bf16.v1.backward_t1.safetensors"
@@ -149,16 +148,6 @@ def test_parts_are_those_of_the_definition(
     assert len(report.errors) == 6 and all(e.figures["cosine"] == pytest.approx(1) for e in report.errors)
 
 
-def test_values_that_are_not_finite_are_named_in_the_source(
-    tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
-) -> None:
-    stacked = random_experts(2, 96, 64)
-    stacked["up"][1, 5, 7] = 0x7F80
-    source = write_qwen(tmp_path / "in", {0: stacked})
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 2, *OPTIONS, code=5)
-    assert "experts.1.up_proj" in done.stderr and "row 5, column 7" in done.stderr
-
-
 # --- what else there is ---------------------------------------------------------------------------
 
 
@@ -204,13 +193,17 @@ def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Pat
     assert "layer 1, expert" in sentence and "backward weight" in sentence
 
 
-def test_other_commands_refuse_it(source: Path, output: Path, tmp_path: Path) -> None:
-    new = tmp_path / "new"
+def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+    """By other commands, and of sources."""
+    new, stacked = tmp_path / "new", random_experts(2, 96, 64)
+    stacked["up"][1, 5, 7] = 0x7F80
+    infinite = write_qwen(tmp_path / "infinite", {0: stacked})
     for code, words, arguments in (
         (3, ("nothing to merge in BF16 files", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
         (3, ("AMXBF16 weights cannot be rearranged",), ("resplit", output, new, "--threadpool-count", "1")),
         (3, ("its method is AMXBF16",), ("bench", output)),
         (3, ("AMXBF16 cannot hold", "is not a multiple of 32"), cpu(source, new, 4)),
+        (5, ("experts.1.up_proj", "row 5, column 7"), cpu(infinite, new, 2)),
         (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
     ):
         conversion.refused(conversion.ktconvert(*arguments), code, *words)
@@ -261,18 +254,3 @@ def test_resume_layer_keeps_what_is_whole(source: Path, output: Path, tmp_path: 
     assert kt_files(out) == kt_files(output)
     assert json.loads((out / "manifest.json").read_bytes())["model"]["kept_layers"] == [0]
     assert not verified(out, against=str(source)).problems
-
-
-def test_killed_and_resumed(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
-    """Before several of its changes to the directory: the same bytes in the end."""
-    shim, log, out = killpoint.build(tmp_path), tmp_path / "log", tmp_path / "out"
-    command = [*conversion.KTCONVERT, *map(str, cpu(source, out, 2))]
-    assert killpoint.run(command, out, 0, shim, log).returncode == 0
-    calls = killpoint.count(log)
-    for n in (calls // 3, 2 * calls // 3):
-        shutil.rmtree(out)
-        assert killpoint.run(command, out, n, shim).returncode == killpoint.KILLED
-        with pytest.raises(VerificationError, match="is not finished"):
-            verified(out)
-        cli("resume", out)
-        assert conversion.tree(out) == conversion.tree(output)

@@ -31,23 +31,19 @@ EQUAL = [
 NEAR = {"W4A16": 0.2, "W8A16": 0.001}
 
 
+def both(names: list[str], long: list[str]) -> Any:
+    """These cases, and more of other families in both kinds, computed with two threads: (fixture, name)."""
+    rows = [pytest.param("converted_long", name, marks=pytest.mark.long) for name in long]
+    return pytest.mark.parametrize(("fixture", "name"), [*(("converted", name) for name in names), *rows])
+
+
 # ---- the library's own result ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_0_tensors_differ(name: str, converted: Any) -> None:
-    assert_equal(name, converted)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", calibrated.LONG)
-def test_0_tensors_differ_in_any_family(name: str, converted_long: Any) -> None:
-    """In both kinds, computed with two threads."""
-    assert_equal(name, converted_long)
-
-
-def assert_equal(name: str, actual: Any) -> None:
-    """Every tensor is, those that are not quantized too; the masks of this oracle were causal in every layer."""
+@both(EQUAL, list(calibrated.LONG))
+def test_0_tensors_differ(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+    """Those that are not quantized are equal, too; the masks of this oracle were causal in every layer."""
+    actual = request.getfixturevalue(fixture)
     report = actual.report(name)
     assert report["masks"] and all(kinds == ["causal"] for kinds in report["masks"].values())
     source, ours, theirs = read_folder(actual.model(name)), read_folder(actual.ours(name)), actual.oracle(name)
@@ -90,18 +86,9 @@ def test_the_engine_of_the_library(converted: Any) -> None:
 # ---- what loaders get ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", calibrated.VERIFIED)
-def test_it_verifies_reloads_and_predicts_the_same(name: str, converted: Any) -> None:
-    assert_predicts_the_same(name, converted)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", calibrated.VERIFIED_LONG)
-def test_more_families_verify_reload_and_predict_the_same(name: str, converted_long: Any) -> None:
-    assert_predicts_the_same(name, converted_long)
-
-
-def assert_predicts_the_same(name: str, converted: Any) -> None:
+@both(list(calibrated.VERIFIED), list(calibrated.VERIFIED_LONG))
+def test_it_verifies_reloads_and_predicts_the_same(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+    converted = request.getfixturevalue(fixture)
     assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
     original, _ = calibrated.reloaded(source)
@@ -229,30 +216,14 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "words"),
-    [
-        (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
-        (("--torch-dtype", "float16"), 3, "BF16"),
-        (("--ignore-patterns", "re:.*experts.*"), 2, "would leave out the routed expert"),
-    ],
-)
-def test_refused_before_any_work(
-    change: tuple[str, ...], code: int, words: str, converted: Any, server: Any, tmp_path: Path
-) -> None:
-    arguments = calibrated.arguments(
-        converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset(), *change
-    )
-    assert words in refused(server, tmp_path, arguments, code)
+def test_refused_before_any_work(converted: Any, server: Any, tmp_path: Path) -> None:
+    """Samples that are nowhere, and a model without a tokenizer; options: test_gpu.py."""
+    source, out = converted.model("qwen3_moe"), tmp_path / "out"
+    words = calibrated.arguments(source, out, "W4A16", converted.dataset(), "--dataset", "nowhere.jsonl")
+    assert "nowhere.jsonl" in refused(server, tmp_path, words, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log"]
-
-
-def test_a_model_without_a_tokenizer(converted: Any, server: Any, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(converted.model("qwen3_moe"), model)
-    for name in calibrated.TOKENIZER:
-        (model / name).unlink()
-    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    model = shutil.copytree(source, tmp_path / "model", ignore=shutil.ignore_patterns(*calibrated.TOKENIZER))
+    words = calibrated.arguments(model, out, "W4A16", converted.dataset())
     assert "tokenizer" in refused(server, tmp_path, words, 5)
 
 

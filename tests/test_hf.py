@@ -23,7 +23,9 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.quantizers import reference
+from rig import hf
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
+from rig.hf import complete, experts_of, heard, logits, row_distances
 from rig.safetensors import encode
 
 torch = pytest.importorskip("torch")
@@ -36,7 +38,7 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_expert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS = 48
+IDS = hf.some_ids(VOCABULARY, 1, 48)
 
 # (family, whether its experts are stored as 3-D tensors, NUMA parts); qwen3_5_moe is published with a vision part
 CASES = [
@@ -64,7 +66,6 @@ class Case:
     weights: Path
     original: Any
     ours: Any
-    info: dict[str, Any]
     stderr: str
 
 
@@ -73,11 +74,8 @@ def names(model: Path) -> list[str]:
 
 
 def load(model: Path, weights: Path, **options: Any) -> Any:
-    """The model with our experts, and what transformers says of missing and unexpected tensors."""
     config = KTConvertConfig(cpu_weights=weights, **{"threads": 2, **options})
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        model, quantization_config=config, output_loading_info=True
-    )
+    return complete(model, text_alone=True, quantization_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -90,40 +88,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     original = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
-        ours, info = load(root / "model", root / "int8")
-    return Case(root / "model", root / "int8", original, ours, info, stderr.getvalue())
+        ours = load(root / "model", root / "int8")
+    return Case(root / "model", root / "int8", original, ours, stderr.getvalue())
 
 
 each_family = pytest.mark.parametrize("case", CASES, indirect=True, ids=lambda c: f"{c[0]}{'-fused' * c[1]}-T{c[2]}")
-
-
-def logits(model: Any) -> Any:
-    tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model(tokens).logits.float()[0]
-
-
-def distance(got: Any, want: Any) -> Any:
-    """Of each row: the length of the difference, relative to what was wanted."""
-    return (got.float() - want).norm(dim=-1) / want.norm(dim=-1)
-
-
-def experts_of(model: Any) -> dict[str, Any]:
-    return {name: m for name, m in model.named_modules() if name.split(".")[-1] == "experts"}
-
-
-def spoken(model: Any) -> dict[str, tuple[Any, ...]]:
-    """What goes into each experts module (hidden, ids, weights) and what comes out, when the model
-    reads some tokens."""
-    seen: dict[str, tuple[Any, ...]] = {}
-    hooks = [
-        module.register_forward_hook(lambda _module, inputs, out, name=name: seen.__setitem__(name, (*inputs, out)))
-        for name, module in experts_of(model).items()
-    ]
-    logits(model)
-    for hook in hooks:
-        hook.remove()
-    return seen
 
 
 def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool) -> Any:
@@ -146,12 +115,11 @@ def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool
 
 @each_family
 def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
-    assert not any(case.info.values()), case.info
     for word in ("experts", "MISSING", "UNEXPECTED"):
         assert word not in case.stderr
     theirs, ours = experts_of(case.original), experts_of(case.ours)
     assert theirs.keys() == ours.keys()
-    assert [m.layer for m in ours.values()] == [int(name.split(".")[2]) for name in theirs]
+    assert [m.layer for m in ours.values()] == list(theirs)
     assert all(isinstance(m, RoutedExperts) for m in ours.values())
     assert not list(next(iter(ours.values())).parameters())
     rest = {name for name in case.original.state_dict() if not name.rpartition(".")[0].endswith(".experts")}
@@ -161,33 +129,33 @@ def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
 @each_family
 def test_each_layer_computes_what_transformers_computes(case: Case) -> None:
     theirs = experts_of(case.original)
-    for name, (hidden, ids, weights, out) in spoken(case.ours).items():
+    for layer, (hidden, ids, weights, out) in heard(case.ours, IDS).items():
         assert out.dtype == hidden.dtype
         for dequantized, bound in ((True, LAYER_INT8), (False, LAYER)):
-            far = distance(out, computed(theirs[name], hidden, ids, weights, dequantized)).max()
-            print(f"{name}, {'INT8' if dequantized else 'original'} weights: {far:.4f}")
-            assert far < bound, name
+            far = row_distances(out, computed(theirs[layer], hidden, ids, weights, dequantized)).max()
+            print(f"layer {layer}, {'INT8' if dequantized else 'original'} weights: {far:.4f}")
+            assert far < bound, layer
 
 
 @each_family
 def test_the_model_says_what_the_original_says(case: Case) -> None:
     """Medians: where two experts are equally likely a small error may choose the other one."""
-    want, got = logits(case.original), logits(case.ours)
+    want, got = logits(case.original, IDS), logits(case.ours, IDS)
     hooks = [
         m.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out))
         for m in experts_of(case.original).values()
     ]
-    silent = logits(case.original)
+    silent = logits(case.original, IDS)
     for hook in hooks:
         hook.remove()
-    far, same = distance(got, want).median(), (got.argmax(-1) == want.argmax(-1)).float().mean()
+    far, same = row_distances(got, want).median(), (got.argmax(-1) == want.argmax(-1)).float().mean()
     print(
         f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts "
-        f"{distance(silent, want).median():.3f}"
+        f"{row_distances(silent, want).median():.3f}"
     )
     assert far < LOGITS
     assert same >= TOP_1
-    assert distance(silent, want).median() > 10 * LOGITS
+    assert row_distances(silent, want).median() > 10 * LOGITS
 
 
 qwen = pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["qwen3_moe"])
@@ -201,35 +169,21 @@ def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Cal
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("longcat_flash", **{**own, "num_key_value_heads": 4})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    theirs = experts_of(model)["model.layers.0.mlp.experts"]
+    theirs = experts_of(model)[0]
     theirs.gate_up_proj = torch.nn.Parameter(theirs.gate_up_proj[:EXPERTS].clone())  # as it is published
     model.save_pretrained(tmp_path / "model")
     cli("cpu", "-i", tmp_path / "model", "-o", tmp_path / "int8", "--quant-method", "int8", "--threadpool-count", 1)
-    ours, info = load(tmp_path / "model", tmp_path / "int8")
-    assert not any(info.values()), info
-    ((hidden, ids, weights, out),) = spoken(ours).values()
+    ((hidden, ids, weights, out),) = heard(load(tmp_path / "model", tmp_path / "int8"), IDS).values()
     assert (ids >= EXPERTS).any()
-    assert distance(out, theirs(hidden, ids, weights).detach().float()).max() < LAYER
-
-
-@qwen
-def test_options_reach_the_experts(case: Case) -> None:
-    model, _ = load(case.model, case.weights, exact=True, threads=1, memory="copy")
-    for module in experts_of(model).values():
-        assert module.experts.exact
-        assert module.experts.pool.threads == 1
-    shown = "RoutedExperts(layer=1, AMXINT8, experts=8, hidden=128, intermediate=128)"
-    assert shown in str(model)
-    with pytest.raises(ValueError, match="not serializable"):
-        model.save_pretrained(case.model.parent / "again")
+    assert row_distances(out, theirs(hidden, ids, weights).detach().float()).max() < LAYER
 
 
 @qwen
 def test_float32_and_batches(case: Case) -> None:
     """The model may run in another dtype than the experts; a batch gives what its rows give."""
-    model, _ = load(case.model, case.weights)
-    model = model.to(torch.float32)
-    tokens = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
+    model = load(case.model, case.weights).to(torch.float32)
+    assert "RoutedExperts(layer=1, AMXINT8, experts=8, hidden=128, intermediate=128)" in str(model)
+    tokens = hf.some_ids(VOCABULARY, 2, 5, seed=2)
     both = model(tokens).logits  # with gradients on: they stop at the experts, nothing breaks
     assert both.dtype == torch.float32
     for row in (0, 1):
@@ -244,9 +198,7 @@ def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> Non
     config = json.loads(path.read_text())
     config["quantization_config"] = KTConvertConfig(cpu_weights=case.weights).to_dict()
     path.write_text(json.dumps(config))
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not any(info.values()), info
-    assert torch.equal(logits(model), logits(case.ours))
+    assert torch.equal(logits(complete(tmp_path / "model"), IDS), logits(case.ours, IDS))
 
 
 @mixtral
@@ -269,10 +221,9 @@ def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Pat
     weight_map = {**dict.fromkeys(rest, "rest.safetensors"), **dict.fromkeys(gone, "experts.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ours, info = load(model, case.weights)
+    ours = load(model, case.weights)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kilobytes
-    assert not any(info.values()), info
-    assert torch.equal(logits(ours), logits(case.ours))
+    assert torch.equal(logits(ours, IDS), logits(case.ours, IDS))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -296,18 +247,11 @@ def test_experts_of_another_model(case: Case, tmp_path: Path) -> None:
         load(other, tmp_path)
 
 
+LOCAL = {"num_local_experts": EXPERTS, "head_dim": 32}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"hidden_act": "gelu"}, r"Qwen3MoeExperts\) has another activation"),
-    (
-        "gpt_oss",
-        {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "head_dim": 32},
-        r"GptOssExperts\) has biases",
-    ),
-    (
-        "llama4_text",
-        {**WIDTHS, "num_local_experts": EXPERTS, "head_dim": 32},
-        "is not called with hidden_states, top_k_index",
-    ),
+    ("gpt_oss", {**LOCAL, "intermediate_size": WIDTH}, r"GptOssExperts\) has biases"),
+    ("llama4_text", {**WIDTHS, **LOCAL}, "is not called with hidden_states, top_k_index"),
     ("llama", {"intermediate_size": 256}, "builds no routed experts"),
 ]
 

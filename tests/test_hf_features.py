@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 from ktconvert.native_quant import Experts, KTConvertConfig, KTMoEWrapper  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
+from rig import hf  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +52,7 @@ def model(request: pytest.FixtureRequest, example: Path, weights: Path) -> Any:
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    return list(hf.experts_of(model).values())
 
 
 def logits(model: Any, ids: Any = IDS, **more: Any) -> Any:
@@ -63,16 +64,12 @@ def logits(model: Any, ids: Any = IDS, **more: Any) -> Any:
 
 
 def test_backward_is_one_sentence(model: Any) -> None:
-    with pytest.raises(RuntimeError, match=SENTENCE) as refused:
-        model(IDS, labels=IDS).loss.backward()
-    assert "\n" not in str(refused.value) and "torch.no_grad()" in str(refused.value)
-
-
-def test_with_gradient_checkpointing_too(model: Any) -> None:
-    model.train()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(RuntimeError, match=SENTENCE):
-        model(IDS, labels=IDS).loss.backward()
+    """With gradient checkpointing, too."""
+    for change in (model.eval, model.gradient_checkpointing_enable):
+        change()
+        with pytest.raises(RuntimeError, match=SENTENCE) as refused:
+            model.train()(IDS, labels=IDS).loss.backward()
+        assert "\n" not in str(refused.value) and "torch.no_grad()" in str(refused.value)
 
 
 def test_frozen_parameters_and_embeddings_that_are_not(model: Any) -> None:
@@ -114,7 +111,13 @@ def test_compiled_in_one_graph(example: Path, weights: Path) -> None:
 
 
 @pytest.mark.long
-def test_generate_with_a_compiled_model(example: Path, weights: Path) -> None:
+def test_compiled_to_machine_code_and_generating(example: Path, weights: Path) -> None:
+    """In float32, where fused operations round as single ones do, up to the order of sums."""
+    for options in ({}, {"num_gpu_experts": 3}):
+        torch._dynamo.reset()
+        model = loaded(example, weights, dtype=torch.float32, **options)
+        got, want = logits(torch.compile(model, fullgraph=True)), logits(model)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     torch._dynamo.reset()
     model = loaded(example, weights)
     prompt = {"input_ids": IDS, "max_new_tokens": 4, "do_sample": False}
@@ -153,16 +156,6 @@ def test_experts_compiled(model: Any) -> None:
         assert torch.equal(got, want)
         with pytest.raises(RuntimeError, match=SENTENCE):
             got.sum().backward()
-
-
-@pytest.mark.long
-def test_compiled_to_machine_code(example: Path, weights: Path) -> None:
-    """In float32, where fused operations round as single ones do, up to the order of sums."""
-    torch._dynamo.reset()
-    for options in ({}, {"num_gpu_experts": 3}):
-        model = loaded(example, weights, dtype=torch.float32, **options)
-        got, want = logits(torch.compile(model, fullgraph=True)), logits(model)
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
 EXPORTED = """
@@ -293,12 +286,9 @@ def test_threads_are_not_copied_and_not_pickled(weights: Path) -> None:
         pickle.dumps(wrapper)
 
 
-def test_dequantize_says_what_to_do(model: Any) -> None:
+def test_save_pretrained_and_dequantize_say_what_to_do(model: Any, weights: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="load the original model without KTConvertConfig"):
         model.dequantize()
-
-
-def test_save_pretrained_says_what_to_do(model: Any, weights: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not serializable: its experts are in") as refused:
         model.save_pretrained(tmp_path / "again")
     assert str(weights) in str(refused.value) and "`ktconvert cpu --non-experts keep`" in str(refused.value)

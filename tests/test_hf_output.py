@@ -19,13 +19,13 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
 from rig import families
+from rig.hf import complete, experts_of, logits
 from rig.safetensors import Tensor, edit_file
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
-from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 
 OUTPUTS = {
     "copied": ("--non-experts", "copy"),
@@ -33,28 +33,22 @@ OUTPUTS = {
     "experts alone": (),
     "loose": ("--no-merge-safetensor",),
 }
-LOAD = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]); print('loaded')"
-COMPARE = """
-import sys, torch, transformers
-from ktconvert.native_quant import KTConvertConfig
-def logits(path, **options):
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        return model(torch.arange(3, 40)[None]).logits
-out, original = sys.argv[1:]
-print(torch.equal(logits(out), logits(original, quantization_config=KTConvertConfig(cpu_weights=out))))
+# What transformers says of the first without us, and of the second with us.
+LOAD = """
+import sys, transformers
+load = transformers.AutoModelForCausalLM.from_pretrained
+for path in sys.argv[1:]:
+    try:
+        load(path)
+    except Exception as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+    from ktconvert.native_quant import KTConvertConfig
 """
 
 
 def convert(cli: Callable[..., Any], source: Path, output: Path, *options: str) -> Path:
     cli("cpu", "-i", source, "-o", output, "--quant-method", "int8", "--threadpool-count", 1, "-q", *options)
     return output
-
-
-def python(program: str, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +59,36 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
 
 
 def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
-    """By what config.json says, the same in each."""
+    """By what config.json says, the same in each; with it, experts alone are one sentence."""
     for path in outputs.values():
         assert json.loads((path / "config.json").read_text())["transformers_weights"] == cpu_card.NO_FILE
-    for name in ("copied", "kept"):
-        done = python(LOAD, outputs[name])
-        assert done.returncode != 0
-        assert "loaded" not in done.stdout
-        assert cpu_card.NO_FILE in done.stderr.splitlines()[-1]
+    command = [sys.executable, "-c", LOAD, str(outputs["copied"]), str(outputs["experts alone"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    without, experts_alone = done.stdout.splitlines()
+    assert cpu_card.NO_FILE in without
+    names = ("experts alone", "loose")
+    sentences = [
+        f"{outputs[name]}: holds the routed experts alone; load the checkpoint that it was converted from, with these"
+        f" experts: from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{outputs[name]}'))"
+        for name in names
+    ]
+    assert experts_alone == f"UnsupportedError {sentences[0]}"
+    with pytest.raises(UnsupportedError, match=re.escape(sentences[1])):
+        transformers.AutoModelForCausalLM.from_pretrained(outputs["loose"])
+
+
+def assert_same(output: Path, source: Path, **options: Any) -> Any:
+    """The output is the source with its experts."""
+    given = {"quantization_config": KTConvertConfig(**options)} if options else {}
+    ours, ids = complete(output, **given), torch.arange(3, 40)[None]
+    expected = complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))
+    assert torch.equal(logits(ours, ids), logits(expected, ids))
+    return ours
 
 
 @pytest.mark.parametrize("name", ["copied", "kept"])
 def test_with_ktconvert_it_is_the_model_with_these_experts(name: str, outputs: dict[str, Path], example: Path) -> None:
-    done = python(COMPARE, outputs[name], example)
-    assert done.stdout == "True\n", done.stderr
+    assert_same(outputs[name], example)
 
 
 def test_what_is_kept_has_its_own_name(outputs: dict[str, Path], example: Path) -> None:
@@ -104,21 +114,6 @@ def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tm
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-def sentence(output: Path) -> str:
-    return (
-        f"{output}: holds the routed experts alone; load the checkpoint that it was converted from, with these experts:"
-        f" from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{output}'))"
-    )
-
-
-def test_experts_alone_are_one_sentence(outputs: dict[str, Path]) -> None:
-    done = python(f"from ktconvert.native_quant import KTConvertConfig\n{LOAD}", outputs["experts alone"])
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith(f"UnsupportedError: {sentence(outputs['experts alone'])}")
-    with pytest.raises(UnsupportedError, match=re.escape(sentence(outputs["loose"]))):
-        transformers.AutoModelForCausalLM.from_pretrained(outputs["loose"])
-
-
 def test_the_original_is_named(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(example, tmp_path / "source"))
     config = json.loads((source / "config.json").read_text())
@@ -126,16 +121,6 @@ def test_the_original_is_named(cli: Callable[..., Any], example: Path, tmp_path:
     output = convert(cli, source, tmp_path / "out")
     with pytest.raises(UnsupportedError, match=r"from_pretrained\('org/tiny', quantization_config="):
         transformers.AutoModelForCausalLM.from_pretrained(output)
-
-
-def loaded(path: Path, **options: Any) -> Any:
-    """A causal model, or one with a vision part; nothing may be missing and nothing left over."""
-    config = transformers.AutoConfig.from_pretrained(path)
-    vision = hasattr(config, "vision_config")
-    kind = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
-    model, info = kind.from_pretrained(path, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
 
 
 @pytest.mark.parametrize(
@@ -151,10 +136,7 @@ def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callab
     """Names as each family has them: other ones than in the checkpoint, below a vision part, tied."""
     source = families.make(family, fused, tmp_path / "source", **differs)
     output = convert(cli, source, tmp_path / "out", "--non-experts", "keep" if fused else "copy")
-    ours, expected = loaded(output), loaded(source, quantization_config=KTConvertConfig(cpu_weights=output))
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, expected(ids).logits)
+    ours = assert_same(output, source)
     assert ours.config.quantization_config.cpu_weights == str(output)
 
 
@@ -176,16 +158,11 @@ def test_other_experts_than_those_beside_it_are_refused(outputs: dict[str, Path]
 
 def test_options_for_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
     """Those of KTConvertConfig, given as for any other model."""
-    ids, options = torch.arange(3, 40)[None], {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2}
-    options["gpu_experts"] = example
-    for config in (KTConvertConfig(**options), KTConvertConfig(cpu_weights=outputs["kept"], **options)):
-        ours = transformers.AutoModelForCausalLM.from_pretrained(outputs["kept"], quantization_config=config)
-        first = next(module for module in ours.modules() if isinstance(module, RoutedExperts))
-        assert first.experts.exact and first.experts.pool.threads == 1 and len(first.hot) == 2
-    expected = transformers.AutoModelForCausalLM.from_pretrained(
-        example, quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options)
-    )
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, expected(ids).logits)
+    options = {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2, "gpu_experts": example}
+    named = complete(outputs["kept"], quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options))
+    ours = assert_same(outputs["kept"], example, **options)
+    for model in (named, ours):
+        for module in experts_of(model).values():
+            assert module.experts.exact and module.experts.pool.threads == 1 and len(module.hot) == 2
     with pytest.raises(ValueError, match=rf"{re.escape(str(outputs['kept']))}, .*; copy that directory"):
         ours.save_pretrained(tmp_path / "again")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,14 @@ def test_scalar_is_the_definition(bits: int, n: int, k: int, kind: str) -> None:
     assert_same(quantize_pack(bits, transposed(values), kind, **options), expected)
 
 
+@functools.cache
+def by_scalar(bits: int, n: int, k: int, kind: str) -> tuple[Any, Any]:
+    """What the scalar kernel makes of a source, whose columns or rows may be contiguous."""
+    values, options = source(kind, n, k)
+    kernels.set_isa("scalar")
+    return quantize_pack(bits, values, kind, **options)
+
+
 @above_scalar
 @pytest.mark.parametrize("order", ["rows", "columns"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,8 +136,7 @@ def test_every_isa_equals_scalar(isa: str, bits: int, n: int, k: int, kind: str,
     values, options = source(kind, n, k)
     if order == "columns":
         values = transposed(values)
-    kernels.set_isa("scalar")
-    expected = quantize_pack(bits, values, kind, **options)
+    expected = by_scalar(bits, n, k, kind)
     kernels.set_isa(isa)
     assert_same(quantize_pack(bits, values, kind, **options), expected)
 
@@ -229,13 +237,10 @@ def test_every_code_decodes() -> None:
     fp8 = np.tile(np.arange(256, dtype=np.uint8), (12, 1))
     scales = np.array([1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, 1e36, 0, np.inf, np.nan], np.float32)
     options = {"scales": scales[:, None], "block": (1, 256)}
+    without_nan = np.where(fp8 & 0x7F == 0x7F, 0, fp8).astype(np.uint8)
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         (fp8, "fp8_e4m3", options),
-        (
-            np.where(fp8 & 0x7F == 0x7F, 0, fp8).astype(np.uint8),
-            "fp8_e4m3",
-            options,
-        ),  # a NaN in a row takes another way
+        (without_nan, "fp8_e4m3", options),  # a NaN in a row takes another way
         (np.arange(65536, dtype=np.uint16).reshape(256, 256), "fp16", {}),
         (every_f32_case().reshape(1024, -1), "f32", {}),
     ]
@@ -320,18 +325,10 @@ def test_error_sums_do_not_depend_on_isa_or_storage() -> None:
 def test_threads_do_not_meet() -> None:
     values, options = source("fp8_e4m3", 128, 512)
     expected = quantize_pack(8, values, "fp8_e4m3", **options)
-    results: list[tuple[Any, Any]] = []
-    work = [
-        threading.Thread(target=lambda: results.append(quantize_pack(8, values, "fp8_e4m3", **options)))
-        for _ in range(8)
-    ]
-    for thread in work:
-        thread.start()
-    for thread in work:
-        thread.join()
-    assert len(results) == 8
-    for result in results:
-        assert_same(result, expected)
+    with ThreadPoolExecutor(8) as threads:
+        work = [threads.submit(quantize_pack, 8, values, "fp8_e4m3", **options) for _ in range(8)]
+    for done in work:
+        assert_same(done.result(), expected)
 
 
 @pytest.mark.usefixtures("isa")
@@ -340,13 +337,15 @@ def test_flushing_subnormals_changes_nothing() -> None:
     torch = pytest.importorskip("torch")
     values, options = source("fp8_e4m3", 128, 256)
     options["scales"] *= np.float32(2.0**-126)
-    expected = kernels.decode(Matrix(values, "fp8_e4m3", **options)), *quantize_pack(8, values, "fp8_e4m3", **options)
+
+    def computed() -> tuple[Any, ...]:
+        matrix = Matrix(values, "fp8_e4m3", **options)
+        return kernels.decode(matrix), *quantize_pack(8, values, "fp8_e4m3", **options)
+
+    expected = computed()
     assert torch.set_flush_denormal(True)
     try:
-        flushed = (
-            kernels.decode(Matrix(values, "fp8_e4m3", **options)),
-            *quantize_pack(8, values, "fp8_e4m3", **options),
-        )
+        flushed = computed()
     finally:
         torch.set_flush_denormal(False)
     assert ((expected[0] & 0x7F80 == 0) & (expected[0] & 0x7F != 0)).any()

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
-from rig import families, stored
+from rig import families
 from rig.served import with_template
 
 pytest.importorskip("transformers")
@@ -27,10 +27,8 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Path:
-    out = tmp_path_factory.mktemp("run") / "int8"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1)
-    return out
+def weights(packed_example: Callable[..., Path]) -> Path:
+    return packed_example("int8")
 
 
 def call(*arguments: object, stdin: str = "") -> Result:
@@ -78,16 +76,13 @@ def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, t
 
 
 def test_an_output_with_all_else_beside_its_experts_is_a_model(
-    example: Path, weights: Path, tmp_path: Path, cli: Any
+    example: Path, weights: Path, packed_example: Callable[..., Path]
 ) -> None:
     options = ("--prompt", "import os\n", "--max-new-tokens", 8)
-    expected = call(example, "--cpu-weights", weights, *options).stdout
-    for choice in ("keep", "copy"):
-        whole = tmp_path / choice
-        into = ("-o", whole, "--quant-method", "int8", "--threadpool-count", 1, "--non-experts", choice, "-q")
-        cli("cpu", "-i", example, *into)
-        done = call(whole, *options, "--threads", 2)
-        assert (done.exit_code, done.stdout) == (0, expected), done.exception
+    whole = packed_example("int8", 1, "--non-experts", "keep")
+    done = call(whole, *options, "--threads", 2)
+    assert done.exit_code == 0, done.exception
+    assert done.stdout == call(example, "--cpu-weights", weights, *options).stdout
     refused = call(whole, "--cpu-weights", weights, *options).exception
     assert isinstance(refused, UsageError) and "has converted experts of its own" in str(refused)
 
@@ -103,14 +98,10 @@ def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -
     assert len(answers) >= 2
 
 
-def test_the_smallest_temperature(example: Path) -> None:
+def test_the_smallest_temperature_and_no_more_threads_than_cpus(example: Path) -> None:
     """Divided by it, logits would overflow; `serve` clamps it, too."""
-    done = call(example, "--prompt", "import os", "--max-new-tokens", 2, "--temperature", 1e-38)
-    assert done.exit_code == 0, done.exception
-
-
-def test_no_more_threads_than_cpus(example: Path) -> None:
-    done = call(example, "--prompt", "import os", "--max-new-tokens", 1, "--threads", 4 * 10**18)
+    options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
+    done = call(example, "--prompt", "import os", *options)
     assert done.exit_code == 0, done.exception
     assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
 
@@ -123,11 +114,7 @@ def test_a_chat_of_bytes_that_are_no_text(example: Path) -> None:
 
 
 def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(example, model)
-    path = model / "tokenizer_config.json"
-    path.chmod(0o644)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    model = with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
     assert done.exit_code == 0, done.exception
@@ -145,17 +132,9 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
 
-    from ktconvert.pipeline.models import generating
-
     text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    text |= {
-        "vocab_size": 2048,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 64,
-        "head_dim": 32,
-        "output_router_logits": True,
-    }
+    text |= {"vocab_size": 2048, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    text |= {"head_dim": 32, "output_router_logits": True}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"deepstack_visual_indexes": [0]}
@@ -214,15 +193,6 @@ def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Pa
     )
 
 
-def test_a_model_that_is_quantized_itself(tmp_path: Path, example: Path, weights: Path) -> None:
-    """In a way that transformers does not dequantize: codes are not taken for numbers."""
-    quantized = stored.model(example, tmp_path / "model", "FP8")
-    stored.configure(quantized, quantization_config={"quant_method": "other"})
-    refused = call(quantized, "--prompt", "x", "--cpu-weights", weights).exception
-    assert type(refused) is UnsupportedError
-    assert "is quantized itself (other)" in str(refused) and f"`ktconvert dequantize {quantized} BF16`" in str(refused)
-
-
 LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
     ("config.json", {"output_router_logits": True}),
     ("config.json", {"output_hidden_states": True, "output_attentions": True, "return_dict": False}),
@@ -275,17 +245,13 @@ def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, m
     torch.testing.assert_close(logits(parts=True), logits(parts=False), rtol=1e-4, atol=1e-4)
 
 
+EVAL = ("eval", "{model}", "--text", "{text}")
 MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
     # words, the package that is missing, what needs it, the extra
     (("run", "{model}", "--prompt", "x"), "transformers", "`ktconvert run`", "run"),
     (("serve", "{model}"), "uvicorn", "`ktconvert serve`", "serve"),
-    (("eval", "{model}", "--cpu-weights", "{model}", "--text", "{text}"), "transformers", "`ktconvert eval`", "run"),
-    (
-        ("eval", "{model}", "--gpu-weights", "{model}", "--text", "{text}"),
-        "compressed_tensors",
-        "`ktconvert eval`",
-        "gpu",
-    ),
+    ((*EVAL, "--cpu-weights", "{model}"), "transformers", "`ktconvert eval`", "run"),
+    ((*EVAL, "--gpu-weights", "{model}"), "compressed_tensors", "`ktconvert eval`", "gpu"),
     (("gpu", "-i", "{model}", "-o", "{out}"), "llmcompressor", "--quant-method GPTQ", "gpu"),
     (("cpu", "-i", "{model}", "-o", "{out}", "--scale", "gptq"), "torch", "--scale gptq", "gpu"),
     (("calibrate", "{model}", "--output", "{out}"), "datasets", "calibrate", "gpu"),

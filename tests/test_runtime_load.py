@@ -7,13 +7,14 @@ import json
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant.runtime.converted import open_converted
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.weights import in_parallel
@@ -102,52 +103,67 @@ def test_another_model_is_refused(wrong: dict[str, Any], sentence: str, outputs:
 
 
 def shard_of(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[0]
+    return min(folder.glob("*.safetensors"))
 
 
-def test_a_missing_expert(damaged: Path) -> None:
+def lose_an_expert(out: Path) -> None:
     key = "blk.0.ffn_up_exps.3.numa.1.weight"
-    edit_header(shard_of(damaged), lambda header: header.update({"elsewhere": header.pop(key)}))
-    with pytest.raises(InputError, match=r"layer 0, expert 3, up_proj, NUMA part 1, weight is missing"):
-        Experts.load(damaged, 0)
-    Experts.load(damaged, 1)
+    edit_header(shard_of(out), lambda header: header.update({"elsewhere": header.pop(key)}))
 
 
-def test_a_truncated_shard(damaged: Path) -> None:
-    shard = shard_of(damaged)
-    shard.write_bytes(shard.read_bytes()[:-4096])
-    with pytest.raises(KtconvertError, match=r"layer 0|model-00001"):
-        Experts.load(damaged, 0)
-    Experts.load(damaged, 1)
+def cut(out: Path) -> None:
+    shard_of(out).write_bytes(shard_of(out).read_bytes()[:-4096])
 
 
-def test_a_missing_shard(damaged: Path) -> None:
-    shard_of(damaged).unlink()
-    with pytest.raises(
-        InputError, match=r"layer 0 cannot be read \(model-00001-of-00002.safetensors is missing\); convert"
-    ):
-        Experts.load(damaged, 0)
-    Experts.load(damaged, 1)
+def lose_a_shard(out: Path) -> None:
+    shard_of(out).unlink()
 
 
-def test_a_shard_whose_header_leaves_a_gap(damaged: Path) -> None:
+def leave_a_gap(out: Path) -> None:
     def shrink(header: dict[str, Any]) -> None:
         entry = header["blk.0.ffn_down_exps.2.numa.0.weight"]
         entry["data_offsets"][1] -= 64
         entry["shape"] = [entry["shape"][0] - 64]
 
-    edit_header(shard_of(damaged), shrink)
-    with pytest.raises(InputError, match=r"layer 0 cannot be read \(model-00001"):
-        Experts.load(damaged, 0)
+    edit_header(shard_of(out), shrink)
 
 
-def test_a_matrix_of_another_size(outputs: Outputs, tmp_path: Path) -> None:
-    shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
-    folder = tmp_path / "out" / "_layer_0" / "_numa_0"
+def shorten_a_file_and_its_name(out: Path) -> None:
+    folder = out / "_layer_0" / "_numa_0"
     (folder / "INT8_down_2_32768Byte_quant_.kt").unlink()
     (folder / "INT8_down_2_32704Byte_quant_.kt").write_bytes(bytes(32704))
-    with pytest.raises(InputError, match=r"expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768"):
-        Experts.load(tmp_path / "out", 0)
+
+
+def shorten_a_file(out: Path) -> None:
+    victim = sorted((out / "_layer_0" / "_numa_1").iterdir())[4]
+    victim.write_bytes(victim.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "form", "sentence"),
+    [
+        (lose_an_expert, "merged", "layer 0, expert 3, up_proj, NUMA part 1, weight is missing"),
+        (cut, "merged", "layer 0|model-00001"),
+        (lose_a_shard, "merged", r"layer 0 cannot be read \(model-00001-of-00002.safetensors is missing\); convert"),
+        (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
+        (
+            shorten_a_file_and_its_name,
+            "loose",
+            "expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768",
+        ),
+        (shorten_a_file, "loose", "bytes where its name says"),
+    ],
+)
+def test_damage_is_one_sentence(
+    harm: Callable[[Path], None], form: str, sentence: str, outputs: Outputs, tmp_path: Path
+) -> None:
+    """And the other layer is whole."""
+    out = shutil.copytree(outputs["int8", form], tmp_path / "out")
+    (out / "manifest.json").unlink()
+    harm(out)
+    with pytest.raises(InputError, match=sentence):
+        Experts.load(out, 0)
+    Experts.load(out, 1)
 
 
 @pytest.mark.parametrize(("name", "value"), [("method", "AMXINT8"), ("num_experts", "9"), ("activation", "gelu")])
@@ -179,14 +195,6 @@ def test_a_shard_that_was_written_again_in_place(damaged: Path) -> None:
         Experts.load(damaged, 0)
     rewrite(shard, before)
     assert Experts.load(damaged, 0).nbytes == loaded.nbytes
-
-
-def test_a_loose_layer_with_a_file_too_short(outputs: Outputs, tmp_path: Path) -> None:
-    shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
-    victim = sorted((tmp_path / "out" / "_layer_0" / "_numa_1").iterdir())[4]
-    victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(KtconvertError, match=r"bytes where its name says"):
-        Experts.load(tmp_path / "out", 0)
 
 
 def test_what_holds_no_weights(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from ktconvert.native_quant.runtime.models import select
 from rig import isas
+from rig.wrappers import EXPERTS, HIDDEN, TOPK, inputs, loaded, make, nothing_left, same  # noqa: F401
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
+Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def kt_kernel(  # type: ignore[no-untyped-def]
@@ -35,10 +36,6 @@ def kt_kernel(  # type: ignore[no-untyped-def]
     """The parameters of kt-kernel 0.7.2, in their order."""
 
 
-Make = Callable[..., KTMoEWrapper]
-Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 @pytest.fixture(scope="module")
 def stacked(example: Path) -> list[Stacked]:
     """gate, up and down of the bundled model's two layers."""
@@ -48,52 +45,6 @@ def stacked(example: Path) -> list[Stacked]:
         return torch.stack([source[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] for e in range(EXPERTS)])
 
     return [(stack(layer, "gate"), stack(layer, "up"), stack(layer, "down")) for layer in (0, 1)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Deferred experts of one test must not reach another."""
-    KTMoEWrapper.clear_buffer_cache()
-    yield
-    KTMoEWrapper.clear_buffer_cache()
-    KTMoEWrapper.exact = False
-
-
-def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
-    arguments: dict[str, Any] = {
-        "layer_idx": 0,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOPK,
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
-        "gpu_experts_mask": None,
-        "cpuinfer_threads": 2,
-        "threadpool_count": 1,
-        "weight_path": str(weight_path),
-        "chunked_prefill_size": 512,
-        "method": "AMXINT8",
-    }
-    return KTMoEWrapper(**(arguments | changed))
-
-
-def loaded(weight_path: Path, **changed: Any) -> KTMoEWrapper:
-    wrapper = make(weight_path, **changed)
-    wrapper.load_weights(torch.arange(EXPERTS))
-    return wrapper
-
-
-def inputs(tokens: int, seed: int = 7, topk: int = TOPK) -> Stacked:
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :topk].contiguous()
-    return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, topk, generator=g)
-
-
-def bits(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().view(torch.int16).numpy()
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and np.array_equal(bits(left), bits(right))
 
 
 def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -142,16 +93,6 @@ def test_forward_gives_the_bits_of_experts(packed_example: Callable[..., Path], 
             assert same(wrapper.forward(*batch, None), want)
             wrapper.submit_forward(*batch, None)
             assert same(wrapper.sync_forward(batch[0], None), want)
-
-
-def test_exact_is_another_rounding(packed_example: Callable[..., Path]) -> None:
-    path = packed_example("int8", 1)
-    batch = inputs(40)
-    plain = loaded(path).forward(*batch)
-    KTMoEWrapper.exact = True
-    exact = loaded(path).forward(*batch)
-    assert not same(plain, exact)
-    assert same(exact, by_experts(Experts.load(path, 0, exact=True), *batch))
 
 
 def test_any_dtype_shape_and_stride(packed_example: Callable[..., Path]) -> None:
@@ -208,7 +149,10 @@ def test_masked_experts_add_nothing_and_the_mask_may_change(packed_example: Call
 
 
 @pytest.mark.filterwarnings("ignore:.*made for 2 NUMA parts")
-def test_wrappers_with_different_threads_coexist(packed_example: Callable[..., Path]) -> None:
+def test_wrappers_with_different_threads_coexist(
+    packed_example: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with another number of NUMA parts than the files have, unless `strict` refuses it."""
     path = packed_example("int4", 2)
     batch = inputs(9)
     wrappers = [
@@ -220,14 +164,9 @@ def test_wrappers_with_different_threads_coexist(packed_example: Callable[..., P
     pools = [wrapper.moe.pool for wrapper in wrappers if wrapper.moe]
     assert [pool.threads for pool in pools] == [1, 2, 3, 2]
     assert pools[1] is pools[3] and len(set(map(id, pools))) == 3
-
-
-def test_strict_refuses_another_threadpool_count(
-    packed_example: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(KTMoEWrapper, "strict", True)
-    with pytest.raises(KtconvertError, match="made for 1 NUMA parts"):
-        loaded(packed_example("int8", 1), threadpool_count=2)
+    with pytest.raises(KtconvertError, match="made for 2 NUMA parts"):
+        loaded(path, method="AMXINT4", threadpool_count=1)
 
 
 # --- weights from tensors -------------------------------------------------------------------------
@@ -251,11 +190,6 @@ def test_online_weights_are_the_converters(
     assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
 
 
-def test_without_cpu_save_nothing_is_written(tmp_path: Path, stacked: list[Stacked]) -> None:
-    make(tmp_path / "new").load_weights_from_tensors(*stacked[0], torch.arange(EXPERTS))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_physical_experts_compute_with_their_logical_ones(
     tmp_path: Path, packed_example: Callable[..., Path], stacked: list[Stacked]
 ) -> None:
@@ -265,6 +199,8 @@ def test_physical_experts_compute_with_their_logical_ones(
     mapped = make(packed_example("int8", 1))
     mapped.load_weights(order)
     assert same(mapped.forward(hidden, ids, weights), want)
+    make(tmp_path / "new").load_weights_from_tensors(*stacked[0], order)
+    assert list(tmp_path.iterdir()) == []  # without cpu_save nothing is written
     online = make(tmp_path, cpu_save=True)
     online.load_weights_from_tensors(*stacked[0], order)
     assert same(online.forward(hidden, ids, weights), want)
@@ -416,15 +352,13 @@ def test_a_layer_that_takes_the_place_of_another(packed_example: Callable[..., P
     assert same(second.forward(*batch), alone)
 
 
-def test_experts_that_no_layer_would_add_are_a_warning(packed_example: Callable[..., Path]) -> None:
+def test_the_next_layer_must_get_the_same_tokens(packed_example: Callable[..., Path]) -> None:
+    """And there must be one."""
     path = packed_example("int8", 1)
     last = loaded(path, layer_idx=1, max_deferred_experts_per_token=1)
     with pytest.warns(UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"):
         last.forward(*inputs(4))
-
-
-def test_the_next_layer_must_get_the_same_tokens(packed_example: Callable[..., Path]) -> None:
-    path = packed_example("int8", 1)
+    del last
     first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
     first.forward(*inputs(4))
     with pytest.raises(ValueError, match=r"layer 1 was called with 3 tokens.*layer 0 deferred experts of 4 tokens"):
@@ -476,19 +410,11 @@ def test_threadpool_count_takes_nodes_that_the_process_may_use(monkeypatch: pyte
     assert make(cpuinfer_threads=4, threadpool_count=2, numa_nodes=[4, 1])._pool.nodes == (4, 1)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"method": "AMXINT4"},
-        {"num_experts": 16},
-        {"hidden_size": 512},
-        {"moe_intermediate_size": 512},
-        {"layer_idx": 2},
-    ],
-)
-def test_files_that_are_something_else(packed_example: Callable[..., Path], changed: dict[str, Any]) -> None:
-    with pytest.raises(KtconvertError):
-        make(packed_example("int8", 1), **changed).load_weights(None)
+def test_files_that_are_something_else(packed_example: Callable[..., Path]) -> None:
+    other = {"method": "AMXINT4", "num_experts": 16, "hidden_size": 512, "moe_intermediate_size": 512, "layer_idx": 2}
+    for name, value in other.items():
+        with pytest.raises(KtconvertError):
+            make(packed_example("int8", 1), **{name: value}).load_weights(None)
 
 
 def test_calls_out_of_order_and_of_wrong_shape(packed_example: Callable[..., Path], stacked: list[Stacked]) -> None:
@@ -517,14 +443,6 @@ def test_calls_out_of_order_and_of_wrong_shape(packed_example: Callable[..., Pat
 
 
 # --- the rest of kt_kernel ------------------------------------------------------------------------
-
-
-def test_capture_batch_sizes() -> None:
-    KTMoEWrapper.set_capture_batch_sizes([1, 2, 4])
-    assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
-    KTMoEWrapper.set_capture_batch_sizes([])
-    KTMoEWrapper.clear_buffer_cache()
-    KTMoEWrapper.clear_sft_buffer_cache()
 
 
 def test_gpu_experts_masks() -> None:
@@ -559,52 +477,38 @@ def test_kt_kernel_by_its_own_name() -> None:
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     version, variant, same_variant = first.split()
-    assert version[0].isdigit() and variant == same_variant in (
-        "amx",
-        "avx512_bf16",
-        "avx512_vnni",
-        "avx512_base",
-        "avx2",
-        "scalar",
-    )
+    variants = ("amx", "avx512_bf16", "avx512_vnni", "avx512_base", "avx2", "scalar")
+    assert version[0].isdigit() and variant == same_variant in variants
     assert "CPUInfer" in second and "kt_kernel.utils" in third
 
 
-def test_the_real_kt_kernel_is_not_replaced() -> None:
-    done = python(
-        "import sys, types\n"
-        "sys.modules['kt_kernel'] = types.ModuleType('kt_kernel')\n"
-        "from ktconvert.native_quant import install_as_kt_kernel\n"
-        "install_as_kt_kernel()\n"
-    )
-    assert "RuntimeError: the real kt_kernel is imported already" in done.stderr
-
-
 def test_names_are_imported_when_they_are_used() -> None:
+    """And the real kt_kernel is not replaced."""
     done = python(
-        "import sys, ktconvert.native_quant as nq\n"
+        "import sys, types, ktconvert.native_quant as nq\n"
         "nq.Experts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
-        "nq.Nothing\n"
+        "try: nq.Nothing\n"
+        "except AttributeError as error: print(error)\n"
+        "sys.modules['kt_kernel'] = types.ModuleType('kt_kernel')\n"
+        "nq.install_as_kt_kernel()\n"
     )
-    assert done.stdout.strip() == "[]"
-    assert "has no attribute 'Nothing'" in done.stderr
+    none, error = done.stdout.splitlines()
+    assert none == "[]" and "has no attribute 'Nothing'" in error
+    assert "RuntimeError: the real kt_kernel is imported already" in done.stderr
 
 
 SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernels.isa()"
 
 
 def test_environment_chooses_the_instruction_set() -> None:
-    assert python(SHOW, KTCONVERT_ISA=" AVX2 ").stdout == "avx2\n"
-    assert (
-        "ValueError: KTCONVERT_ISA: 'sse9' is not a known instruction set" in python(SHOW, KTCONVERT_ISA="sse9").stderr
-    )
+    unknown = "ValueError: KTCONVERT_ISA: 'sse9' is not a known instruction set"
+    assert unknown in python(SHOW, KTCONVERT_ISA="sse9").stderr
     assert python(SHOW, KTCONVERT_ISA="").stdout == f"{isas.chosen()}\n"
-    assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2").stdout == "avx2\n"
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2", KTCONVERT_ISA="scalar").stdout == "scalar\n"
-    best = isas.chosen()
-    assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{best}\n"  # kt-kernel skips it too
-    for variant, name in (("avx512_bf16", "avx512bf16"), ("avx512_vbmi", "avx512vnni"), ("avx512_base", "avx512")):
+    assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{isas.chosen()}\n"  # kt-kernel skips it too
+    names = {"avx2": "avx2", "avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vnni", "avx512_base": "avx512"}
+    for variant, name in names.items():
         if name in kernels.available_isas():
             assert python(SHOW, KT_KERNEL_CPU_VARIANT=variant).stdout == f"{name}\n"
     if "amx" not in kernels.available_isas():
@@ -613,7 +517,8 @@ def test_environment_chooses_the_instruction_set() -> None:
 
 
 def test_debug_prints_the_choice_once() -> None:
-    done = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA="avx2")
+    done = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA=" AVX2 ")
+    assert done.stdout == "avx2\n"
     assert done.stderr.startswith("ktconvert: computes with avx2 (KTCONVERT_ISA) of scalar, avx2")
     assert done.stderr.count("\n") == 1
     assert python(SHOW).stderr == ""

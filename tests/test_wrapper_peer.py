@@ -20,16 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERTS, HIDDEN, INTERMEDIATE = 8, 256, 256
-# Both layers of the bundled model: tokens, experts per token, what each layer defers, whether some experts are on a
-# GPU.
-RUNS = [
-    (1, 2, [0, 0], False),
-    (40, 2, [0, 0], False),
-    (24, 4, [2, 0], True),
-    (3, 2, [1, 0], False),
-    (4, 2, [2, 0], False),
-]
+EXPERTS, HIDDEN = 8, 256
+SIZES: dict[str, Any] = {"experts": EXPERTS, "intermediate": 256}
+# Both layers of the bundled model: tokens, experts per token, what the first defers, whether some experts are on a GPU.
+RUNS = [(1, 2, 0, False), (40, 2, 0, False), (24, 4, 2, True), (3, 2, 1, False), (4, 2, 2, False)]
 
 
 def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
@@ -67,21 +61,14 @@ def test_the_same_program_gives_the_same_bits(
 ) -> None:
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q")
-    job = {
-        "experts": EXPERTS,
-        "intermediate": INTERMEDIATE,
-        "numa": parts,
-        "folder": str(out),
-        "save": False,
-        "method": f"AMX{method.upper()}",
-        "runs": {
-            f"{tokens}": {
-                "inputs": inputs(tmp_path / f"{tokens}.safetensors", tokens, topk, mask),
-                "deferred": deferred,
-            }
-            for tokens, topk, deferred, mask in RUNS
-        },
+    runs = {
+        f"{tokens}": {
+            "inputs": inputs(tmp_path / f"{tokens}.safetensors", tokens, topk, mask),
+            "deferred": [deferred, 0],
+        }
+        for tokens, topk, deferred, mask in RUNS
     }
+    job = SIZES | {"numa": parts, "folder": str(out), "save": False, "method": f"AMX{method.upper()}", "runs": runs}
     theirs = program(peer_python, "kt_kernel", job, tmp_path)
     ours = program(sys.executable, "ktconvert.native_quant", job, tmp_path)
     assert ours.keys() == theirs.keys() and len(ours) == len(RUNS) * 2 * 2
@@ -99,15 +86,8 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path: Path, peer_
     results = {}
     for module, folder in folders.items():
         folder.mkdir()
-        job = {
-            "experts": EXPERTS,
-            "intermediate": INTERMEDIATE,
-            "numa": 2,
-            "folder": str(folder),
-            "save": True,
-            "method": f"AMX{method.upper()}",
-            "runs": {"5": {"inputs": inputs(tmp_path / "5.safetensors", 5, 2, False, **weights), "deferred": [0]}},
-        }
+        runs = {"5": {"inputs": inputs(tmp_path / "5.safetensors", 5, 2, False, **weights), "deferred": [0]}}
+        job = SIZES | {"numa": 2, "folder": str(folder), "save": True, "method": f"AMX{method.upper()}", "runs": runs}
         results[module] = program(peer_python if module == "kt_kernel" else sys.executable, module, job, tmp_path)
     theirs, ours = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in folders.values())
     assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
@@ -118,28 +98,11 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path: Path, peer_
 @pytest.mark.long
 def test_the_benchmark_compares_what_kt_kernel_has(tmp_path: Path, peer_python: str) -> None:
     """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
-    words = [
-        "--quick",
-        "--isa",
-        "avx2",
-        "--shapes",
-        "small",
-        "--methods",
-        "int4",
-        "bf16",
-        "--tokens",
-        "1",
-        "--threads",
-        "1",
-        "--layers",
-        "1",
-        "--loads",
-        "0",
-    ]
+    words = "--quick --isa avx2 --shapes small --methods int4 bf16 --tokens 1 --threads 1 --layers 1 --loads 0"
     figures = tmp_path / "figures.json"
     script = ROOT / "benchmarks" / "forward.py"
     done = subprocess.run(
-        [sys.executable, script, *words, "--peer", peer_python, "--dir", tmp_path, "--json", figures],
+        [sys.executable, script, *words.split(), "--peer", peer_python, "--dir", tmp_path, "--json", figures],
         capture_output=True,
         text=True,
         timeout=600,

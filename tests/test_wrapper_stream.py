@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +22,24 @@ from ktconvert.native_quant._ktq import ffi
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.pool import Job
 from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, BufferCache
+from rig.wrappers import TOPK, Batch, inputs, loaded, nothing_left, same  # noqa: F401
 
-EXPERTS, HIDDEN, TOPK, LAYERS = 8, 256, 2, 2
+LAYERS = 2
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
-
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(packed_example: Callable[..., Path]) -> str:
-    return str(packed_example("int8"))
+def folder(packed_example: Callable[..., Path]) -> Path:
+    return packed_example("int8")
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Buffers and deferred experts of one test must not reach another."""
-    KTMoEWrapper.clear_buffer_cache()
-    yield
-    KTMoEWrapper.set_capture_batch_sizes([])
-    KTMoEWrapper.clear_buffer_cache()
-
-
-def model(folder: str, defer: int, threads: tuple[int, int] = (2, 2)) -> list[KTMoEWrapper]:
+def model(folder: Path, defer: int, threads: tuple[int, int] = (2, 2)) -> list[KTMoEWrapper]:
     """Both layers; the first defers."""
-    wrappers = []
-    for layer in range(LAYERS):
-        wrapper = KTMoEWrapper(
-            layer_idx=layer,
-            num_experts=EXPERTS,
-            num_experts_per_tok=TOPK,
-            hidden_size=HIDDEN,
-            moe_intermediate_size=256,
-            cpuinfer_threads=threads[layer],
-            threadpool_count=1,
-            weight_path=folder,
-            chunked_prefill_size=512,
-            max_deferred_experts_per_token=defer if layer == 0 else 0,
-            method="AMXINT8",
-        )
-        wrapper.load_weights(torch.arange(EXPERTS))
-        wrappers.append(wrapper)
-    return wrappers
-
-
-def inputs(tokens: int, seed: int) -> Batch:
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :TOPK].contiguous()
-    return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, TOPK, generator=g)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
+    deferred = (defer, 0)
+    return [
+        loaded(folder, layer_idx=n, cpuinfer_threads=threads[n], max_deferred_experts_per_token=deferred[n])
+        for n in range(LAYERS)
+    ]
 
 
 def run(wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
@@ -133,7 +100,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 @pytest.mark.parametrize("defer", [0, 1, 2])
-def test_stream_gives_the_bits_of_the_cpu(folder: str, stream: Stream, defer: int) -> None:
+def test_stream_gives_the_bits_of_the_cpu(folder: Path, stream: Stream, defer: int) -> None:
     wrappers = model(folder, defer)
     for seed, tokens in enumerate((4, 1, 4, 4, 9)):
         batch = inputs(tokens, seed)
@@ -141,14 +108,14 @@ def test_stream_gives_the_bits_of_the_cpu(folder: str, stream: Stream, defer: in
         assert all(map(same, stream.run(wrappers, batch), want))
 
 
-def test_order_of_what_is_launched(folder: str, stream: Stream) -> None:
+def test_order_of_what_is_launched(folder: Path, stream: Stream) -> None:
     stream.run(model(folder, 1), inputs(3, 0))
     functions, jobs = [f for f, _ in stream.log], [j for _, j in stream.log]
     assert functions == [SUBMIT, SUBMIT, WAIT, SUBMIT, WAIT]  # now, late, now; now
     assert jobs[0] is jobs[2] and jobs[3] is jobs[4] and len(set(map(id, jobs))) == 3
 
 
-def test_layers_with_their_own_threads_wait_for_each_other(folder: str, stream: Stream) -> None:
+def test_layers_with_their_own_threads_wait_for_each_other(folder: Path, stream: Stream) -> None:
     wrappers = model(folder, 1, threads=(1, 2))
     batch = inputs(5, 3)
     want = run(wrappers, batch)
@@ -156,7 +123,7 @@ def test_layers_with_their_own_threads_wait_for_each_other(folder: str, stream: 
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
-def test_models_of_one_directory_take_turns(folder: str, stream: Stream) -> None:
+def test_models_of_one_directory_take_turns(folder: Path, stream: Stream) -> None:
     """Layer by layer, both submitted before either result is taken."""
     models, batches = [model(folder, 1), model(folder, 1)], [inputs(5, 1), inputs(5, 2)]
     want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
@@ -171,7 +138,7 @@ def test_models_of_one_directory_take_turns(folder: str, stream: Stream) -> None
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
-def test_an_uncollected_deferred_job_is_awaited(folder: str, stream: Stream) -> None:
+def test_an_uncollected_deferred_job_is_awaited(folder: Path, stream: Stream) -> None:
     first = model(folder, 1)[:1]
     batch = inputs(5, 3)
     want = run(first, batch)
@@ -181,7 +148,7 @@ def test_an_uncollected_deferred_job_is_awaited(folder: str, stream: Stream) -> 
 
 
 @pytest.mark.parametrize("defer", [0, 1])
-def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: int) -> None:
+def test_what_a_graph_recorded_runs_again(folder: Path, stream: Stream, defer: int) -> None:
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     stream.run(wrappers, inputs(4, 0))
@@ -205,8 +172,9 @@ def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: in
     assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
 
-def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: Stream) -> None:
+def test_only_the_last_size_is_kept_unless_it_is_captured(folder: Path, stream: Stream) -> None:
     KTMoEWrapper.set_capture_batch_sizes([2, 4])
+    assert KTMoEWrapper.get_capture_batch_sizes() == [2, 4]
     wrappers = model(folder, 0)
     for tokens in (2, 3, 4, 5, 2, 6):
         stream.run(wrappers, inputs(tokens, 0))
@@ -214,13 +182,14 @@ def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: S
     assert [tokens for tokens, _ in buffers_of(wrappers[0]).last.values()] == [6]
     assert wrappers[0]._stream is not None and len(wrappers[0]._stream._jobs) == 3
     KTMoEWrapper.clear_buffer_cache()
+    KTMoEWrapper.clear_sft_buffer_cache()
     stream.log.clear()
     gc.collect()
     assert len(wrappers[0]._stream._jobs) == 0
     assert same(stream.run(wrappers, inputs(4, 0))[1], run(wrappers, inputs(4, 0))[1])
 
 
-def test_masks_are_read_at_every_run(folder: str, stream: Stream) -> None:
+def test_masks_are_read_at_every_run(folder: Path, stream: Stream) -> None:
     wrapper = model(folder, 0)[0]
     batch = inputs(6, 1)
     stream.run([wrapper], batch)
@@ -238,7 +207,7 @@ def on_gpu(batch: Batch) -> Batch:
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_gpu_tensors(folder: str, defer: int) -> None:
+def test_gpu_tensors(folder: Path, defer: int) -> None:
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
         batch = inputs(tokens, tokens)
@@ -249,7 +218,7 @@ def test_gpu_tensors(folder: str, defer: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("name", ["number", "stream", "none"])
-def test_order_on_a_stream(folder: str, name: str) -> None:
+def test_order_on_a_stream(folder: Path, name: str) -> None:
     """What comes before on the stream is seen, what comes after waits, though the host does not."""
     wrapper = model(folder, 0)[0]
     batch = inputs(16, 5)
@@ -272,7 +241,7 @@ def test_order_on_a_stream(folder: str, name: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_graph_capture(folder: str, defer: int) -> None:
+def test_graph_capture(folder: Path, defer: int) -> None:
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     hidden, ids, weights = on_gpu(inputs(4, 0))

@@ -1,0 +1,61 @@
+"""KTMoEWrapper on the bundled model's experts, and inputs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktconvert.native_quant import KTMoEWrapper
+
+EXPERTS, HIDDEN, TOPK = 8, 256, 2
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Buffers and deferred experts of one test must not reach another; for modules that import it."""
+    KTMoEWrapper.clear_buffer_cache()
+    yield
+    KTMoEWrapper.set_capture_batch_sizes([])
+    KTMoEWrapper.clear_buffer_cache()
+    KTMoEWrapper.exact = False
+
+
+def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
+    """Layer 0 in two threads, with these arguments changed."""
+    arguments: dict[str, Any] = {
+        "layer_idx": 0,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": 256,
+        "gpu_experts_mask": None,
+        "cpuinfer_threads": 2,
+        "threadpool_count": 1,
+        "weight_path": str(weight_path),
+        "chunked_prefill_size": 512,
+        "method": "AMXINT8",
+    }
+    return KTMoEWrapper(**(arguments | changed))
+
+
+def loaded(weight_path: Path, **changed: Any) -> KTMoEWrapper:
+    wrapper = make(weight_path, **changed)
+    wrapper.load_weights(torch.arange(EXPERTS))
+    return wrapper
+
+
+def inputs(tokens: int, seed: int = 7, topk: int = TOPK) -> Batch:
+    """Hidden states, ids of experts, routing weights."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :topk].contiguous()
+    return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, topk, generator=g)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The same bits."""
+    return left.dtype == right.dtype and torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
