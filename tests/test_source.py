@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +482,11 @@ def test_offline(cache: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> No
     (cache / "models--org--name" / "blobs" / f"{2:064x}").unlink()
     with pytest.raises(InputError, match="org/name: is incomplete in the local cache"):
         open_checkpoint("org/name")
+    snapshots = cache / "models--org--name" / "snapshots"
+    (snapshots / COMMIT).rename(snapshots / "branch")  # no name of a commit, and none that a ref has
+    for revision in (None, "branch"):
+        with pytest.raises(InputError, match="org/name: is not in the local cache"):
+            open_checkpoint("org/name", revision)
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/etc", ".."])
@@ -519,6 +525,24 @@ def test_failed_downloads_are_explained(
     with pytest.raises(error) as failure:
         open_checkpoint("org/other", "v9")
     assert words in str(failure.value) and "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(("companions_only", "weights"), [(False, True), (True, False)])
+def test_what_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch, companions_only: bool, weights: bool) -> None:
+    """Companions always, weights where they are needed, GGUF files never: a repository may hold a terabyte of them."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    downloaded: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str], **more: object) -> str:
+        downloaded.extend(file for file in FILES_OF_OTHER if any(fnmatch(file, p) for p in allow_patterns))
+        return str(cache / "models--org--name" / "snapshots" / COMMIT)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub.resolve("org/other", companions_only=companions_only)
+    assert downloaded == ["config.json", "tokenizer.model", *(["model-00001-of-00002.safetensors"] if weights else [])]
+
+
+FILES_OF_OTHER = ("config.json", "tokenizer.model", "model-00001-of-00002.safetensors", "other-Q4_K.gguf")
 
 
 def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What will be done, before anything is: request, source identity and stages; plan.json, compared on resume."""
+"""The plan of a conversion: request, identity of the input, stages and assembly; plan.json, compared on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are carried over: streamed and copied bit for bit, or decoded to BF16 where they are quantized."""
+"""Tensors outside the routed experts: streamed and copied bit for bit, or decoded to BF16 where they are quantized."""
 
 from __future__ import annotations
 
