@@ -281,7 +281,7 @@ def test_what_to_touch_is_there(subject: str) -> None:
     assert held == "the same" or re.search(r"\(\.\./tests/test_\w+\.py\)", held), f"no test holds {subject}"
 
 
-def test_every_made_up_row_of_a_table_is_told_of() -> None:
+def test_the_design_page_names_every_toy() -> None:
     held = " ".join(held for _, held in additions().values())
     toys = [path.name for path in (ROOT / "tests").glob("test_toy_*.py")]
     assert toys

@@ -336,7 +336,7 @@ def in_its_own_file(
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("gptq")])
 @pytest.mark.parametrize("kept", [{}, {"quant_method": "gptq", "bits": 0}], ids=["alone", "beside another"])
-def test_a_config_beside_config_json_counts(name: str, kept: dict[str, Any], tmp_path: Path) -> None:
+def test_quantize_config_json_is_read_as_config_json_is(name: str, kept: dict[str, Any], tmp_path: Path) -> None:
     same_values(name, in_its_own_file(name, tmp_path, **kept))
 
 

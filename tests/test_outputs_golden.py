@@ -51,7 +51,7 @@ CALIBRATED: dict[str, Any] = {
     "min_expert_tokens": 128,
     "engine": "stream",
     "trust_remote_code": False,
-    "machine": {"device_type": "cpu", "threads": 2, "group_bytes": 1 << 20},
+    "machine": {"device": "a CPU", "device_type": "cpu", "threads": 2, "group_bytes": 1 << 20},
 }
 
 

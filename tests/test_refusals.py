@@ -91,7 +91,7 @@ def test_an_empty_folder_is_used(source: Path, output: Path, expected: Any, link
     assert output.is_symlink() == linked
 
 
-def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path, output: Path, expected: Any) -> None:
+def test_a_folder_of_others_is_replaced_only_with_delete_others(source: Path, output: Path, expected: Any) -> None:
     (output / "deep").mkdir(parents=True)
     (output / "thesis.txt").write_text("years")
     before = conversion.identity(output)

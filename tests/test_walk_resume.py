@@ -115,6 +115,20 @@ def test_another_machine(attempts: Attempts) -> None:
     attempts.finish(output, "on the first machine again", "resume", str(output), "--cpuinfer-threads", "1")
 
 
+def test_a_damaged_machine_is_one_sentence(attempts: Attempts) -> None:
+    output = begun(attempts, "damaged")
+    path = output.with_name("out.work") / "plan.json"
+    same = attempts.arguments(attempts.model, output, attempts.dataset)
+    for damage in ({"group_bytes": "much"}, {"threads": 0}, {"device_type": None}):
+        whole = json.loads(path.read_bytes())
+        path.write_bytes(json.dumps(whole | {"settings": whole["settings"] | {"machine": MACHINE | damage}}).encode())
+        for words in (("resume", str(output)), same):
+            conversion.refused(attempts.run(output, *words), 7, "machine: ", "start over with --overwrite")
+
+
+MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
+
+
 @two_cores
 @only_gpu
 def test_another_machine_that_is_allowed(attempts: Attempts) -> None:

@@ -122,7 +122,7 @@ def test_outputs_are_the_callers_own(packed_example: Callable[..., Path]) -> Non
     assert same(wrapper.sync_forward(first[0]), copy)
 
 
-def test_masked_experts_add_nothing_and_the_mask_may_change(packed_example: Callable[..., Path]) -> None:
+def test_masked_experts_add_nothing_also_after_the_mask_changes(packed_example: Callable[..., Path]) -> None:
     path = packed_example("int8", 1)
     hidden, ids, weights = inputs(20)
     mask = torch.zeros(EXPERTS, dtype=torch.bool)

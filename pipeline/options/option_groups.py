@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypedDict
 
 import click
 
 from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.files.documents import Count
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import Effect, Option, Options, Recorded, hashable, values_of
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Size, Spelled, Text
@@ -158,7 +159,11 @@ class ArchFile(Options, frozen=True, kw_only=True):
 
     arch_file: Annotated[
         Path | None,
-        Option("A row for an architecture that is not in the table (TOML).", FilePath(), effect=Effect.TUNING),
+        Option(
+            "A row for an architecture that is not in the table (TOML).",
+            FilePath(absolute=True),
+            effect=Effect.TUNING,
+        ),
     ] = None
 
     def text(self) -> str | None:
@@ -263,6 +268,20 @@ class Gptq(Options, frozen=True, kw_only=True):
     ] = None
     with_statistics: Annotated[bool | None, Recorded(Effect.FILES, "--save-statistics")] = None
 
+    @property
+    def saves_statistics(self) -> bool | None:
+        """Whether --save-statistics is given, as it is recorded: None where it is not."""
+        return None if self.save_statistics is None else True
+
+
+class MachineProperties(TypedDict):
+    """What every recorded machine tells; versions of packages besides."""
+
+    threads: Count
+    group_bytes: Count
+    device_type: str
+    device: str
+
 
 class Machine(Options, frozen=True, kw_only=True):
     """Where a model runs. machine: properties of the one where the conversion was begun that can change bytes."""
@@ -288,7 +307,7 @@ class Machine(Options, frozen=True, kw_only=True):
             effect=Effect.TUNING,
         ),
     ] = False
-    machine: Annotated[dict[str, Any] | None, Recorded(Effect.WEIGHTS)] = None
+    machine: Annotated[dict[str, int | str] | None, Recorded(Effect.WEIGHTS, shape=MachineProperties)] = None
 
 
 class GpuExperts(Options, frozen=True, kw_only=True):

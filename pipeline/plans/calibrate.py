@@ -38,7 +38,7 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
     Raises UnsupportedError, InputError or KtconvertError before any weight is read.
     """
     environment.require("calibrate", environment.WALK)
-    request = on_one_machine(with_arch_row(request))
+    request = on_one_machine(with_arch_row(request), environment.WALK_PACKAGES)
     options, machine = request.options, request.options.machine.machine
     assert machine is not None
     source = open_checkpoint(request.input, options.hub.revision)
@@ -70,7 +70,7 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
             read_by=partial(shards_read_by, source),
             peak_memory=lambda threads: footprint.footprint(shape).host,
             card=lambda stats: statistics.card(about, list(stats), tool_version()),
-            require_ready=lambda: require_same_machine(request),
+            require_ready=lambda: require_same_machine(request, environment.WALK_PACKAGES),
             check=read_statistics,
         ),
         scratch_bytes=footprint.footprint(shape).disk,

@@ -18,15 +18,16 @@ from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.options.declare import paths_read, with_values
+from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
@@ -56,6 +57,24 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
     return (parse_arch(arch_file), *ARCHS)
+
+
+def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
+    """Values of these options with which the output was begun or finished; None where it was not.
+
+    Raises OutputError, naming the option, for a value that it cannot have.
+    """
+    begun = begun_with(request.output)
+    if begun is None:
+        return None
+    cls: type[ConversionOptions] = type(request.options)
+    known = {leaf.name: leaf for leaf in leaves(cls)}
+    try:
+        return {name: checked(known[name], begun[name]) for name in names if name in begun}
+    except ValueError as error:
+        raise OutputError(
+            f"{request.output}: what it was begun with cannot be understood ({error}); start over with --overwrite."
+        ) from error
 
 
 def with_arch_row(request: Request[A]) -> Request[A]:

@@ -15,11 +15,11 @@ from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_com
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
 from ktconvert.pipeline.plans.checkpoint import (
+    begun_values,
     collector_at_rest,
     parse_layers,
     require_whole,
@@ -53,7 +53,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         from ktconvert.pipeline.walk import environment
 
         environment.require("--scale gptq")
-        request = walking.on_one_machine(request)
+        request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
@@ -63,7 +63,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     choice = _choice(options, fmt)
     imatrix = importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
-    found = _choose_layers(options, model, fmt, numa)
+    found = _choose_layers(request, model, fmt, numa)
     request = replace(
         request,
         options=with_values(options, imatrix_sha256=None if imatrix is None else imatrix.sha256, **found),
@@ -173,17 +173,14 @@ def _format(options: CpuOptions) -> Format:
     return fmt
 
 
-def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
+def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
     """Which layers to convert, and which loose ones to keep; an earlier run's choice precedes --resume-layer."""
+    options = request.options
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}
-    if (begun := begun_with(options.output)) is not None:
-        kept_before = begun.get("kept_layers")
-        return {
-            "layers": begun.get("layers", options.layers),
-            "kept_layers": None if kept_before is None else tuple(kept_before),
-        }
+    if (begun := begun_values(request, "layers", "kept_layers")) is not None:
+        return begun
     selected = parse_layers(options.layers, model.layers)
     folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:

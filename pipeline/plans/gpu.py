@@ -43,7 +43,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
 
-        request = walking.on_one_machine(request)
+        request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     require_complete(source, "`ktconvert gpu`", "which loaders of the output need")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,14 +11,13 @@ from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans import statistics
-from ktconvert.pipeline.plans.checkpoint import require_complete
+from ktconvert.pipeline.plans.checkpoint import begun_values, require_complete
 from ktconvert.pipeline.plans.quantizing import Quantizing
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
 from ktconvert.pipeline.walk import environment, footprint
@@ -79,37 +78,39 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShap
 # ---- the machine of a walk ------------------------------------------------------------------------------------------
 
 
-def on_one_machine(request: Request[W]) -> Request[W]:
-    """The request with the machine where its walk began, else this one. InputError where the data set is missing."""
+def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
+    """The request with the machine where its walk began, else this one, and what else is found before the first run.
+
+    packages  whose versions can change bytes
+    Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
+    """
     options = request.options
     if options.machine.machine is not None:
         return request
     local_files(options.samples.dataset)
     afresh = options.existing.overwrite and not options.machine.allow_machine_change
-    begun = None if afresh else (begun_with(request.output) or {}).get("machine")
-    found: dict[str, Any] = {"machine": begun or this_machine(options)}
-    if isinstance(options, QuantizationOptions) and options.gptq.save_statistics is not None:
-        found["with_statistics"] = True
-    return replace(request, options=with_values(options, **found))
+    begun = None if afresh else (begun_values(request, "machine") or {}).get("machine")
+    machine = begun or this_machine(options, packages)
+    return replace(request, options=with_values(options, machine=machine, **found))
 
 
-def this_machine(options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
+def this_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> dict[str, Any]:
     """The properties of this machine that can change sums."""
-    packages = environment.PACKAGES if isinstance(options, QuantizationOptions) else environment.WALK_PACKAGES
     limits = options.machine
     return environment.this_machine(options.execution.threads, limits.force_cpu, limits.max_gpu_memory, packages)
 
 
-def require_same_machine(request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> None:
+def require_same_machine(
+    request: Request[QuantizationOptions] | Request[CalibrateOptions], packages: Sequence[str] = environment.PACKAGES
+) -> None:
     """Raise OutputError where the walk was begun on another machine, unless the user allows that."""
     begun, allowed = request.options.machine.machine, request.options.machine.allow_machine_change
     assert begun is not None  # on_one_machine has recorded it
-    environment.require_same(begun, this_machine(request.options), request.output, allowed)
+    environment.require_same(begun, this_machine(request.options, packages), request.output, allowed)
 
 
 def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
     """UsageError, InputError or UnsupportedError where a walk is impossible, or does not do what options ask."""
-    environment.require("--scale gptq")
     given = f"--scale {options.scale}"
     require_complete(source, given, "which tells how the model computes")
     if not whole:
