@@ -16,6 +16,7 @@ import pytest
 from ktconvert.native_quant import kernels
 from rig import conversion, draws
 from rig.safetensors import write_file
+from rig.toys import Toy
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
@@ -78,6 +79,13 @@ def cli() -> Cli:
         return done
 
     return run
+
+
+@pytest.fixture(scope="module")
+def ktconvert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    """The program that a test's file is: with a row of its own in a table."""
+    with Toy(str(request.path), tmp_path_factory.mktemp("toy")) as toy:
+        yield toy
 
 
 @pytest.fixture(scope="session")

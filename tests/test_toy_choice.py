@@ -7,7 +7,6 @@ As a program this file is `ktconvert` with that row: python tests/test_toy_choic
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,6 @@ DEFINITIONS = {"toy": truncated, "mse": searched}
 
 
 # --- the tests ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ktconvert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
-        yield toy
 
 
 @pytest.fixture(scope="module")

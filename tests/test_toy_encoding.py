@@ -8,7 +8,6 @@ table.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,6 @@ E, H, I = 2, 256, 384  # noqa: E741
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
-        yield toy
-
-
-@pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A toy checkpoint, and the same one in BF16."""
     rng = np.random.default_rng(0)
@@ -86,32 +79,32 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
 def test_converted_and_verified(
-    checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path, toy: Toy
+    checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path, ktconvert: Toy
 ) -> None:
     source, plain = checkpoints
-    toy("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
-    toy("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
+    ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
+    ktconvert("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "plain")
     for arguments in ((), ("--against", source), ("--against", source, "--full")):
-        toy("verify", tmp_path / "out", *arguments)
+        ktconvert("verify", tmp_path / "out", *arguments)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
 
 
-def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
+def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
     source, plain = checkpoints
     gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
-    toy("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
-    toy("gpu", "-i", plain, "-o", tmp_path / "plain", *gpu)
+    ktconvert("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
+    ktconvert("gpu", "-i", plain, "-o", tmp_path / "plain", *gpu)
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "plain")
-    toy("verify", tmp_path / "out", "--against", source)
-    assert json.loads(toy("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
+    ktconvert("verify", tmp_path / "out", "--against", source)
+    assert json.loads(ktconvert("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
 
 
-def test_it_is_resumed(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
-    toy.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
+def test_it_is_resumed(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+    ktconvert.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
 
 
-def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
+def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
     for folder, lost, words in (
         ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
         ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
@@ -122,7 +115,7 @@ def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], 
             (model / path.name).write_bytes(path.read_bytes())
         name = f"model.layers.1.mlp.experts.1.up_proj.weight{lost}"
         edit_file(model / "model.safetensors", lambda tensors, name=name: tensors.pop(name))
-        assert words in toy("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
+        assert words in ktconvert("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 
 def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path, cli: Any) -> None:

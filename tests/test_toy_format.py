@@ -126,12 +126,6 @@ OPTIONS = ("--quant-method", "toy8", "--threadpool-count", "2", "--save-backward
 
 
 @pytest.fixture(scope="module")
-def ktconvert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
-        yield toy
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sizes that are multiples of nothing."""
     return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2, hidden=74, width=58)

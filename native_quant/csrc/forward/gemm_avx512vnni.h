@@ -8,21 +8,12 @@
 #include "gemm_avx512.h"
 
 #define TARGET KT_TARGET_AVX512VNNI
+#include "gemm_avx512_sums.h"
 
 TARGET static inline __m512i multiply(__m512i sum, __m512i codes, const int8_t *a) {
     int32_t four;
     memcpy(&four, a, sizeof four);
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
-}
-TARGET static inline __m512i load(const int32_t *c) {
-    return _mm512_load_si512(c);
-}
-TARGET static inline __m512i rest(__m512i sum, int32_t *c) {
-    (void)c;
-    return sum;
-}
-TARGET static inline void store(int32_t *c, __m512i sum) {
-    _mm512_store_si512(c, sum);
 }
 
 #endif

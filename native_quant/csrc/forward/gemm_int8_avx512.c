@@ -21,16 +21,8 @@ TARGET static inline __m512i multiply(__m512i sum, __m512i codes, const int8_t *
     x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
     return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(codes), x), ones));
 }
-TARGET static inline __m512i load(const int32_t *c) {
-    return _mm512_load_si512(c);
-}
-TARGET static inline __m512i rest(__m512i sum, int32_t *c) {
-    (void)c;
-    return sum;
-}
-TARGET static inline void store(int32_t *c, __m512i sum) {
-    _mm512_store_si512(c, sum);
-}
+
+#include "gemm_avx512_sums.h"
 
 #include "gemm_avx512_kernel.h"
 
