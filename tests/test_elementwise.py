@@ -65,7 +65,8 @@ class Layer:
                 setattr(expert, name, ffi.cast("void *", codes.ctypes.data))
                 setattr(expert, name + "_scale", ffi.cast("float *", scale.ctypes.data))
         sizes = {"experts": EXPERTS, "parts": parts, "hidden": hidden, "width": width}
-        self.moe = ffi.new("ktq_moe *", {"format": METHODS[f"AMXINT{bits}"].number, **sizes, "expert": self.table})
+        formats = dict.fromkeys(("gate_format", "up_format", "down_format"), METHODS[f"AMXINT{bits}"].number)
+        self.moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": self.table})
 
     def forward(self, pool: Any, x: Any, ids: Any, weights: Any, exact: int) -> Any:
         """BF16 bits [tokens, hidden]."""

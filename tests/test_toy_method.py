@@ -160,7 +160,8 @@ def test_c_takes_the_settings_of_bf16_activations_only(method: Method) -> None:
     pool, expert = ffi.new("ktq_pool **"), ffi.new("ktq_expert *")
     assert lib.ktq_pool_new(1, ffi.new("int[]", [1]), ffi.NULL, pool) == lib.KTQ_OK
     sizes = {"experts": 1, "parts": 1, "hidden": 256, "width": 256, "expert": expert}
-    moe = ffi.new("ktq_moe *", {"format": method.number, **sizes, "swiglu_limit": 7.0})
+    formats = dict.fromkeys(("gate_format", "up_format", "down_format"), method.number)
+    moe = ffi.new("ktq_moe *", {**formats, **sizes, "swiglu_limit": 7.0})
     result = lib.ktq_forward(pool[0], moe, ffi.new("ktq_call *", {"topk": 1}))
     lib.ktq_pool_free(pool[0])
     assert result == (lib.KTQ_OK if method.activations == "BF16" else lib.KTQ_EINVAL)

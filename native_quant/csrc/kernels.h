@@ -249,10 +249,7 @@ typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t column
 /* --- BF16 arithmetic (NUMERICS.md, section 5b) -----------------------------------------------------------------------
  */
 
-/* 32 rows of a weight: their codes and scales (formats.h). */
-typedef struct {
-    const uint8_t *codes, *scales;
-} kt_bf16_panel;
+typedef struct kt_bf16_panel kt_bf16_panel;
 
 enum {
     KT_SUM_COLUMNS = 32,    /* whose products are added up before they are scaled */
@@ -269,6 +266,15 @@ typedef struct kt_kernels kt_kernels;
 typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                          uint16_t *chunk, float *scale);
 
+/* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
+   a multiple of it on, have one scale. chunk: how codes become chunks; NULL: they are chunks. */
+struct kt_bf16_panel {
+    const uint8_t *codes, *scales;
+    int bits;
+    int64_t sum_columns;
+    kt_chunk_fn *chunk;
+};
+
 /* Codes of MXFP4 (FORMAT.md) to a chunk, and its E8M0 scales to float32; one of 0 becomes 0. Returns whether there is
    such a scale. */
 typedef int kt_chunk_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *chunk,
@@ -282,8 +288,7 @@ typedef void kt_scale_chunk_fn(const uint16_t *scales, int64_t columns, uint16_t
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `panels` and their order.
-   chunk: how codes become chunks; NULL: they are chunks. bits: of a code. sum_columns: so many columns of a row, from
-   a multiple of it on, have one scale. c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
+   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
    64. */
 typedef struct {
     int64_t m, k;
@@ -291,9 +296,6 @@ typedef struct {
     int64_t a_pitch;
     int64_t panels;
     const kt_bf16_panel *panel;
-    int bits;
-    int64_t sum_columns;
-    kt_chunk_fn *chunk;
     const kt_kernels *kernels;
     float *c;
     int64_t c_pitch;

@@ -214,7 +214,7 @@ typedef struct {
 /* The routed experts of a layer: expert[part * experts + expert], each part with `width` columns of the intermediate
  * size. */
 typedef struct {
-    int format; /* KTQ_FORMAT_* */
+    int gate_format, up_format, down_format; /* KTQ_FORMAT_*: all with int8, where they are one, or all with BF16 */
     int64_t experts, parts, hidden, width;
     const ktq_expert *expert;
     /* Not with int8 activations. limit > 0: gate = min(gate, limit), up between -limit and limit. alpha > 0: gate is

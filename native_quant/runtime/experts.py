@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import FORMATS, loose
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
@@ -67,7 +67,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                "format": METHODS[packed.method].number,
+                **{f"{projection}_format": METHODS[packed.method].number for projection in PROJECTIONS},
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,

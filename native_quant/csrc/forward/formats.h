@@ -21,7 +21,7 @@ typedef struct {
 
 enum { KT_MOST_SUM_COLUMNS = 128 };
 
-/* kt_bf16_gemm's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum can
+/* kt_bf16_panel's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum can
  * have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these scales into the weights, and those
  * that it leaves are of the whole row, as where there are no columns. */
 static inline int64_t kt_sum_columns(const kt_format *format) {
@@ -39,7 +39,8 @@ int kt_check_size(const kt_format *format, int64_t n, int64_t k);
 static inline kt_bf16_panel kt_bf16_panel_of(const kt_format *format, const void *codes, const void *scales,
                                              int64_t k, int64_t index) {
     int64_t row = index * KT_PANEL_ROWS;
-    kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
+    kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales, format->bits,
+                           kt_sum_columns(format), format->chunk};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

@@ -20,14 +20,15 @@ static float sum_of_products(const uint16_t *a, const uint8_t *chunk, int64_t r)
 void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
     uint16_t *decoded = (uint16_t *)job->scratch;
     float scale[KT_PANEL_ROWS];
-    for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[r] = 1;
     for (int64_t s = 0; s < job->panels; s++) {
+        const kt_bf16_panel *panel = &job->panel[s];
+        for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[r] = 1;
         float *c = job->c + s * job->c_pitch;
         for (int64_t i = 0; i < job->m * KT_PANEL_ROWS; i++) c[i] = 0;
         for (int64_t j = 0; j < job->k; j += KT_SUM_COLUMNS) {
-            const uint8_t *chunk = job->panel[s].codes + j * KT_PANEL_ROWS * 2;
-            if (job->chunk) {
-                job->chunk(job->kernels, &job->panel[s], j, KT_SUM_COLUMNS, decoded, scale);
+            const uint8_t *chunk = panel->codes + j * KT_PANEL_ROWS * 2;
+            if (panel->chunk) {
+                panel->chunk(job->kernels, panel, j, KT_SUM_COLUMNS, decoded, scale);
                 chunk = job->scratch;
             }
             for (int64_t t = 0; t < job->m; t++)

@@ -17,12 +17,21 @@ typedef struct {
 } space;
 _Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations have what is left");
 
+/* The scales of codes that are chunks. */
+static const float ones[KT_PANEL_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                          1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 static int64_t least(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-static const uint8_t *codes_of(const kt_bf16_gemm *job, int64_t s, int64_t first) {
-    return job->panel[s].codes + first * KT_PANEL_ROWS * job->bits / 8;
+/* The bytes of the codes of so many columns of a panel. */
+static int64_t code_bytes(const kt_bf16_panel *panel, int64_t columns) {
+    return columns * KT_PANEL_ROWS * panel->bits / 8;
+}
+
+static const uint8_t *codes_of(const kt_bf16_panel *panel, int64_t first) {
+    return panel->codes + code_bytes(panel, first);
 }
 
 static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t first, int64_t columns, int64_t token,
@@ -35,9 +44,10 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
    are fetched meanwhile. */
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
-    const uint8_t *chunk = codes_of(job, s, first);
-    if (job->chunk) {
-        job->chunk(job->kernels, &job->panel[s], first, columns, with->chunk, with->scale);
+    const kt_bf16_panel *panel = &job->panel[s];
+    const uint8_t *chunk = codes_of(panel, first);
+    if (panel->chunk) {
+        panel->chunk(job->kernels, panel, first, columns, with->chunk, with->scale);
         chunk = (const uint8_t *)with->chunk;
     }
     int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, step = bytes / blocks / (columns / 2);
@@ -46,9 +56,9 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
         steps->block(&(kt_bf16_block){.tokens = to - from,
                                       .chunk = chunk,
                                       .columns = columns,
-                                      .sum_columns = job->sum_columns,
-                                      .scale = with->scale,
-                                      .scale_step = job->chunk ? KT_PANEL_ROWS : 0,
+                                      .sum_columns = panel->sum_columns,
+                                      .scale = panel->chunk ? with->scale : ones,
+                                      .scale_step = panel->chunk ? KT_PANEL_ROWS : 0,
                                       .a = with->a + from * KT_CHUNK_COLUMNS * steps->item_bytes,
                                       .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
                                       .ahead = ahead,
@@ -63,9 +73,10 @@ static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, sp
             copy(job, steps, first, columns, 0, job->m, with->a);
             for (int64_t s = pair; s < least(pair + 2, job->panels); s++) {
                 /* The first half is fetched while the chunk is made. */
-                int64_t bytes = columns * KT_PANEL_ROWS * job->bits / 8, left = job->chunk ? bytes / 2 : bytes;
+                const kt_bf16_panel *panel = &job->panel[s];
+                int64_t bytes = code_bytes(panel, columns), left = panel->chunk ? bytes / 2 : bytes;
                 multiply(job, steps, with, s, first, columns, 0, job->m,
-                         codes_of(job, s, first) + KT_CHUNK_AHEAD + bytes - left, left);
+                         codes_of(panel, first) + KT_CHUNK_AHEAD + bytes - left, left);
             }
         }
 }
@@ -79,11 +90,11 @@ static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, s
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
             copy(job, steps, first, columns, from, to - from, with->a);
             for (int64_t s = 0; s < job->panels; s++) {
-                const uint8_t *ahead = s + 1 < job->panels        ? codes_of(job, s + 1, first)
-                                       : first + columns < job->k ? codes_of(job, 0, first + columns)
-                                                                  : codes_of(job, s, first);
-                multiply(job, steps, with, s, first, columns, from, to - from, ahead,
-                         columns * KT_PANEL_ROWS * job->bits / 8);
+                const kt_bf16_panel *panel = &job->panel[s];
+                const uint8_t *ahead = s + 1 < job->panels        ? codes_of(panel + 1, first)
+                                       : first + columns < job->k ? codes_of(job->panel, first + columns)
+                                                                  : codes_of(panel, first);
+                multiply(job, steps, with, s, first, columns, from, to - from, ahead, code_bytes(panel, columns));
             }
         }
     }
@@ -91,7 +102,6 @@ static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, s
 
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps) {
     space *with = (space *)job->scratch;
-    for (int64_t i = 0; i < KT_PANEL_ROWS; i++) with->scale[i] = 1;
     for (int64_t s = 0; s < job->panels; s++)
         memset(job->c + s * job->c_pitch, 0, (size_t)(job->m * KT_PANEL_ROWS) * sizeof *job->c);
     (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, with);

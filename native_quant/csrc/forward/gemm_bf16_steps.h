@@ -14,7 +14,7 @@
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
 /* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, KT_CHUNK_COLUMNS items
    apart, scaled by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile
-   prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_gemm. */
+   prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;

@@ -23,11 +23,16 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     if (call->tokens < 0 || call->topk < 1 || call->topk > KTQ_MOST_TOPK) return KTQ_EINVAL;
     if (moe->experts < 1 || moe->parts < 1 || moe->parts > KTQ_MOST_PARTS) return KTQ_EINVAL;
     if (call->tokens && (!call->hidden || !call->ids || !call->weights || !call->out)) return KTQ_EINVAL;
-    const kt_format *format = kt_format_of(moe->format);
-    if (!format) return KTQ_EINVAL;
-    if (format->arithmetic != &kt_bf16_arithmetic && (moe->swiglu_limit || moe->swiglu_alpha)) return KTQ_EINVAL;
-    int error = kt_check_size(format, moe->width, moe->hidden);
-    return error ? error : kt_check_size(format, moe->hidden, moe->width);
+    const kt_format *gate = kt_format_of(moe->gate_format), *up = kt_format_of(moe->up_format),
+                    *down = kt_format_of(moe->down_format);
+    if (!gate || !up || !down) return KTQ_EINVAL;
+    if (gate->arithmetic != up->arithmetic || gate->arithmetic != down->arithmetic) return KTQ_EINVAL;
+    if (gate->arithmetic != &kt_bf16_arithmetic) {
+        if (gate != up || gate != down || moe->swiglu_limit || moe->swiglu_alpha) return KTQ_EINVAL;
+    }
+    int error = kt_check_size(gate, moe->width, moe->hidden);
+    if (!error) error = kt_check_size(up, moe->width, moe->hidden);
+    return error ? error : kt_check_size(down, moe->hidden, moe->width);
 }
 
 /* --- which token goes where ----------------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
             for (int64_t s = 0; s < panels; s += step, ++*left)
                 add(group, (kt_task){KT_GATE_UP, (int)part, b, 0, s, panels - s < step ? panels - s : step});
         }
-    for (int64_t part = 0; pass->format->arithmetic->requantize && part < group->parts; part++)
+    for (int64_t part = 0; pass->arithmetic->requantize && part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
             atomic_int *left = &group->requantize_left[part * pass->buckets + b];
             int64_t m = pass->bucket[b].m;
@@ -166,11 +171,11 @@ static void allocate_group(const kt_pass *pass, kt_group *group, kt_arena *arena
     int64_t cells = group->parts * pass->buckets;
     KT_TAKE(group->task, most_tasks(pass, group));
     KT_TAKE(group->gate_up_left, cells);
-    if (pass->format->arithmetic->requantize) KT_TAKE(group->requantize_left, cells);
+    if (pass->arithmetic->requantize) KT_TAKE(group->requantize_left, cells);
     KT_TAKE(group->down_left, pass->sections);
     KT_TAKE(group->combine_left, pass->sections);
     KT_TAKE(group->y, (pass->sections > 1 ? 2 : 1) * group->parts * pass->rows * pass->section_columns);
-    pass->format->arithmetic->allocate(pass, group, arena);
+    pass->arithmetic->allocate(pass, group, arena);
 }
 
 static void allocate_workers(kt_pass *pass, int workers, kt_arena *arena) {
@@ -242,7 +247,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
 
 /* Tokens of a pass, so that its rows stay within ROWS_BUDGET. */
 static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
-    const kt_arithmetic *arithmetic = kt_format_of(moe->format)->arithmetic;
+    const kt_arithmetic *arithmetic = kt_format_of(moe->gate_format)->arithmetic;
     int64_t row = arithmetic->a_bytes * moe->hidden + arithmetic->h_bytes * moe->width * moe->parts;
     int64_t tokens = ROWS_BUDGET / row / call->topk;
     return tokens < 1 ? 1 : tokens;
@@ -256,8 +261,16 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
     int64_t step = tokens_per_pass(moe, call);
     for (int64_t t = 0; !error && t < call->tokens; t += step) {
         int64_t tokens = call->tokens - t < step ? call->tokens - t : step;
-        kt_pass pass = {.moe = moe, .format = kt_format_of(moe->format), .call = call, .kernels = kt_current(),
-                        .first_token = t, .tokens = tokens, .groups = groups};
+        kt_pass pass = {.moe = moe,
+                        .gate = kt_format_of(moe->gate_format),
+                        .up = kt_format_of(moe->up_format),
+                        .down = kt_format_of(moe->down_format),
+                        .call = call,
+                        .kernels = kt_current(),
+                        .first_token = t,
+                        .tokens = tokens,
+                        .groups = groups};
+        pass.arithmetic = pass.gate->arithmetic;
         error = run_pass(pool, &pass);
     }
     kt_pool_leave(pool);

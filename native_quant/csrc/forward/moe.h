@@ -88,7 +88,8 @@ typedef struct {
 
 typedef struct {
     const ktq_moe *moe;
-    const kt_format *format;
+    const kt_format *gate, *up, *down; /* in int8 arithmetic, one */
+    const kt_arithmetic *arithmetic;
     const ktq_call *call;
     const kt_kernels *kernels;
     int64_t first_token, tokens; /* this pass */

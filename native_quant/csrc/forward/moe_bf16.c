@@ -21,16 +21,12 @@ static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_w
 /* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. */
 static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, int64_t panels,
                      const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
-    const kt_format *format = pass->format;
     pass->kernels->gemm_bf16(&(kt_bf16_gemm){.m = m,
                                              .k = k,
                                              .a = a,
                                              .a_pitch = k,
                                              .panels = panels,
                                              .panel = panel,
-                                             .bits = format->bits,
-                                             .sum_columns = kt_sum_columns(format),
-                                             .chunk = format->chunk,
                                              .kernels = pass->kernels,
                                              .c = scratch->c,
                                              .c_pitch = m * KT_PANEL_ROWS,
@@ -58,8 +54,8 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     float *c = scratch->c;
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
-        panel[2 * i] = kt_bf16_panel_of(pass->format, expert->gate, expert->gate_scale, k, task->first + i);
-        panel[2 * i + 1] = kt_bf16_panel_of(pass->format, expert->up, expert->up_scale, k, task->first + i);
+        panel[2 * i] = kt_bf16_panel_of(pass->gate, expert->gate, expert->gate_scale, k, task->first + i);
+        panel[2 * i + 1] = kt_bf16_panel_of(pass->up, expert->up, expert->up_scale, k, task->first + i);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
@@ -82,7 +78,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
         int64_t index = task->section * (columns / KT_PANEL_ROWS) + task->first + kt_down_panel(task, i);
-        panel[i] = kt_bf16_panel_of(pass->format, expert->down, expert->down_scale, k, index);
+        panel[i] = kt_bf16_panel_of(pass->down, expert->down, expert->down_scale, k, index);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;

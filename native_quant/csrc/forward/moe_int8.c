@@ -14,7 +14,7 @@ static int64_t column_blocks(int64_t k) {
 
 /* How the kernel wants the codes of a bucket: a call gets whole tiles. */
 static kt_tiling tiling_of(const kt_pass *pass, int64_t bucket) {
-    kt_tiling tiling = pass->kernels->tiling(pass->format->bits, pass->bucket[bucket].m);
+    kt_tiling tiling = pass->kernels->tiling(pass->gate->bits, pass->bucket[bucket].m);
     tiling.tokens -= tiling.tokens % tiling.rows;
     return tiling;
 }
@@ -116,8 +116,8 @@ static void quantize(const kt_pass *pass, kt_group *group, int64_t token, const 
 }
 
 static void set_next(const kt_pass *pass, kt_gemm *job, const kt_panel *panel, int64_t k) {
-    job->next = kt_panel_tiles(pass->format->bits, panel, k, 0);
-    job->next_bytes = kt_first_block_bytes(pass->format->bits, k);
+    job->next = kt_panel_tiles(pass->gate->bits, panel, k, 0);
+    job->next_bytes = kt_first_block_bytes(pass->gate->bits, k);
 }
 
 /* Sets job->next to the weights of the task that this thread takes next if all threads take them in turns. */
@@ -125,7 +125,7 @@ static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task
     if (group->task + group->tasks - task <= group->threads) return;
     const kt_task *next = task + group->threads;
     const ktq_expert *expert = kt_expert_of(pass, group, next);
-    int bits = pass->format->bits;
+    int bits = pass->gate->bits;
     int64_t k = next->kind == KT_GATE_UP ? pass->moe->hidden : pass->moe->width;
     kt_panel panel;
     if (next->kind == KT_GATE_UP) panel = kt_panel_of(bits, expert->gate, k, next->first);
@@ -145,7 +145,7 @@ static int multiply(const kt_pass *pass, const kt_group *group, const kt_task *t
     job->scratch = scratch->gemm;
     if (is_last) look_ahead(pass, group, task, job);
     else set_next(pass, job, &job->panel[0], job->k);
-    return pass->format->gemm(pass->kernels)(job);
+    return pass->gate->gemm(pass->kernels)(job);
 }
 
 /* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
@@ -155,7 +155,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *gate_scale = expert->gate_scale, *up_scale = expert->up_scale;
-    int bits = pass->format->bits;
+    int bits = pass->gate->bits;
     int64_t a_row = a_row_of(pass, task->bucket);
     kt_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
@@ -229,7 +229,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     int64_t first = kt_first_panel(pass, task), sums = column_blocks(moe->width);
     kt_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++)
-        panel[i] = kt_panel_of(pass->format->bits, expert->down, moe->width, first + kt_down_panel(task, i));
+        panel[i] = kt_panel_of(pass->gate->bits, expert->down, moe->width, first + kt_down_panel(task, i));
     float *y = kt_down_rows(pass, group, task);
     for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
         int64_t m = block_tokens(bucket, tiling, t);

@@ -17,7 +17,7 @@ static void done(atomic_int *left) {
 
 static void quantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     for (int64_t t = task->first; t < task->first + task->count; t++)
-        pass->format->arithmetic->quantize(pass, group, t, scratch);
+        pass->arithmetic->quantize(pass, group, t, scratch);
     done(&group->to_quantize);
 }
 
@@ -27,7 +27,7 @@ static int64_t cell_of(const kt_pass *pass, const kt_task *task) {
 
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     wait_for(&group->to_quantize);
-    const kt_arithmetic *arithmetic = pass->format->arithmetic;
+    const kt_arithmetic *arithmetic = pass->arithmetic;
     int64_t cell = cell_of(pass, task), m = pass->bucket[task->bucket].m;
     arithmetic->gate_up(pass, group, task, scratch);
     int left = atomic_fetch_sub_explicit(&group->gate_up_left[cell], 1, memory_order_acq_rel) - 1;
@@ -38,7 +38,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
 
 static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
     wait_for(&group->gate_up_left[cell_of(pass, task)]);
-    pass->format->arithmetic->requantize(pass, group, task);
+    pass->arithmetic->requantize(pass, group, task);
     done(&group->requantize_left[cell_of(pass, task)]);
 }
 
@@ -46,7 +46,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     wait_for(&(group->requantize_left ? group->requantize_left : group->gate_up_left)[cell_of(pass, task)]);
     if (task->section >= 2)
         wait_for(&group->combine_left[task->section - 2]); /* the readers of this half's previous section */
-    pass->format->arithmetic->down(pass, group, task, scratch);
+    pass->arithmetic->down(pass, group, task, scratch);
     done(&group->down_left[task->section]);
 }
 
