@@ -53,6 +53,10 @@ class Lib:
     KTQ_FORMAT_FP8_PERCHANNEL: int
     KTQ_FORMAT_MXFP8: int
     KTQ_FORMAT_NVFP4: int
+    KTQ_FORMAT_RAWINT4: int
+    KTQ_FORMAT_GPTQ_INT4: int
+    KTQ_FORMAT_GPTQ_INT4_64: int
+    KTQ_FORMAT_GPTQ_INT4_32: int
     KTQ_NVFP4_HEADER: int
 
     def ktq_block_rows(self, bits: int) -> int: ...

@@ -30,7 +30,12 @@ SHAPES = {
     "FP8_PERCHANNEL": ((64, 96), (96, 352)),
     "MXFP8": ((64, 96), (96, 352)),
     "NVFP4": ((64, 64), (128, 320)),
+    "RAWINT4": ((32, 32), (96, 352), (64, 1088)),
+    "GPTQ_INT4": ((128, 128), (128, 384)),
+    "GPTQ_INT4_64": ((64, 64), (128, 448)),
+    "GPTQ_INT4_32": ((32, 32), (64, 352)),
 }
+SCALE_COLUMNS = {"MXFP4": 32, "MXFP8": 32, **floats.INTEGERS}  # that end a sum in tiles
 CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -55,7 +60,7 @@ def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool
     a, scale = floats.from_bits(activations), scale_of(name, weight)
     k = a.shape[1]
     weights = weight.numbers / np.repeat(scale, 32, axis=1)
-    step = 128 if in_tiles and name not in ("MXFP4", "MXFP8") else 32
+    step = min(128, SCALE_COLUMNS.get(name, 128)) if in_tiles else 32
     total = np.zeros((len(a), len(weights)))
     for first in range(0, k, step):
         last, group = min(first + step, k), np.zeros(total.shape)
@@ -76,6 +81,11 @@ def scale_of(name: str, weight: Weight) -> Any:
         return np.repeat(weight.scales.view(np.float32).astype(np.float64)[:, None], k // 32, axis=1)
     if name == "NVFP4":
         return np.full((n, k // 32), weight.scales.view(np.float32)[0], np.float64)
+    if name in floats.INTEGERS:
+        size = np.uint16 if name == "RAWINT4" else np.float32
+        held = weight.scales.view(size).reshape(n // 32, -1, 32).transpose(0, 2, 1).reshape(n, -1)
+        values = floats.from_bits(held) if name == "RAWINT4" else held.astype(np.float64)
+        return np.repeat(values, floats.INTEGERS[name] // 32, axis=1)
     if name in ("MXFP4", "MXFP8"):
         codes = weight.scales.reshape(n // 32, k // 32, 32).transpose(0, 2, 1).reshape(n, k // 32)
         return 2.0 ** (codes.astype(np.float64) - 127)
@@ -164,6 +174,7 @@ def test_every_code_has_its_value(isa: str, m: int) -> None:
         "MXFP4": floats.mxfp4((codes % 16).astype(np.uint8), (120 + codes[:, ::32] // 32 % 16).astype(np.uint8)),
         "FP8": floats.fp8(e4m3, np.array([[0.375]], np.float32)),
         "BF16": floats.bf16((codes * 3 % 0x7F00 + 0x80).astype(np.uint16)),
+        "RAWINT4": floats.int4("RAWINT4", (codes % 16 - 8).astype(np.int8), np.full((128, 4), -0.375, np.float32)),
     }
     for name, weight in patterns.items():
         np.testing.assert_array_equal(multiply(name, unit, weight), weight.numbers[:, :m].T.astype(np.float32))

@@ -275,10 +275,12 @@ struct kt_bf16_panel {
     kt_chunk_fn *chunk;
 };
 
-/* Codes of MXFP4 (FORMAT.md) to a chunk, and its E8M0 scales to float32; one of 0 becomes 0. Returns whether there is
-   such a scale. */
-typedef int kt_chunk_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *chunk,
-                              float *scale);
+/* Codes of 4 bits in the order of MXFP4's (FORMAT.md) to a chunk of the BF16 values that they stand for; values[0] is
+   0. */
+typedef void kt_chunk_nibbles_fn(const uint16_t *values, const uint8_t *codes, int64_t columns, uint16_t *chunk);
+
+/* Scales of 1 byte (E8M0, of which 0 becomes 0) or 2 (BF16) to float32. count: a multiple of 32. */
+typedef void kt_widen_scales_fn(int bytes, const uint8_t *scales, int64_t count, float *out);
 
 /* Codes of FP8 E4M3 (FORMAT.md) to a chunk. */
 typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);

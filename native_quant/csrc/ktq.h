@@ -182,10 +182,15 @@ void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
 /* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none.
-   The last three are in memory only. Codes of FP8_PERCHANNEL and MXFP8 are those of FP8, and of NVFP4 those of MXFP4.
-   Scales: float32 for each row; as MXFP4; and for each panel KTQ_NVFP4_HEADER bytes, of which the first 4 are the
-   float32 scale of the whole weight, and an E4M3 scale for each row and 16 columns: groups of columns one after the
-   other, each with its 32 rows. */
+   Those after BF16 are in memory only. Codes of FP8_PERCHANNEL and MXFP8 are in the order of FP8, the others in that of
+   MXFP4. Scales of a panel: groups of columns one after the other, each with its 32 rows.
+
+   FP8_PERCHANNEL  float32 for each row
+   MXFP8           as MXFP4
+   NVFP4           KTQ_NVFP4_HEADER bytes, of which the first 4 are the float32 scale of the whole weight, then an E4M3
+                   scale for each row and 16 columns
+   RAWINT4         codes in two's complement; BF16 for each row and 32 columns
+   GPTQ_INT4       the same codes; float32 for each row and 128 columns, or 64, or 32 */
 enum {
     KTQ_FORMAT_AMXINT4,
     KTQ_FORMAT_AMXINT8,
@@ -194,7 +199,11 @@ enum {
     KTQ_FORMAT_BF16,
     KTQ_FORMAT_FP8_PERCHANNEL,
     KTQ_FORMAT_MXFP8,
-    KTQ_FORMAT_NVFP4
+    KTQ_FORMAT_NVFP4,
+    KTQ_FORMAT_RAWINT4,
+    KTQ_FORMAT_GPTQ_INT4,
+    KTQ_FORMAT_GPTQ_INT4_64,
+    KTQ_FORMAT_GPTQ_INT4_32
 };
 enum { KTQ_NVFP4_HEADER = 64 };
 /* Of a layer; experts of a token; the hidden size and the columns of a part: int32 sums hold 255 * 127 per column. */

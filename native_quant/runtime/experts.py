@@ -39,8 +39,9 @@ _warned: set[tuple[str, int, int]] = set()
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    swiglu_limit L > 0 (FP8, MXFP4, MXFP8): gate = min(gate, L), up between -L and L before that. swiglu_alpha > 0
-    (MXFP8): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both between -L and L.
+    swiglu_limit L > 0 (FP8, MXFP4, MXFP8, RAWINT4, GPTQ_INT4): gate = min(gate, L), up between -L and L before that.
+    swiglu_alpha > 0 (MXFP8): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
+    between -L and L.
 
     Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
     """

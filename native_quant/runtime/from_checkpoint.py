@@ -30,7 +30,7 @@ from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
-from ktconvert.native_quant.matrix import FP8_E4M3, decode
+from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
@@ -144,7 +144,7 @@ class Checkpoint:
         moe = self.model.moe_layers[layer]
         weights = list(moe.weights.values())
         fitting = [m for m in METHODS.values() if m.reads and all(m.reads(weight, moe) for weight in weights)]
-        if fitting and required in (None, fitting[0].name):
+        if fitting and required in (None, fitting[0].name, fitting[0].family):
             return fitting[0]
         stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
         if fitting:
@@ -192,11 +192,23 @@ class Checkpoint:
 
 
 def _described(weight: Weight, layer: MoeLayer) -> str:
-    block = weight.fit(layer.input_major)
-    of_blocks = weight.encoding.kind == FP8_E4M3
-    scaled = f" with a scale for each {block[0]} x {block[1]}" if of_blocks else ""
+    fit, kind = weight.fit(layer.input_major), weight.encoding.kind
+    details = ""
+    if kind == FP8_E4M3:
+        details = f" with a scale for each {fit[0]} x {fit[1]}"
+    elif kind in (INT4, INT4_WORDS):
+        details = f" with {', '.join(_of_integers(weight, fit[1]))}"
     turned = ", stored by columns" if layer.input_major else ""
-    return f"{weight.encoding.title}{scaled}{turned}"
+    return f"{weight.encoding.title}{details}{turned}"
+
+
+def _of_integers(weight: Weight, group: int) -> list[str]:
+    """What decides which method computes them, as config.json and the tensors call it."""
+    said, scale = weight.quantization, next(t for role, t in weight.tensors.items() if role.startswith("scale"))
+    fields = [f"group_size {group}", f"scales in {scale.dtype}"]
+    if weight.encoding.kind is INT4:
+        fields += [f"a {role}" for role in ("zero_point", "g_idx") if role in weight.tensors]
+    return [*fields, *["sym false"] * (False in said.symmetric), *["desc_act true"] * (True in said.ordered)]
 
 
 def _parts(path: Path, method: Method, hidden: int, intermediate: int, required: int | None, nodes: int) -> int:

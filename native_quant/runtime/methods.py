@@ -19,10 +19,11 @@ from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, mxfp4, plain
 from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
 from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
+from ktconvert.native_quant.matrix import FP4_E2M1, INT4_WORDS, Matrix
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers import mxfp4 as mxfp4_codes
 from ktconvert.quantizers import panels
@@ -60,6 +61,7 @@ class Method:
                  changes, but for a scale of NVFP4 that divides, of which 1 by it is held, rounded once. Raises
                  kernels.NonFinite
     swiglu       which settings of the activation it may have
+    family       the name that stands for several rows, whose weights differ in the columns of a scale
     """
 
     name: str
@@ -72,6 +74,7 @@ class Method:
     reads: Callable[[Weight, MoeLayer], bool] | None = None
     write: Callable[[StoredPart, Sequence[Bytes]], None] | None = None
     swiglu: tuple[str, ...] = ()
+    family: str = ""
 
     def put(self, stored: StoredPart, out: Sequence[Bytes]) -> None:
         """Writes the tensors of a part of a checkpoint's weight."""
@@ -147,14 +150,23 @@ def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
 
 
+def _put_nibbles(part: Matrix, codes: Bytes) -> None:
+    """Writes codes of 4 bits in the order of MXFP4's, whatever they stand for."""
+    n, k = part.shape
+    rows = np.ascontiguousarray(part.values).view(np.uint8) if part.kind == INT4_WORDS else part.values
+    # As MXFP4 with scales of 1, whose codes stay.
+    ones = np.ones((n, k // mxfp4_codes.GROUP), np.float32)
+    as_mxfp4 = Matrix(rows, FP4_E2M1, ones, (1, mxfp4_codes.GROUP), skip=part.skip)
+    count = n // panels.ROWS
+    kernels.pack_mxfp4(as_mxfp4, codes.reshape(count, -1), np.empty((count, k), np.uint8))
+
+
 def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     part, tensors = stored.part, stored.tensors
     n, k = part.shape
     count, blocks = n // panels.ROWS, k // mxfp4_codes.GROUP
     fp8.require_finite(part)
-    # As MXFP4 with scales of 1, whose codes stay.
-    codes = Matrix(part.values, FP4_E2M1, np.ones((n, blocks), np.float32), (1, mxfp4_codes.GROUP), skip=part.skip)
-    kernels.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
+    _put_nibbles(part, out[0])
     scales = stored.source.view(tensors["scale"])
     scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, nvfp4_encoding.GROUP)
     role = nvfp4_encoding.FACTOR if nvfp4_encoding.FACTOR in tensors else nvfp4_encoding.DIVISOR
@@ -163,6 +175,74 @@ def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     held[:, :4] = (whole if role == nvfp4_encoding.FACTOR else 1 / whole).view(np.uint8)
     of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
     held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
+
+
+def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[TensorInfo, TensorInfo]]:
+    """Codes of 4 bits in two's complement, as MXFP4's, and by panels a scale for each group of columns with its 32
+    rows.
+    """
+    size = {"BF16": 2, "F32": 4}[dtype]
+
+    def tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
+        count, of_panel = n // panels.ROWS, k // group * panels.ROWS
+        return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", dtype, (count, of_panel), count * of_panel * size)
+
+    return tensors
+
+
+def _reads_raw(weight: Weight, layer: MoeLayer) -> bool:
+    """compressed-tensors' symmetric integers in groups of 32 columns, with neither zero points nor an order of columns,
+    and scales in BF16.
+    """
+    return _stored_as("INT4", block=lambda _: (4, 32))(weight, layer) and weight.tensors["scale"].dtype == "BF16"
+
+
+def _gptq(group: int, number: int, name: str) -> Method:
+    """GPTQ's symmetric integers in groups of so many columns that are neighbours."""
+
+    def reads(weight: Weight, layer: MoeLayer) -> bool:
+        if not _stored_as("GPTQ_INT4")(weight, layer):
+            return False
+        said = weight.quantization
+        return weight.fit()[1] == group and False not in said.symmetric and True not in said.ordered
+
+    return Method(
+        name,
+        number,
+        "BF16",
+        f"4-bit integers, float32 for each {group} columns of a row",
+        group,
+        _integer_tensors(group, "F32"),
+        reads=reads,
+        write=_write_integers,
+        swiglu=(LIMIT,),
+        family="GPTQ_INT4",
+    )
+
+
+def _write_integers(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    part = stored.part
+    (n, k), group = part.shape, part.block[1]
+    count = n // panels.ROWS
+    if part.zeros is not None and (part.zeros != 8).any():
+        raise _not_plain(stored, "qzeros", "zero points other than 8, though no config says sym: false")
+    if part.group_of is not None:
+        raise _not_plain(stored, "g_idx", "an order of columns, though no config says desc_act: true")
+    fp8.require_finite(part)
+    _put_nibbles(part, out[0])
+    np.bitwise_xor(out[0], 0x88, out=out[0])  # offset binary to two's complement
+    assert part.scales is not None
+    scales = _part_of(part.scales, part, group).reshape(count, panels.ROWS, k // group).transpose(0, 2, 1)
+    if out[1].size == 2 * scales.size:
+        out[1].view(np.uint16).reshape(scales.shape)[:] = scales.view(np.uint32) >> 16
+    else:
+        out[1].view(np.float32).reshape(scales.shape)[:] = scales
+
+
+def _not_plain(stored: StoredPart, role: str, what: str) -> UnsupportedError:
+    info = stored.tensors[role]
+    remedy = "convert the model with `ktconvert cpu`"
+    return UnsupportedError.of_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
 
 
 METHODS: dict[str, Method] = {
@@ -224,13 +304,27 @@ METHODS: dict[str, Method] = {
             reads=_stored_as("NVFP4"),
             write=_write_nvfp4,
         ),
+        Method(
+            "RAWINT4",
+            lib.KTQ_FORMAT_RAWINT4,
+            "BF16",
+            "4-bit integers, BF16 for each 32 columns of a row",
+            panels.ROWS,
+            _integer_tensors(32, "BF16"),
+            reads=_reads_raw,
+            write=_write_integers,
+            swiglu=(LIMIT,),
+        ),
+        _gptq(128, lib.KTQ_FORMAT_GPTQ_INT4, "GPTQ_INT4"),
+        _gptq(64, lib.KTQ_FORMAT_GPTQ_INT4_64, "GPTQ_INT4_64"),
+        _gptq(32, lib.KTQ_FORMAT_GPTQ_INT4_32, "GPTQ_INT4_32"),
     )
 }
 
 
 # --- kt-kernel 0.7.2's names ----------------------------------------------------------------------
 
-NOT_YET = ("RAWINT4", "GPTQ_INT4", "SYCL_GPTQ_INT4", "LLAMAFILE", "MOE_INT4", "MOE_INT8")
+NOT_YET = ("SYCL_GPTQ_INT4", "LLAMAFILE", "MOE_INT4", "MOE_INT8")
 _INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
 TRAINING = (
     *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),

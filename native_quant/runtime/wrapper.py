@@ -37,7 +37,7 @@ class KTMoEWrapper:
                        reads (docs/RUNTIME.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see models.py
-    method             a row of methods.METHODS; FP8_PERCHANNEL, MXFP8 and NVFP4 are read from checkpoints only
+    method             a row of methods.METHODS; those without an encoding are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
     chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
     at once.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconvert.quantizers import panels
 
 Bytes = npt.NDArray[np.uint8]
-MULTIPLES = {"MXFP4": 64, "FP8": 128, "BF16": 32, "FP8_PERCHANNEL": 32, "MXFP8": 32, "NVFP4": 64}  # of rows and columns
+INTEGERS = {"RAWINT4": 32, "GPTQ_INT4": 128, "GPTQ_INT4_64": 64, "GPTQ_INT4_32": 32}  # columns of a scale
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
 
@@ -47,12 +47,29 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
+    numbers = E2M1_VALUES[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    return Weight(in_words(codes), by_panels(scales), numbers)
+
+
+def in_words(codes: npt.NDArray[np.uint8]) -> Bytes:
+    """Codes of 4 bits [n, k] in panels."""
     n, k = codes.shape
     nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # panel, half, row, block, v, g, pair
     words = sum(nibbles[..., g, :] << (4 * g) for g in range(4))
-    numbers = E2M1_VALUES[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    ordered = scales.reshape(n // 32, 32, k // 32).transpose(0, 2, 1)
-    return Weight(as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2")), as_bytes(ordered), numbers)
+    return as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2"))
+
+
+def by_panels(scales: npt.NDArray[Any]) -> Bytes:
+    """Scales [n, groups]: of each panel, groups of columns one after the other, each with its 32 rows."""
+    n, groups = scales.shape
+    return as_bytes(scales.reshape(n // 32, 32, groups).transpose(0, 2, 1))
+
+
+def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]) -> Weight:
+    """Integers -8 .. 7 [n, k] with a scale for each row and group of columns, [n, groups]."""
+    numbers = codes * np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1], axis=1)
+    held = to_bits(scales) if name == "RAWINT4" else scales
+    return Weight(in_words(codes.astype(np.uint8) & 15), by_panels(held), numbers)
 
 
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
@@ -70,17 +87,16 @@ def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = e4m3_values()[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(panels.to_panels(codes)), mxfp4(codes % 16, scales).scales, numbers)
+    return Weight(as_bytes(panels.to_panels(codes)), by_panels(scales), numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
     """E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, [n, k/16], and a scale for all."""
-    n, k = codes.shape
+    panels_of = len(codes) // 32
     numbers = E2M1_VALUES[codes] * np.repeat(e4m3_values()[scales], 16, axis=1) * whole
-    ordered = scales.reshape(n // 32, 32, k // 16).transpose(0, 2, 1).reshape(n // 32, -1)
-    header = np.tile(np.array([whole], "<f4").view(np.uint8), (n // 32, 16))
-    plain = mxfp4(codes, np.full((n, k // 32), 127, np.uint8))
-    return Weight(plain.codes, as_bytes(np.concatenate([header, ordered], axis=1)), numbers)
+    header = np.tile(np.array([whole], "<f4").view(np.uint8), (panels_of, 16))
+    held = np.concatenate([header, by_panels(scales).reshape(panels_of, -1)], axis=1)
+    return Weight(in_words(codes), as_bytes(held), numbers)
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
@@ -108,6 +124,10 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
         return fp8(e4m3, scales_of(n // 128, k // 128))
     if name == "FP8_PERCHANNEL":
         return fp8_perchannel(e4m3, scales_of(n))
+    if name in INTEGERS:
+        scales = scales_of(n, k // INTEGERS[name]) * rng.choice([-16, 16], (n, k // INTEGERS[name]))
+        scales = scales.astype(np.float32)
+        return int4(name, rng.integers(-8, 8, (n, k), np.int8), scales)
     if name == "NVFP4":
         steps = rng.integers(0, 127, (n, k // 16), np.uint8)
         return nvfp4(rng.integers(0, 16, (n, k), np.uint8), steps, float(scales_of(1)[0]))

@@ -27,6 +27,10 @@ FORMATS: dict[str, tuple[int, int, Callable[[int, int], int]]] = {
     "BF16": (lib.KTQ_FORMAT_BF16, 16, lambda n, k: 0),
     "FP8_PERCHANNEL": (lib.KTQ_FORMAT_FP8_PERCHANNEL, 8, lambda n, k: 4 * n),
     "MXFP8": (lib.KTQ_FORMAT_MXFP8, 8, lambda n, k: n * k // 32),
+    "RAWINT4": (lib.KTQ_FORMAT_RAWINT4, 4, lambda n, k: n * k // 16),
+    "GPTQ_INT4": (lib.KTQ_FORMAT_GPTQ_INT4, 4, lambda n, k: n * k // 32),
+    "GPTQ_INT4_64": (lib.KTQ_FORMAT_GPTQ_INT4_64, 4, lambda n, k: n * k // 16),
+    "GPTQ_INT4_32": (lib.KTQ_FORMAT_GPTQ_INT4_32, 4, lambda n, k: n * k // 8),
     "NVFP4": (lib.KTQ_FORMAT_NVFP4, 4, lambda n, k: n // 32 * lib.KTQ_NVFP4_HEADER + n * k // 16),
 }
 

@@ -14,7 +14,7 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
 
 /* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. */
 static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk, float *scale) {
-    for (int64_t i = 0; i < columns; i++) { /* as many scales as columns: of 32 rows, for each 32 columns */
+    for (int64_t i = 0; i < columns; i++) {
         if (scales[i]) continue;
         uint16_t *half = chunk + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
         scale[i] = 0x1p-126f;
@@ -25,11 +25,42 @@ static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk, float
     }
 }
 
+/* BF16 of each code of 4 bits: E2M1, and an integer in two's complement. */
+static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                  0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                  0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+
+static void chunk_nibbles(const kt_kernels *kernels, const uint16_t *values, const kt_bf16_panel *panel, int64_t first,
+                          int64_t columns, uint16_t *chunk) {
+    kernels->chunk_nibbles(values, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
+}
+
+/* As many E8M0 scales as columns: of 32 rows, for each 32 columns. */
+static void e8m0_scales(const kt_kernels *kernels, const uint8_t *scales, int64_t columns, uint16_t *chunk,
+                        float *scale) {
+    kernels->widen_scales(1, scales, columns, scale);
+    if (memchr(scales, 0, (size_t)columns)) halve(scales, columns, chunk, scale);
+}
+
 static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk, float *scale) {
-    const uint8_t *scales = panel->scales + first;
-    if (kernels->chunk_mxfp4(panel->codes + first * KT_PANEL_ROWS / 2, scales, columns, chunk, scale))
-        halve(scales, columns, chunk, scale);
+    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
+    e8m0_scales(kernels, panel->scales + first, columns, chunk, scale);
+}
+
+static void chunk_rawint4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                          uint16_t *chunk, float *scale) {
+    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
+    kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
+}
+
+static void chunk_gptq(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    const size_t of_rows = KT_PANEL_ROWS * sizeof *scale;
+    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS)
+        memcpy(scale + j, panel->scales + (first + j) / panel->sum_columns * (int64_t)of_rows, of_rows);
 }
 
 static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -51,14 +82,8 @@ static void chunk_fp8_perchannel(const kt_kernels *kernels, const kt_bf16_panel 
 
 static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk, float *scale) {
-    const uint8_t *scales = panel->scales + first;
-    int has_zero = 0;
     kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
-    for (int64_t i = 0; i < columns; i++) {
-        scale[i] = kt_float((uint32_t)scales[i] << 23);
-        has_zero |= !scales[i];
-    }
-    if (has_zero) halve(scales, columns, chunk, scale);
+    e8m0_scales(kernels, panel->scales + first, columns, chunk, scale);
 }
 
 /* A panel's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
@@ -67,7 +92,7 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     const uint8_t *scales = panel->scales + KTQ_NVFP4_HEADER + 2 * first;
     uint16_t groups[2 * KT_CHUNK_COLUMNS];
     float whole;
-    kernels->chunk_mxfp4(panel->codes + first * KT_PANEL_ROWS / 2, scales, columns, chunk, scale);
+    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
     kernels->scale_chunk(groups, columns, chunk);
     memcpy(&whole, panel->scales, sizeof whole);
@@ -85,6 +110,10 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8_perchannel},
     [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8},
     [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4},
+    [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_rawint4},
+    [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_gptq},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 

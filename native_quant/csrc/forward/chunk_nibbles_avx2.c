@@ -1,0 +1,18 @@
+/* AVX2: chunk_nibbles_template.h. */
+#include "vectors_avx2.h"
+
+/* vpshufb looks up the lower and the upper bytes of 16 values; where an index is 0, so is what it finds. */
+typedef struct {
+    ints lower, upper;
+} table;
+
+TARGET static inline table table_of(const uint16_t *values) {
+    return (table){load_repeated_bytes(values, 0), load_repeated_bytes(values, 1)};
+}
+
+TARGET static inline ints values_of(table of, ints words) {
+    ints code = and_si(words, set1_epi16(15));
+    return or_si(shuffle_epi8(of.upper, slli_epi16(code, 8)), shuffle_epi8(of.lower, code));
+}
+
+#include "chunk_nibbles_template.h"

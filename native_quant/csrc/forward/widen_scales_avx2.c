@@ -1,0 +1,3 @@
+/* AVX2: widen_scales_template.h. */
+#include "vectors_avx2.h"
+#include "widen_scales_template.h"

@@ -1,0 +1,8 @@
+/* Scales to float32, exactly. */
+#include "bf16.h"
+#include "kernels.h"
+
+void kt_widen_scales_scalar(int bytes, const uint8_t *scales, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++)
+        out[i] = bytes == 1 ? kt_float((uint32_t)scales[i] << 23) : kt_from_bf16(kt_load16(scales + 2 * i));
+}
