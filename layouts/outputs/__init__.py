@@ -50,10 +50,14 @@ LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose} |
 
 
 def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
-    """The formats of experts that a command writes, by the value of their option; layout: its first one by default."""
-    formats = [fmt for fmt in FORMATS.values() if fmt.arrangement.command == command and fmt.forward]
-    chosen = formats[0].arrangement.layout if layout is None else layout
-    return {fmt.option: fmt for fmt in formats if fmt.arrangement.layout == chosen}
+    """The formats of experts that a command writes, by the value of their option; without a layout, of those with the
+    same option the first in the table.
+    """
+    found: dict[str, Format] = {}
+    for fmt in FORMATS.values():
+        if fmt.arrangement.command == command and fmt.forward and layout in (None, fmt.arrangement.layout):
+            found.setdefault(fmt.option, fmt)
+    return found
 
 
 def backward_alone(option: str) -> Format | None:

@@ -130,14 +130,15 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
         ),
     ] = 2
     layout: Annotated[
-        str,
+        str | None,
         Option(
-            "Of mxfp4, fp8 and bf16: in NUMA parts for this project's runtime (numa), or as kt-kernel's methods of "
-            "these names read them (kt).",
+            "How experts are stored: in NUMA parts (numa), or as kt-kernel's native methods read them from a "
+            "checkpoint (kt).",
             choice(LAYOUTS),
             effect=Effect.WEIGHTS,
+            unset="the method's first",
         ),
-    ] = "numa"
+    ] = None
     gpu: Annotated[bool, Option(ignored="no GPU is needed")] = False
     no_merge_safetensor: Annotated[
         bool, Option("Write loose per-layer folders of .kt files, not safetensors.", effect=Effect.WEIGHTS)
@@ -172,9 +173,6 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     def unused(self) -> Mapping[str, str]:
         """What other formats and choices of scales need."""
         unused = {}
-        fmt = formats_of("cpu", self.layout).get(self.quant_method)
-        if fmt is not None and not fmt.arrangement.parted:
-            unused["threadpool_count"] = "changes nothing with --layout kt: kt-kernel splits these experts itself"
         if self.gptq.calibrate == "all":
             unused["min_expert_tokens"] = SEES_ALL
         if not self.calibrated:

@@ -47,6 +47,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
     fmt = _format(request.options)
+    request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = with_arch_row(request)
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
@@ -76,7 +77,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         if other.backward or not options.save_backward_weights
     ]
     for layer in layers:
-        require_legal(fmt, *model.shape(layer)[1:], numa, comparable)
+        require_legal(fmt, *model.shape(layer)[1:], options.threadpool_count, comparable)
     facts = _facts(model, fmt, numa, layers, options) | facts_of(imatrix, layers)
     metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
@@ -147,10 +148,9 @@ def _format(options: CpuOptions) -> Format:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
     formats = formats_of("cpu", options.layout)
     if method not in formats:
-        *first, last = formats
         raise UsageError(
-            f"--layout {options.layout} is for {', '.join(first)} and {last}; {formats_of('cpu')[method].name} is for "
-            "NUMA parts: leave out --layout."
+            f"--layout {options.layout} is for {', '.join(formats)}; {method} has the layout "
+            f"{formats_of('cpu')[method].arrangement.layout}: leave out --layout."
         )
     fmt = formats[method]
     if not fmt.arrangement.parted and options.non_experts != "skip":
