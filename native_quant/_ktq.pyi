@@ -64,6 +64,9 @@ class Lib:
     def ktq_quantize_pack(
         self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
     ) -> int: ...
+    def ktq_quantize_plain(
+        self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
+    ) -> int: ...
     def ktq_pack_bf16(
         self, order: int, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
     ) -> int: ...

@@ -149,10 +149,29 @@ def quantize_pack(
     weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
     scale are then partly written.
     """
+    _quantize_rows(lib.ktq_quantize_pack, bits, matrix, weight, scale)
 
+
+def quantize_plain(
+    bits: int,
+    matrix: Matrix,
+    weight: npt.NDArray[np.uint8],
+    scale: npt.NDArray[np.float32],
+) -> None:
+    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: NUMERICS.md, section 2c."""
+    _quantize_rows(lib.ktq_quantize_plain, bits, matrix, weight, scale)
+
+
+def _quantize_rows(
+    entry: Callable[..., int],
+    bits: int,
+    matrix: Matrix,
+    weight: npt.NDArray[np.uint8],
+    scale: npt.NDArray[np.float32],
+) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=True)
-        return lib.ktq_quantize_pack(bits, n, k, source, scratch_for(k), *packed, bad_row)
+        return entry(bits, n, k, source, scratch_for(k), *packed, bad_row)
 
     convert(matrix, call)
 

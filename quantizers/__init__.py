@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktconvert.native_quant.matrix import Matrix
 
-__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
+__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ ROW_GRIDS = {
         Grid("int8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
     )
 }
+
+# The same ranges, rounded otherwise (NUMERICS.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
+MOE_GRIDS = {f"moe_{grid.name}": replace(grid, name=f"moe_{grid.name}", version=1) for grid in ROW_GRIDS.values()}
 
 # Scales for groups of columns (NUMERICS.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
 GROUP_GRIDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ktconvert.native_quant.kernels import search_scales
-from ktconvert.quantizers import ROW_GRIDS, Grid
+from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 
 # BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],
@@ -34,7 +34,7 @@ class Quantizer:
     name: str
     version: int
     choose: Choose | None
-    grids: tuple[str, ...] | None = tuple(ROW_GRIDS)
+    grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS)
     importance: bool = False
     calibrated: bool = False
 

@@ -376,11 +376,11 @@ NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
     ("changed", "error", "sentence"),
     [
         ({"mode": "train"}, ValueError, r"Unknown mode: 'train'.*'inference' and 'sft'"),
-        ({"method": "INT3"}, ValueError, r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*MOE_INT8"),
+        ({"method": "INT3"}, ValueError, r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*SYCL"),
         ({"method": "AMXINT4", "mode": "sft"}, ValueError, r"Unknown method 'AMXINT4' for mode 'sft'.*AMXINT4_SFT"),
         *(
             ({"method": method}, NotImplementedError, f"'{method}' is not implemented yet.*AMXINT4, AMXINT8")
-            for method in ("SYCL_GPTQ_INT4", "LLAMAFILE", "MOE_INT4", "MOE_INT8")
+            for method in ("SYCL_GPTQ_INT4", "LLAMAFILE")
         ),
         *(
             ({"method": method, "mode": "sft"}, NotImplementedError, "does not train")

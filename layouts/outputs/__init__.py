@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ktconvert.layouts.encodings import amx, fp8, mxfp4, pack_quantized, plain
+from ktconvert.layouts.encodings import amx, fp8, moe_plain, mxfp4, pack_quantized, plain
 from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
-from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.outputs.numa import NUMA, PLAIN
 from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
 from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 
-__all__ = ["FORMATS", "LAYOUTS", "LOOSE_METHODS", "OPAQUE", "PROJECTIONS", "Format", "backward_alone", "formats_of"]
+__all__ = [
+    "FORMATS",
+    "LAYOUTS",
+    "LOOSE_METHODS",
+    "OPAQUE",
+    "PROJECTIONS",
+    "Format",
+    "backward_alone",
+    "format_of",
+    "formats_of",
+]
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
+UNTRIED = (
+    "the order is that of kt-kernel's build for aarch64 with KML by its source: its wheel has no MOE methods, so that "
+    "it was not tried"
+)
+MOE_SIZES = (
+    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per part in multiples of 256"
+)
 BACKWARD_ALONE = (
     "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "
     "0.7.2 does not load a folder of these files alone"
@@ -26,6 +44,8 @@ FORMATS: dict[str, Format] = {
     for fmt in (
         Format("AMXINT4", amx.AMXINT4, NUMA, cpu_card.AMX, (PER_ROW,), loose="INT4", backward=True),
         Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
+        Format("MOE_INT4", moe_plain.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
+        Format("MOE_INT8", moe_plain.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
         Format("MXFP4", mxfp4.PANELS, NUMA, cpu_card.MXFP4),
         Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
         Format("BF16", plain.PANELS, NUMA, cpu_card.BF16),
@@ -42,20 +62,29 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-LAYOUTS = (NUMA.layout, NATIVE.layout)  # of `cpu`
+LAYOUTS = (NUMA.layout, NATIVE.layout, PLAIN.layout)  # of `cpu`
 
-OPAQUE = {"MOE_INT4": 4, "MOE_INT8": 8}  # methods whose bytes only the library that wrote them knows, and their bits
+# Methods whose bytes only the library that wrote them knows, unless a manifest of ours says that they are plain.
+OPAQUE = frozenset(fmt.name for fmt in FORMATS.values() if fmt.arrangement is PLAIN)
 # The prefix of loose files -> kt-kernel's name of the method.
-LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose} | {name: name for name in OPAQUE}
+LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose}
+
+
+def format_of(facts: Mapping[str, Any]) -> Format | None:
+    """The format that the facts of a manifest name; None for one that is not ours, and for bytes that are OPAQUE."""
+    fmt = FORMATS.get(str(facts.get("method")))
+    is_known = fmt is not None and (fmt.name not in OPAQUE or fmt.arrangement.is_trusted(facts))
+    return fmt if is_known else None
 
 
 def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
     """The formats of experts that a command writes, by the value of their option; without a layout, of those with the
-    same option the first in the table.
+    same option the first in the table, and none that is for request only.
     """
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
-        if fmt.arrangement.command == command and fmt.forward and layout in (None, fmt.arrangement.layout):
+        wanted = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
+        if fmt.arrangement.command == command and fmt.forward and wanted:
             found.setdefault(fmt.option, fmt)
     return found
 

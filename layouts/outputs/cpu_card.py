@@ -72,6 +72,17 @@ def amx_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_
     return _card("kt-kernel", facts, base_model, about, rows, launch(base_model, facts["method"], str(numa)))
 
 
+def moe_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
+    """The model card of the formats of kt-kernel's build for aarch64."""
+    about = (
+        f"{_experts(facts)}, quantized to {facts['method']} in {_parts(facts)},",
+        f"in the plain order of kt-kernel's build for aarch64 with KML{' (loose .kt folders)' if loose else ''},",
+        "as its source has it: it was not tried there. On AMD, kt-kernel reads another order under the same names,",
+        f"that of AOCL-BLIS, and would compute garbage from these. The folder holds {CONTENTS[non_experts]}.",
+    )
+    return replace(amx_card(facts, base_model, loose, non_experts, numbers), about=about)
+
+
 def launch(base_model: str | None, method: str, numa: str) -> tuple[str, ...]:
     """How SGLang with kt-kernel is started with such a folder."""
     return (
@@ -172,6 +183,7 @@ def _resplit(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 AMX = Description("one scale per output row and part", amx_card, config_entries, check_config)
+MOE = replace(AMX, card=moe_card)
 MXFP4 = Description("4 bits, and 8 bits of scale for each 32 columns of a row", own_card, config_entries, check_config)
 FP8 = replace(MXFP4, numbers="E4M3, a float32 scale for each 128 x 128")
 BF16 = replace(MXFP4, numbers="16 bits, no scales")

@@ -28,6 +28,7 @@ class Arrangement:
                  without a manifest; source: the model while an output of it is written, else None
     is_trusted   whether the manifest's facts that are needed have the right types
     parted       whether linears are cut into NUMA parts
+    on_request   whether it is only used where its layout is asked for
     whole        whether the output is a whole model, which loaders of checkpoints open
     shard_bytes  default size of a shard; None: one shard for each layer
     """
@@ -38,6 +39,7 @@ class Arrangement:
     names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], Names]
     is_trusted: Callable[[Mapping[str, Any]], bool]
     parted: bool = False
+    on_request: bool = False
     whole: bool = False
     shard_bytes: int | None = None
 

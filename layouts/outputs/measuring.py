@@ -72,7 +72,7 @@ def measure(output: Output, hidden: int = 0) -> Measure:
     method = "unknown" if known is None else known.name
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
     foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
-    opaque = sorted(foreign & OPAQUE.keys())
+    opaque = sorted(foreign & OPAQUE) if best.name not in OPAQUE else []
     if not any(hidden for hidden, _ in sizes.values()) and not best.forward:
         method = best.name
     if opaque:

@@ -5,7 +5,7 @@ with other suffixes, keys that it does not find: it fails instead of computing w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,14 @@ SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's, and others
 
 @dataclass(frozen=True)
 class NumaNames:
-    """Names of the parts of experts. suffixes: of the tensors of a part."""
+    """Names of the parts of experts.
+
+    suffixes  of the tensors of a part
+    layout    of the arrangement: formats of several layouts may have the same names
+    """
 
     suffixes: tuple[str, ...]
+    layout: str = "numa"
 
     def key(self, place: Place, suffix: str) -> str:
         """The tensor's name."""
@@ -53,13 +58,19 @@ class NumaNames:
         return f"{where}, {backward}{suffix}"
 
 
-def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
-    """Encodings without scales share names with those that have some: only sizes tell them apart."""
-    own = suffixes(encoding)
-    return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own))
+def _arrangement(layout: str, is_trusted: Callable[[Mapping[str, Any]], bool], on_request: bool = False) -> Arrangement:
+    def names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
+        """Encodings without scales share names with those that have some: only sizes tell them apart."""
+        own = suffixes(encoding)
+        return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own), layout)
+
+    return Arrangement("merged", "cpu", layout, names, is_trusted, parted=True, on_request=on_request)
 
 
-NUMA = Arrangement("merged", "cpu", "numa", _names, has_numa_count, parted=True)
+NUMA = _arrangement("numa", has_numa_count)
+# kt-kernel's MOE_INT4 and MOE_INT8 have the names of AMXINT4 and AMXINT8, and two orders of which only this one is
+# known: a manifest has to name it.
+PLAIN = _arrangement("plain", lambda facts: has_numa_count(facts) and facts.get("layout") == "plain", on_request=True)
 
 
 def rename_non_expert(name: str) -> str:

@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest
-from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
+from ktconvert.layouts.outputs import FORMATS, Format, decoded, format_of, loose
 from ktconvert.layouts.outputs.linear_names import NativeNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Names, Place
@@ -152,7 +152,7 @@ def _shards(root: Path) -> list[str]:
 
 def _format_of(about: Manifest) -> Format:
     """The format that a manifest names; if it names none of ours, the first one of its command."""
-    fmt = FORMATS.get(str(about.model.get("method")))
+    fmt = format_of(about.model)
     candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.command)
     return fmt or next(candidates, next(iter(FORMATS.values())))
 

@@ -63,6 +63,12 @@ typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns
 typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
                              const kt_ahead *ahead);
 
+/* One row of k finite BF16 values as MOE_INT8 or MOE_INT4 (NUMERICS.md, section 2c) in their plain order (FORMAT.md):
+   codes of x / step, KT_PLAIN_BYTES of each KT_PLAIN_ROWS * KT_PLAIN_BYTES. step: not 0, or 0 for a row of codes 0.
+   row: any alignment; k: a multiple of 64. */
+typedef void kt_plain_row_fn(int bits, const uint8_t *row, int64_t k, float step, uint8_t *codes);
+enum { KT_PLAIN_ROWS = 8, KT_PLAIN_BYTES = 32 };
+
 /* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row:
    any alignment; group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value
    is not finite, else 1. */

@@ -90,6 +90,10 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
 int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight,
                    int64_t *bad_row);
 
+/* The same as ktq_quantize_pack for kt-kernel's MOE_INT8 (8) and MOE_INT4 (4) in their plain order. */
+int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
+                       float *scale, int64_t *bad_row);
+
 /* Chooses codes and a scale for each row of n x k BF16 values by least squared error (NUMERICS.md, section 2b). rows,
    row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64.
    importance[k]: of each column, none negative; NULL: all alike. scratch: 2*k floats on a boundary of 64 bytes.

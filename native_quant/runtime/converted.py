@@ -5,7 +5,7 @@ files or copied onto huge pages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,8 @@ class Converted:
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.is_roomy or output.loose else "map"
-        if memory == "map" and not output.loose:
+        arrange = METHODS[measured.method].arrange
+        if memory == "map" and not output.loose and arrange is None:
             views = {key: self._view(one) for key, one in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
@@ -133,6 +134,8 @@ class Converted:
         packed = weights.LayerWeights(measured.method, grid, count, arrays)
         check = functools.partial(self._require_scales, measured.fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+        if arrange is not None:
+            weights.in_parallel(lambda item: self._arrange(arrange, *item), packed.arrays.items(), pool.threads)
         packed.require_whole()
         return packed
 
@@ -243,6 +246,17 @@ class Converted:
                 found = self.output.tensors[part.place, tensor.name]
                 described = self.output.names.describe(part.place, tensor.name)
                 raise InputError(f"{self.output.root / found.file}: {described}: {what}; {AGAIN}.")
+
+    def _arrange(
+        self, arrange: Callable[[Sequence[Bytes], int, int], None], part: Part, stored: Sequence[Bytes]
+    ) -> None:
+        """Puts a part into the order of memory. Raises InputError where one of its codes is none."""
+        try:
+            arrange(stored, part.n, part.k)
+        except ValueError as error:
+            place = self.output.names.describe(part.place, "weight")
+            file = self.output.tensors[part.place, "weight"].file
+            raise InputError(f"{self.output.root / file}: {place}: {error}; {AGAIN}.") from error
 
 
 def _may_be_limited(method: str) -> bool:

@@ -222,8 +222,10 @@ class Experts:
         """
         packed, root = self.packed, Path(folder)
         fmt = FORMATS.get(packed.method)
-        if fmt is None or fmt.loose is None:
-            raise UnsupportedError(f"{packed.method} has no loose files; convert with `ktconvert cpu`.")
+        if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
+            raise UnsupportedError(
+                f"{packed.method} has no loose files that memory holds; convert with `ktconvert cpu`."
+            )
         names = {
             (part, at): fmt.loose_path(part, tensor)
             for part in packed.arrays

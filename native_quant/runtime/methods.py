@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.archs import Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, mxfp4, plain
+from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, moe_plain, mxfp4, plain
 from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
 from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
@@ -55,11 +55,14 @@ class Method:
     weights      codes and scales, for documents
     multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
     tensors      (n, k) -> the tensors of a part in memory: codes, and scales if it has any
-    encoding     that of outputs and of tensors packed on the spot, with these tensors; None: checkpoints alone hold it
+    encoding     of the part in memory, where outputs hold it, too, or tensors are packed on the spot; None: checkpoints
+                 alone hold it
     reads        whether it computes with a checkpoint's weight as it is stored; None: with none
     write        a part of such a weight, and where its tensors are to be written; None: as the encoding does. No number
                  changes, but for a scale of NVFP4 that divides, of which 1 by it is held, rounded once. Raises
                  kernels.NonFinite
+    arrange      puts the tensors (stored, n, k) of a part as an output holds them into the order of memory, in place;
+                 None: they lie in it. Raises ValueError for a code that is none
     swiglu       which settings of the activation it may have
     family       the name that stands for several rows, whose weights differ in the columns of a scale
     """
@@ -73,6 +76,7 @@ class Method:
     encoding: Encoding | None = None
     reads: Callable[[Weight, MoeLayer], bool] | None = None
     write: Callable[[StoredPart, Sequence[Bytes]], None] | None = None
+    arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     swiglu: tuple[str, ...] = ()
     family: str = ""
 
@@ -250,6 +254,19 @@ METHODS: dict[str, Method] = {
     for method in (
         _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", "4-bit integers, float32 for each row"),
         _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", "8-bit integers, float32 for each row"),
+        *(
+            _packed(
+                encoding,
+                number,
+                "int8",
+                f"{encoding.grid.bits}-bit integers, float32 for each row",
+                arrange=moe_plain.to_tiles,
+            )
+            for encoding, number in (
+                (moe_plain.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4),
+                (moe_plain.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8),
+            )
+        ),
         _packed(
             plain.PANELS,
             lib.KTQ_FORMAT_BF16,
@@ -324,7 +341,7 @@ METHODS: dict[str, Method] = {
 
 # --- kt-kernel 0.7.2's names ----------------------------------------------------------------------
 
-NOT_YET = ("SYCL_GPTQ_INT4", "LLAMAFILE", "MOE_INT4", "MOE_INT8")
+NOT_YET = ("SYCL_GPTQ_INT4", "LLAMAFILE")
 _INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
 TRAINING = (
     *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),

@@ -23,10 +23,14 @@ from ktconvert.pipeline.options.option_groups import (
 from ktconvert.pipeline.options.types import Number, OutputPath, PathOrHubId, Size, Spelled, Text
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-LATER = {  # what kt-kernel's script takes and we do not
+AOCL = (
+    "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the one of "
+    "its build for aarch64, and the AMXINT8 output of int8 runs on AMD in this project's runtime"
+)
+LATER = {  # what kt-kernel's script takes and we do not, or only in a layout that is asked for
     "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the others",
-    "moe_int4": "MOE_INT4 exists on aarch64 only",
-    "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
+    "moe_int4": AOCL,
+    "moe_int8": AOCL,
 }
 
 
@@ -133,7 +137,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
         str | None,
         Option(
             "How experts are stored: in NUMA parts (numa), or as kt-kernel's native methods read them from a "
-            "checkpoint (kt).",
+            "checkpoint (kt), or in the order of its build for aarch64 (plain).",
             choice(LAYOUTS),
             effect=Effect.WEIGHTS,
             unset="the method's first",

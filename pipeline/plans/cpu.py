@@ -139,14 +139,14 @@ def _format(options: CpuOptions) -> Format:
     UsageError where it has no such layout, no loose files or no backward matrices.
     """
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
-    if method in LATER:
+    formats = formats_of("cpu", options.layout)
+    if method in LATER and method not in formats:
         can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_of("cpu").items())
         raise UnsupportedError(f"--quant-method {method}: {LATER[method]}; {can} can be made.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
     if loose_files and options.max_shard_size:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
-    formats = formats_of("cpu", options.layout)
     if method not in formats:
         raise UsageError(
             f"--layout {options.layout} is for {', '.join(formats)}; {method} has the layout "
@@ -228,6 +228,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
     return {
         "architecture": model.arch.name,
         "method": fmt.name,
+        "layout": fmt.arrangement.layout,
         "layout_version": fmt.encoding.version,
         "bits": fmt.encoding.grid.bits,
         "numa": numa,

@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, PROJECTIONS, card, cpu_card, loose
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, PROJECTIONS, Format, card, cpu_card, format_of, loose
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.options.declare import with_values
@@ -23,9 +23,10 @@ from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
 # The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
-MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if name in OPAQUE or FORMATS[name].forward}
+MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
 KEPT_FACTS = (
     "architecture",
+    "layout",
     "activation",
     "dtypes",
     "weights_on",
@@ -63,13 +64,15 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
         )
     prefix = prefixes.pop()
     method = MERGED[prefix]
-    layers = {layer: measure_layer(own, FORMATS.get(method)) for layer, own in by_layer.items()}
     recorded = recorded_facts(root)
+    fmt = format_of({**(recorded or {}), "method": method})
+    layers = {layer: measure_layer(own, fmt) for layer, own in by_layer.items()}
     paths = _companions(original)
     source_config = _config(original)
     require_whole(root, layers, recorded, source_config, chosen=chosen)
-    facts = _facts(layers, method, recorded)
-    lines = cpu_card.AMX.card(facts, None, False, "skip", cpu_card.AMX.numbers)
+    facts = _facts(layers, method, fmt, recorded)
+    about = cpu_card.AMX if fmt is None else fmt.description
+    lines = about.card(facts, None, False, "skip", about.numbers)
     entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
@@ -137,9 +140,10 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
     return [files[key] for key in expected]
 
 
-def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is known from names and sizes; H and I follow from the scales of an AMX method."""
-    fmt = FORMATS.get(method)
+def _facts(
+    layers: Mapping[int, LooseLayer], method: str, fmt: Format | None, recorded: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What is known from names and sizes; H and I follow from the scales of a format that we know."""
     facts: dict[str, Any] = {
         "architecture": "unknown",
         "method": method,
@@ -149,7 +153,7 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
         "experts": one_or_all(layer.experts for layer in layers.values()),
         "activation": "not recorded",
         "dtypes": ["not recorded"],
-        "bits": fmt.encoding.grid.bits if fmt else OPAQUE[method],
+        "bits": FORMATS[method].encoding.grid.bits,
         "hidden": one_or_all(layer.hidden for layer in layers.values()) if fmt else "not recorded",
         "intermediate": one_or_all(layer.width for layer in layers.values()) if fmt else "not recorded",
     }

@@ -20,6 +20,7 @@
 #define store_ps OF_WIDTH(store_ps)
 #define storeu_ps OF_WIDTH(storeu_ps)
 #define cvtps_epi32 OF_WIDTH(cvtps_epi32) /* to nearest even */
+#define cvttps_epi32 OF_WIDTH(cvttps_epi32) /* towards 0 */
 #define cvtepi32_ps OF_WIDTH(cvtepi32_ps)
 
 #define set1_epi8(x) OF_WIDTH(set1_epi8)((char)(x))
