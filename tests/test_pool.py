@@ -192,7 +192,7 @@ SENTENCE = "ktconvert: the system gives this process no more threads or memory; 
 def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that may start threads as MOST_THREADS says; NumPy's own do not count."""
     shim = shims.build(tmp_path_factory.mktemp("few"), "few", FEW_THREADS)
-    return {"LD_PRELOAD": str(shim), "OPENBLAS_NUM_THREADS": "1"}
+    return {**shims.preloaded(shim), "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("most", range(4))

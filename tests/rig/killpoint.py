@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rig import shims
 from rig.conversion import differing, tree
 
 KILLED = -signal.SIGKILL  # the return code of a run that reached its kill point
@@ -52,7 +53,7 @@ def run(
     returncode is KILLED if the kill point was reached.
     """
     settings = {
-        "LD_PRELOAD": ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)])),
+        **shims.preloaded(shim),
         "KILLPOINT_ROOT": os.path.realpath(root),
         "KILLPOINT_N": str(n),
     }
@@ -67,7 +68,7 @@ def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = sign
     """The environment of a process that sends itself a signal before its n-th change to what begins with `root`, once
     where the signal lets it go on."""
     where = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n), "KILLPOINT_SIGNAL": str(int(number))}
-    return {"LD_PRELOAD": str(shim), **where}
+    return {**shims.preloaded(shim), **where}
 
 
 def calls(log: Path) -> list[Call]:

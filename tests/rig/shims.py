@@ -16,6 +16,11 @@ def build(folder: Path, name: str, code: str) -> Path:
     return library
 
 
+def preloaded(*libraries: Path) -> dict[str, str]:
+    """The environment in which a process loads these, after those that this one was given (`make asan`)."""
+    return {"LD_PRELOAD": ":".join(filter(None, [os.environ.get("LD_PRELOAD"), *map(str, libraries)]))}
+
+
 # Something happens before the file of a unit gets its room.
 AT_FALLOCATE = """
 #define _GNU_SOURCE
