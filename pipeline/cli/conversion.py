@@ -91,7 +91,7 @@ def make(
             make_part(_tuned(plan, part=str(part)), part, reporter, overwrite=overwrite)
             return
         execute(
-            plan,
+            [plan],
             reporter,
             overwrite=overwrite,
             trust_store=trust_store,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import ResourceError
@@ -17,17 +20,45 @@ SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal an
 CUTTING = ("max_shard_size", "max_tensors")  # settings that cut an output into smaller files
 
 
-def require_disk(plan: Plan, paths: Paths, todo: Collection[Unit[Any]]) -> None:
-    """Raise ResourceError where the disk cannot hold these units and the end, or files may not be as large."""
-    needed = disk_needed(plan, todo)
-    free = machine.disk_free(paths.root)
-    if sum(needed.values()) > free:
-        raise ResourceError(
-            f"{paths.root}: {disk_sentence(needed)}, {size(free)} free; free some space or choose another --output."
-        )
+ToMake = tuple[Plan, Paths, Collection[Unit[Any]]]  # what is left of one output
+
+
+@dataclass
+class FileSystem:
+    """What one has to hold. roots: the work directories on it; needed: what for -> bytes."""
+
+    roots: list[Path] = field(default_factory=list)
+    needed: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        return f"{disk_sentence(self.needed)}, {size(self.free)} free"
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be written."""
+        return machine.disk_free(self.roots[0])
+
+
+def file_systems(to_make: Iterable[ToMake]) -> list[FileSystem]:
+    """What the file systems have to hold, where these units of several outputs, and the end of each, are made."""
+    found: dict[int, FileSystem] = {}
+    for plan, paths, units in to_make:
+        system = found.setdefault(machine.nearest_existing(paths.root).stat().st_dev, FileSystem())
+        system.roots.append(paths.root)
+        system.needed.update(disk_needed(plan, units))
+    return [*found.values()]
+
+
+def require_disk(to_make: Sequence[ToMake]) -> None:
+    """Raise ResourceError where a disk cannot hold these units and the end, or files may not be as large."""
+    for system in file_systems(to_make):
+        if sum(system.needed.values()) > system.free:
+            roots = ", ".join(map(str, system.roots))
+            raise ResourceError(f"{roots}: {system}; free some space or choose another --output.")
     limit = machine.file_size_limit()
-    if limit is not None:
-        _require_below(limit, plan, todo, paths)
+    for plan, paths, units in to_make:
+        if limit is not None:
+            _require_below(limit, plan, units, paths)
 
 
 def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], paths: Paths) -> None:
@@ -72,17 +103,24 @@ def disk_sentence(needed: Mapping[str, int]) -> str:
     return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
+def peak_memory(plans: Sequence[Plan], threads: int) -> int:
+    """Bytes that so many packing threads need for outputs that are made together: they make no more units at a time
+    than those of one, whichever these are.
+    """
+    return max(plan.conversion.peak_memory(threads) for plan in plans)
+
+
+def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
     """As many threads as asked for, or fewer that fit into memory. Raises ResourceError when one is too many."""
-    given = plan.request.options.execution.threads
-    budget = plan.request.options.execution.max_memory or machine.memory_available()
-    threads = given
-    while threads > 1 and plan.conversion.peak_memory(threads) > budget:
+    execution = plans[0].request.options.execution
+    given = threads = execution.threads
+    budget = execution.max_memory or machine.memory_available()
+    while threads > 1 and peak_memory(plans, threads) > budget:
         threads -= 1
-    if plan.conversion.peak_memory(threads) > budget:
-        limit = "--max-memory" if plan.request.options.execution.max_memory else "free memory"
+    if peak_memory(plans, threads) > budget:
+        limit = "--max-memory" if execution.max_memory else "free memory"
         raise ResourceError(
-            f"one thread needs {size(plan.conversion.peak_memory(1))}, {limit} is {size(budget)}. {plan.remedies}"
+            f"one thread needs {size(peak_memory(plans, 1))}, {limit} is {size(budget)}. {plans[0].remedies}"
         )
     if threads < given and reporter is not None:
         reporter.note(f"{threads} of {given} threads, so that memory stays below {size(budget)}")

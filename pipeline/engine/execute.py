@@ -1,25 +1,36 @@
-"""From a plan to an output: what lies there already, whether there is room, the run, the end."""
+"""From plans to their outputs: what lies there already, whether there is room, the run, the end of each."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from typing import Any
 
+from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.adopt import adopt
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_made, saved_plan, to_replace
-from ktconvert.pipeline.engine.loop import StopFlag, left_to_do, publish_unit, recorded, run_units
+from ktconvert.pipeline.engine.existing import (
+    adopts,
+    agree,
+    already_finished,
+    nothing_made,
+    saved_plan,
+    to_replace,
+    unit_states,
+)
+from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.runner import Runner
 from ktconvert.pipeline.engine.side_output import require_delivered, require_free
 from ktconvert.pipeline.engine.tasks import Tasks
-from ktconvert.pipeline.engine.threads import thread_runner
+from ktconvert.pipeline.engine.threads import thread_runners
+from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
@@ -34,7 +45,7 @@ def tidy(paths: Paths) -> None:
 
 
 def execute(
-    plan: Plan,
+    plans: Sequence[Plan],
     reporter: Reporter,
     *,
     overwrite: bool = False,
@@ -43,42 +54,116 @@ def execute(
     reopen: Reopen | None = None,
     threads: int | None = None,
 ) -> bool:
-    """Do what the plan says, from wherever it stands. Returns False when there was nothing to do.
+    """Do what the plans of one input say, from wherever each stands; units that read the same are made one after the
+    other. Returns False when there was nothing to do.
+
+    What makes one impossible is raised before anything is written for any.
 
     trust_store  files that an earlier run finished count by their sizes, and are not hashed
     executor     has the units made by its workers, which `reopen` the plan and pack with so many threads each (None:
                  the CPUs that they may use); None: threads of this process make them
     """
     if executor is not None:
-        require_shareable(plan, "--executor")
-    paths = locate(plan.request.output, adopt=adopts(plan))
-    if _is_finished(plan, overwrite):
-        tidy(paths)
-        return _nothing_to_do(plan, reporter)
-    plan.conversion.require_ready()
-    with WorkDir(paths) as work:
-        if _is_finished(plan, overwrite):  # by a process that had the lock until now
-            work.remove()
-            return _nothing_to_do(plan, reporter)
-        _adopt_plan(plan, work, reporter, overwrite)
-        require_free(plan, work.finished, work.may_replace)
-        if work.may_replace and journal.assembled(work.journal.records) is None:
-            for replaced in to_replace(plan):
-                reporter.note(f"--overwrite removes {replaced}")
-        adopt(plan, work, reporter, trusted=trust_store)
-        _report_death(work, plan, reporter)
-        to_make = [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
-        require_disk(plan, work.paths, to_make)
-        threads = fit_threads(plan, reporter) if executor is None else threads
+        for plan in plans:
+            require_shareable(plan, "--executor")
+    finished = [_is_finished(plan, overwrite) for plan in plans]
+    left = [plan for plan, done in zip(plans, finished, strict=True) if not done]
+    for plan in left:
+        plan.conversion.require_ready()
+    if len(left) > 1:
+        _require_possible(left, overwrite)
+    for plan, done in zip(plans, finished, strict=True):
+        if done:
+            tidy(_locate(plan))
+            _nothing_to_do(plan, reporter)
+    with contextlib.ExitStack() as stack:
+        works: list[tuple[Plan, WorkDir]] = []
+        for plan, work in zip(left, _locked(left, stack), strict=True):
+            if _is_finished(plan, overwrite):  # by a process that had the lock until now
+                work.remove()
+                _nothing_to_do(plan, reporter)
+            else:
+                works.append((plan, work))
+        if not works:
+            return False
+        for plan, work in works:
+            _take_up(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
+        require_disk([(plan, work.paths, _unfinished(plan, work)) for plan, work in works])
+        threads = fit_threads([plan for plan, _ in works], reporter) if executor is None else threads
         stop = StopFlag()
-        with stop.installed(), recorded(work):
-            to_do = left_to_do(plan, work)
-            with _runner(len(to_do), work, reporter, executor, reopen, threads) as runner:
-                run_units(plan, to_do, runner, partial(publish_unit, plan, work, reporter), reporter, stop)
-            work.journal.append(journal.Start(unit="assemble"))
-            assemble(plan, work)
-    _summary(plan, reporter)
+        stack.enter_context(stop.installed())
+        for _, work in works:
+            stack.enter_context(recorded(work))
+        to_do = [left_to_do(plan, work) for plan, work in works]
+        units = sum(map(len, to_do))
+        with _runners([work for _, work in works], units, reporter, executor, reopen, threads) as runners:
+            shares = [
+                Share(
+                    plan,
+                    units_of_plan,
+                    runner,
+                    partial(publish_unit, plan, work, reporter),
+                    partial(_end, plan, work, reporter),
+                )
+                for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True)
+            ]
+            run_units(shares, reporter, stop)
     return True
+
+
+def _locate(plan: Plan) -> Paths:
+    return locate(plan.request.output, adopt=adopts(plan))
+
+
+def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
+    """Raise what would be raised of any of these plans once its work directory is there, as far as that can be seen
+    without one.
+    """
+    to_make = []
+    for plan in plans:
+        paths = _locate(plan)
+        old = saved_plan(paths)
+        if old is not None:
+            agree(plan, old, overwrite or nothing_made(paths))
+        to_make.append((plan, paths, [state.unit for state in unit_states(plan, paths) if not state.done]))
+    require_disk(to_make)
+    fit_threads(plans)
+
+
+def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]:
+    """The work directories of these plans, all or none: those that were made just now go where another is refused."""
+    works: list[WorkDir] = []
+    try:
+        for plan in plans:
+            works.append(stack.enter_context(WorkDir(_locate(plan))))
+    except KtconvertError:
+        for work in works:
+            if not work.paths.plan.exists():
+                work.remove()
+        raise
+    return works
+
+
+def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
+    """Begin a conversion, or go on with what an earlier run left of it."""
+    _adopt_plan(plan, work, reporter, overwrite)
+    require_free(plan, work.finished, work.may_replace)
+    if work.may_replace and journal.assembled(work.journal.records) is None:
+        for replaced in to_replace(plan):
+            reporter.note(f"--overwrite removes {replaced}")
+    adopt(plan, work, reporter, trusted=trust_store)
+    _report_death(work, plan, reporter)
+
+
+def _unfinished(plan: Plan, work: WorkDir) -> list[Unit[Any]]:
+    return [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
+
+
+def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
+    """Let the output appear."""
+    work.journal.append(journal.Start(unit="assemble"))
+    assemble(plan, work)
+    _summary(plan, reporter)
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
@@ -96,21 +181,21 @@ def _nothing_to_do(plan: Plan, reporter: Reporter) -> bool:
 
 
 @contextlib.contextmanager
-def _runner(
+def _runners(
+    works: Sequence[WorkDir],
     units: int,
-    work: WorkDir,
     reporter: Reporter,
     executor: Executor | None,
     reopen: Reopen | None,
     threads: int | None,
-) -> Iterator[Runner]:
+) -> Iterator[Sequence[Runner]]:
     if executor is None:
         assert threads is not None
-        with thread_runner(work, reporter, threads, units) as runner:
-            yield runner
+        with thread_runners(works, reporter, threads, units) as runners:
+            yield runners
     else:
         assert reopen is not None
-        yield Tasks(work, reporter, executor, reopen, threads)
+        yield [Tasks(work, reporter, executor, reopen, threads) for work in works]
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:

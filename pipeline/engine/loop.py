@@ -1,8 +1,9 @@
-"""The loop: skip what is done; have made, publish and record what is not; stop on Ctrl-C."""
+"""The loop: skip what is done; have made, publish and record what is not, of one output or several; stop on Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,8 +33,11 @@ SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whic
 class Interrupted(Exception):
     """The user asked to stop; everything finished is recorded. exit_code as the shell expects it."""
 
-    def __init__(self, number: int, output: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; `ktconvert resume {output}` goes on")
+    def __init__(self, number: int, outputs: Sequence[Path]) -> None:
+        again = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; {again} {'goes' if len(outputs) == 1 else 'go'} on"
+        )
         self.exit_code = 128 + number
 
 
@@ -82,62 +87,100 @@ def recorded(work: WorkDir) -> Iterator[None]:
 ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made one after the other, and their stage
 
 
-def run_units(
-    plan: Plan, to_do: ToDo, runner: Runner, keep: Callable[[Unit[Any], Made], None], reporter: Reporter, stop: StopFlag
-) -> None:
-    """Have units made, and keep each.
+@dataclass(frozen=True)
+class Share:
+    """What the loop does for one output: the units to be made, and what becomes of them.
+
+    runner  has them made
+    keep    a unit was made
+    end     all are kept, and nothing was in the way
+    """
+
+    plan: Plan
+    to_do: ToDo
+    runner: Runner
+    keep: Callable[[Unit[Any], Made], None]
+    end: Callable[[], None] = lambda: None
+
+    def in_order(self) -> Iterator[tuple[int, str, Share, Stage[Any], tuple[Unit[Any], ...]]]:
+        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys.
+
+        So units that read the same layer follow one another, and after the first it is in the page cache.
+        """
+        numbers = {stage.name: number for number, stage in enumerate(self.plan.stages)}
+        return ((numbers[stage.name], units[0].key, self, stage, units) for stage, units in self.to_do)
+
+
+def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> None:
+    """Have the units of all shares made, and keep each.
 
     Raises the first failure after what was under way has ended. What is only this unit's (WorkerLostError) does not
     keep the others from being made.
     """
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-    flying: dict[Future[Any], tuple[Stage[Any], tuple[Unit[Any], ...]]] = {}
+    flying: dict[Future[Any], tuple[Share, Stage[Any], tuple[Unit[Any], ...]]] = {}
     failures: list[BaseException] = []
+    left = {id(share): sum(len(units) for _, units in share.to_do) for share in shares}
 
     def stopped() -> bool:
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
 
-    total = sum(unit.bytes_in for unit in plan.units)
-    to_make = [unit for _, units in to_do for unit in units]
-    done = (len(plan.units) - len(to_make), len(plan.units))
+    def end_if_done(share: Share) -> None:
+        if not left[id(share)] and not stopped():
+            share.end()
+            del left[id(share)]
+
+    every = [unit for share in shares for unit in share.plan.units]
+    to_make = [unit for share in shares for _, units in share.to_do for unit in units]
+    total = sum(unit.bytes_in for unit in every)
+    done = (len(every) - len(to_make), len(every))
     reporter.begin(total, total - sum(unit.bytes_in for unit in to_make), units=done)
-    waiting = deque(to_do)
+    merged = heapq.merge(*(share.in_order() for share in shares), key=lambda each: each[:2])
+    waiting = deque((share, stage, units) for _, _, share, stage, units in merged)
     try:
+        for share in shares:
+            end_if_done(share)
         while flying or (waiting and not stopped()):
-            while waiting and len(flying) < runner.most and not stopped():
-                stage, units = waiting.popleft()
-                future = runner.submit(stage, units[0])
-                flying[future] = (stage, units)
+            while waiting and len(flying) < waiting[0][0].runner.most and not stopped():
+                share, stage, units = waiting.popleft()
+                future = share.runner.submit(stage, units[0])
+                flying[future] = (share, stage, units)
                 future.add_done_callback(ended.put)
             for future in list(flying) if stopped() else []:
-                if runner.give_up(flying[future][1][0], future):
+                share, _, units = flying[future]
+                if share.runner.give_up(units[0], future):
                     del flying[future]
-            runner.watch()
+            for share in shares:
+                if left.get(id(share)):
+                    share.runner.watch()
             with contextlib.suppress(queue.Empty):
                 future = ended.get(timeout=SIGNAL_DELAY)
                 if future not in flying:  # given up
                     continue
-                stage, units = flying.pop(future)
+                share, stage, units = flying.pop(future)
                 try:
-                    made = runner.take(units[0], future)
+                    made = share.runner.take(units[0], future)
                     if made is None:
-                        waiting.appendleft((stage, units))
+                        waiting.appendleft((share, stage, units))
                         continue
-                    keep(units[0], made)
+                    share.keep(units[0], made)
                     reporter.unit_done()
+                    left[id(share)] -= 1
+                    end_if_done(share)
                 except BaseException as error:
                     failures.append(error)
                     if isinstance(error, WorkerLostError):  # the others may take hours
                         reporter.warn(f"{error} All other units are made first.")
                     continue
                 if units[1:]:
-                    waiting.appendleft((stage, units[1:]))
+                    waiting.appendleft((share, stage, units[1:]))
     finally:
         reporter.end()
     if failures:
         raise next((error for error in failures if not isinstance(error, WorkerLostError)), failures[0])
-    if stop.number:
-        raise Interrupted(stop.number, plan.request.output)
+    unended = [share.plan.request.output for share in shares if id(share) in left]
+    if stop.number and unended:
+        raise Interrupted(stop.number, unended)
 
 
 def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
@@ -191,12 +234,13 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     work.record(unit, made)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
-    tell_done(reporter, unit, made)
+    tell_done(plan, reporter, unit, made)
 
 
-def tell_done(reporter: Reporter, unit: Unit[Any], made: Made) -> None:
+def tell_done(plan: Plan, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
     """Report a unit that was made."""
-    seconds, nbytes = round(made.seconds, 3), sum(w.nbytes for w in made.result.files)
-    reporter.event("done", unit=unit.name, seconds=seconds, bytes=nbytes, stats=made.result.stats, **made.who)
+    output, name, seconds = plan.request.output, unit.name, round(made.seconds, 3)
+    nbytes, stats = sum(w.nbytes for w in made.result.files), made.result.stats
+    reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)
     where = f" on {made.who['host']}" if made.who else ""
-    reporter.say(f"{unit.name}: {made.seconds:.2f} s{where}", level=1)
+    reporter.say(f"{output.name}: {name}: {made.seconds:.2f} s{where}", level=1)

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
 from ktconvert.pipeline.engine.lock import ProcessPart
-from ktconvert.pipeline.engine.loop import StopFlag, run_units, tell_done
+from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.runner import Made
@@ -76,10 +76,10 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
         missing = set(missing_units(plan, paths))
         mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
         attempts.free(paths)
-        require_disk(plan, paths, [unit for _, (unit,) in mine])
+        require_disk([(plan, paths, [unit for _, (unit,) in mine])])
         stop = StopFlag()
         with stop.installed(), _runner(plan, paths, reporter, len(mine)) as runner:
-            run_units(plan, mine, runner, partial(tell_done, reporter), reporter, stop)
+            run_units([Share(plan, mine, runner, partial(tell_done, plan, reporter))], reporter, stop)
         _summary(plan, paths, part, len(mine), reporter)
     finally:
         held.release()
@@ -161,13 +161,13 @@ class _Runner:
 
     def _make(self, stage: Stage[Any], unit: Unit[Any]) -> Attempt | Failure:
         self._reporter.at(unit.key)
-        self._reporter.event("start", unit=unit.name)
+        self._reporter.event("start", output=str(self._opened.paths.output), unit=unit.name)
         return make_attempt(self._opened, stage, unit, self._run, self._reporter)
 
 
 @contextlib.contextmanager
 def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[_Runner]:
-    with pools(fit_threads(plan, reporter), units) as (pool, window, runner, most):
+    with pools(fit_threads([plan], reporter), units) as (pool, window, runner, most):
         yield _Runner(Opened(plan, paths, pool, window), runner, most, reporter)
 
 

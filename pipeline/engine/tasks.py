@@ -116,7 +116,8 @@ class Tasks:
     def _note(self, record: Start | Failed | Lost) -> dict[str, Any]:
         """Put it into the journal; what is reported of it."""
         self._work.journal.append(record)
-        return {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
+        who = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
+        return {"output": str(self._work.paths.output), **who}
 
 
 def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:

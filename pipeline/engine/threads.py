@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -23,11 +23,11 @@ UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the nex
 
 
 class ThreadRunner:
-    """A runner of threads. Use `thread_runner`."""
+    """A runner of threads. Use `thread_runners`."""
 
-    def __init__(self, work: WorkDir, pool: ThreadPoolExecutor, context: Context, most: int) -> None:
+    def __init__(self, work: WorkDir, pool: ThreadPoolExecutor, context: Context, most: int, about: str) -> None:
         self.most = most  # the next unit begins when one is recorded: a power cut loses the work on so many
-        self._work, self._pool, self._context = work, pool, context
+        self._work, self._pool, self._context, self._about = work, pool, context, about
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
         """Have a unit made."""
@@ -49,8 +49,8 @@ class ThreadRunner:
         if stage.chain:
             context = replace(context, chain=_link(work, stage, unit))
         work.journal.append(Start(unit=unit.name))
-        context.reporter.at(unit.key)
-        context.reporter.event("start", unit=unit.name)
+        context.reporter.at(f"{self._about}{unit.key}")
+        context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
         partial = work.paths.partial / unit.stored_name
         result = stage.run(unit, partial, context)
         for_chain = _for_chain(context.chain)
@@ -58,10 +58,16 @@ class ThreadRunner:
 
 
 @contextlib.contextmanager
-def thread_runner(work: WorkDir, reporter: Reporter, threads: int, units: int) -> Iterator[ThreadRunner]:
-    """A runner of so many packing threads, for so many units. Raises RuntimeError where the system gives no threads."""
+def thread_runners(
+    works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int
+) -> Iterator[list[ThreadRunner]]:
+    """A runner for each output; all share so many packing threads, for so many units. Raises RuntimeError where the
+    system gives no threads.
+    """
     with pools(threads, units) as (pool, window, runner, most):
-        yield ThreadRunner(work, runner, Context(pool, window, reporter), most)
+        context = Context(pool, window, reporter)
+        about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
+        yield [ThreadRunner(work, runner, context, most, which) for work, which in zip(works, about, strict=True)]
 
 
 @contextlib.contextmanager

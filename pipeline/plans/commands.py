@@ -107,4 +107,4 @@ def run(
     overwrite  as --overwrite
     Returns False when there was nothing to do. Raises KtconvertError.
     """
-    return execute(plan, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)
+    return execute([plan], reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)

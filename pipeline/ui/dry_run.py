@@ -99,7 +99,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
             for state in states
         ]
     done = {state.unit: finished or state.done for state in states}
-    threads = fit_threads(plan)
+    threads = fit_threads([plan])
     todo = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, todo)
     stages: list[dict[str, Any]] = [
