@@ -24,7 +24,7 @@ from synthetic_layers import F32, Layer, layer, relative
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.pipeline.gptq.compensate import packed, steps
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.choice import QUANTIZERS
@@ -78,8 +78,8 @@ def by_gptq(fmt: Format, bits: Any, inputs: F32) -> F32:
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
     importance = torch.diagonal(hessian.sum).numpy().copy()
     quantize(fmt.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
-    scale = torch.from_numpy(fmt.encoding.scales(stored[-1], n, k).copy())
-    code_range, wide = (fmt.encoding.grid.low, fmt.encoding.grid.high), scale * fmt.encoding.grid.step
+    scale = fmt.encoding.scales(stored[-1], n, k)
+    code_range, wide = fmt.encoding.grid.code_range, steps(fmt.encoding, scale)
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
     ((_, tensors),) = packed(

@@ -124,7 +124,9 @@ class Lib:
     ) -> int: ...
     def ktq_gptq_block(
         self,
-        bits: int,
+        least: int,
+        most: int,
+        precision: int,
         kind: int,
         n: int,
         width: int,

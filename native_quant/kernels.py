@@ -435,7 +435,17 @@ MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
 _RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
 
 Floats = npt.NDArray[np.float32]
-CodeRange = tuple[int, int]  # the least and the greatest code, both included
+
+
+class CodeRange(NamedTuple):
+    """The codes of a grid: integers from the least to the greatest one, both included.
+
+    precision  the significant bits that a code has at most; 0: all integers are codes
+    """
+
+    least: int
+    most: int
+    precision: int = 0
 
 
 def gptq_block(
@@ -451,15 +461,17 @@ def gptq_block(
 ) -> None:
     """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
 
-    code_range: the least and the greatest code, -128 <= least <= 0 <= greatest <= 127. All arrays are float32. inverse
-    [width, width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
+    code_range: -128 <= least <= 0 <= most <= 127, and a precision of at most 7. All arrays are float32. inverse [width,
+    width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
     each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
     width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
     MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: NUMERICS.md, section 7.
     """
-    least, most = code_range
+    least, most, precision = code_range
     if not -128 <= least <= 0 <= most <= 127:
         raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
+    if not 0 <= precision <= 7:
+        raise ValueError(f"precision must be 0 to 7, not {precision}")
     if kind not in _RESULTS:
         raise ValueError(f"kind '{kind}' is not one of bf16, f32")
     if threads < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.native_quant.matrix import Matrix
 
 __all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
@@ -11,9 +12,10 @@ __all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matr
 
 @dataclass(frozen=True)
 class Grid:
-    """Symmetric integers: the value of a code is step * code * scale.
+    """Integers as codes: the value of a code is step * code * scale.
 
     low..high  the codes
+    precision  significant bits that a code has at most, as floating-point numbers have; 0: all integers are codes
     group      columns of a row that share a scale; None: all of them
     scales     safetensors dtype of the scales; "" where there are none
     version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is
@@ -28,7 +30,13 @@ class Grid:
     group: int | None
     scales: str
     version: int
-    step: int = 1
+    step: float = 1
+    precision: int = 0
+
+    @property
+    def code_range(self) -> CodeRange:
+        """The codes, for kernels."""
+        return CodeRange(self.low, self.high, self.precision)
 
     @property
     def per_row(self) -> bool:
@@ -57,11 +65,12 @@ GROUP_GRIDS = {
     )
 }
 
-# Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime: low..high are numbers, not codes.
+# Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
+# bits; of fp8, low..high are numbers.
 FLOAT_GRIDS = {
     grid.name: grid
     for grid in (
-        Grid("mxfp4", bits=4, low=-6, high=6, group=32, scales="U8", version=1),
+        Grid("mxfp4", bits=4, low=-12, high=12, group=32, scales="U8", version=1, step=0.5, precision=2),
         Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
         Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
     )

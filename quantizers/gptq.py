@@ -165,7 +165,19 @@ def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> t
     n, k = values.shape
     scale = _usable(scale, k)
     quotient = values.reshape(n, scale.shape[1], -1) / scale[:, :, None]
-    return torch.round(torch.clamp(quotient, *code_range)).to(torch.int8).reshape(n, k)
+    return _nearest(quotient, code_range).to(torch.int8).reshape(n, k)
+
+
+def _nearest(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+    """The codes nearest to quotients, in their dtype; of two that are as near, the one with even significant bits."""
+    import torch
+
+    quotient = torch.clamp(quotient, code_range.least, code_range.most)
+    if not code_range.precision:
+        return torch.round(quotient)
+    power = torch.frexp(quotient).exponent - code_range.precision
+    step = torch.ldexp(torch.ones_like(quotient), power.clamp(min=0))
+    return torch.round(quotient / step) * step
 
 
 def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
@@ -178,7 +190,7 @@ def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
 
 
 KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> what the kernel calls it
-LIBRARY_BITS = {(-8, 7): 4, (-128, 127): 8}  # ranges that compressed-tensors has a name for
+LIBRARY_BITS = {CodeRange(-8, 7): 4, CodeRange(-128, 127): 8}  # ranges that compressed-tensors has a name for
 
 
 class Block(NamedTuple):
@@ -232,11 +244,10 @@ def _compensate_block_by_library(block: Block, code_range: CodeRange) -> None:
 
 def _compensate_block_by_torch(block: Block, code_range: CodeRange) -> None:
     """The definition, a column at a time."""
-    import torch
 
     work, inverse, scale, value, error = block
     for i in range(work.shape[1]):
-        code = torch.round(torch.clamp(work[:, i] / scale[:, i], *code_range))
+        code = _nearest(work[:, i] / scale[:, i], code_range)
         value[:, i] = (code * scale[:, i].float()).to(scale.dtype)
         error[:, i] = (work[:, i] - value[:, i]) / inverse[i, i]
         work[:, i:] -= error[:, i, None] * inverse[i, i:]

@@ -11,11 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import reference
+from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.quantizers import FLOAT_GRIDS, reference
 
-RANGES = {"W4A16": (-8, 7), "W8A16": (-128, 127), "AMXINT4": (-7, 7), "ternary": (-1, 1), "unsigned": (0, 15)}
-LIBRARY = {(-8, 7): 4, (-128, 127): 8}
-CodeRange = tuple[int, int]
+RANGES = {
+    "W4A16": CodeRange(-8, 7),
+    "W8A16": CodeRange(-128, 127),
+    "AMXINT4": CodeRange(-7, 7),
+    "ternary": CodeRange(-1, 1),
+    "unsigned": CodeRange(0, 15),
+    "MXFP4": FLOAT_GRIDS["mxfp4"].code_range,
+    "three bits": CodeRange(-112, 112, 3),
+}
+LIBRARY = {RANGES["W4A16"]: 4, RANGES["W8A16"]: 8}
 KINDS = ("bf16", "f32")
 NAMES = ("weight", "value", "error")
 with_library = pytest.mark.skipif(
@@ -27,13 +35,26 @@ def to_bf16(x: Any) -> Any:
     return reference.bf16_to_f32(reference.f32_to_bf16(np.ascontiguousarray(x)))
 
 
+def nearest(quotient: Any, code_range: CodeRange) -> Any:
+    """Of codes that are as near the one with even significant bits: by a table of all codes."""
+    least, most, precision = code_range
+    unused = [max(size.bit_length() - precision, 0) if precision else 0 for size in range(129)]
+    sizes = np.array([size for size, bits in enumerate(unused) if size >> bits << bits == size])
+    clipped = np.clip(quotient, least, most)
+    middles, size = (sizes[1:] + sizes[:-1]) / 2, np.abs(clipped)
+    at = np.searchsorted(middles, size)
+    at += (size == middles[np.minimum(at, len(middles) - 1)]) & (at % 2 == 1)
+    found = np.copysign(sizes[np.minimum(at, len(sizes) - 1)], clipped)
+    return np.where(np.isnan(clipped), clipped, found).astype(np.float32)
+
+
 def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> tuple[Any, Any, Any]:
     """Section 7 of NUMERICS.md, a column at a time."""
     weight = weight.copy()
     value, error = np.empty_like(weight), np.empty_like(weight)
     with np.errstate(all="ignore"):
         for i in range(weight.shape[1]):
-            code = np.rint(np.clip(weight[:, i] / scale[:, i], *code_range))
+            code = nearest(weight[:, i] / scale[:, i], code_range)
             value[:, i] = to_bf16(code * scale[:, i]) if kind == "bf16" else code * scale[:, i]
             error[:, i] = (weight[:, i] - value[:, i]) / inverse[i, i]
             weight[:, i:] -= error[:, i, None] * inverse[i, i:]
@@ -124,7 +145,10 @@ def test_kernels_are_the_definition(code_range: CodeRange, kind: str) -> None:
 @given(
     n=st.integers(1, 150),
     width=st.integers(1, 128),
-    code_range=st.tuples(st.integers(-128, 0), st.integers(0, 127)),
+    code_range=st.one_of(
+        st.sampled_from(list(RANGES.values())),
+        st.builds(CodeRange, st.integers(-128, 0), st.integers(0, 127), st.just(0)),
+    ),
     kind=st.sampled_from(KINDS),
     threads=st.integers(1, 6),
     seed=st.integers(0, 2**16),
@@ -144,10 +168,10 @@ def test_any_shape_and_number_of_threads(
 @pytest.mark.usefixtures("isa")
 def test_rows_do_not_depend_on_each_other() -> None:
     inverse, scale, weight = special_block(finite=False)
-    whole = ours((-8, 7), "bf16", inverse, scale, weight)
+    whole = ours(CodeRange(-8, 7), "bf16", inverse, scale, weight)
     for row in range(len(weight)):
         assert_same(
-            ours((-8, 7), "bf16", inverse, scale[row : row + 1], weight[row : row + 1]),
+            ours(CodeRange(-8, 7), "bf16", inverse, scale[row : row + 1], weight[row : row + 1]),
             [x[row : row + 1] for x in whole],
         )
 
@@ -155,15 +179,22 @@ def test_rows_do_not_depend_on_each_other() -> None:
 def test_wrong_arguments_are_refused() -> None:
     inverse, scale, weight = random_block(np.random.default_rng(0), 5, 16)
     value, error = np.empty_like(weight), np.empty_like(weight)
-    good: dict[str, Any] = {"code_range": (-8, 7), "kind": "bf16", "inverse": inverse, "scale": scale, "weight": weight}
+    good: dict[str, Any] = {
+        "code_range": CodeRange(-8, 7),
+        "kind": "bf16",
+        "inverse": inverse,
+        "scale": scale,
+        "weight": weight,
+    }
     good |= {"value": value, "error": error}
     kernels.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
     for change, words in (
-        ({"code_range": (-129, 127)}, "code_range must hold 0 and lie in -128 to 127"),
-        ({"code_range": (1, 7)}, "code_range must hold 0"),
-        ({"code_range": (0, 128)}, "code_range must hold 0"),
+        ({"code_range": CodeRange(-129, 127)}, "code_range must hold 0 and lie in -128 to 127"),
+        ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
+        ({"code_range": CodeRange(0, 128)}, "code_range must hold 0"),
+        ({"code_range": CodeRange(-8, 7, 8)}, "precision must be 0 to 7"),
         ({"kind": "fp16"}, "kind 'fp16' is not one of"),
         ({"threads": 0}, "threads must be 1 or more"),
         ({"weight": weight[0]}, "not shape"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.quantizers import groups, reference
 
 if find_spec("torch") is None or find_spec("llmcompressor") is None:
@@ -18,7 +19,7 @@ import torch
 
 from ktconvert.quantizers import gptq
 
-RANGES = {"W4A16": (-8, 7), "W8A16": (-128, 127)}
+RANGES = {"W4A16": CodeRange(-8, 7), "W8A16": CodeRange(-128, 127)}
 BITS = {"W4A16": 4, "W8A16": 8}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -122,11 +123,11 @@ def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
     hessian = calibrated(64)
     hessian.sum[3, 5] = hessian.sum[5, 3] = 1e9
     factor = gptq.factorize(hessian, 0.01)
-    have = gptq.compensate(weight, factor, scale, (-8, 7))
+    have = gptq.compensate(weight, factor, scale, CodeRange(-8, 7))
     want, loss, fell_back = by_library(4, 32, weight, scale, hessian.sum / hessian.batches, 0.01, "static")
     assert fell_back and factor.fell_back and torch.equal(have.values, want) and have.loss == loss
     nearest, _ = groups.quantize_groups(4, 32, weight.view(torch.uint16).numpy(), "float32")
-    assert np.array_equal(gptq.codes(have.values, scale.float(), (-8, 7)).numpy(), nearest)
+    assert np.array_equal(gptq.codes(have.values, scale.float(), CodeRange(-8, 7)).numpy(), nearest)
 
 
 @pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
@@ -141,15 +142,17 @@ def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) 
         fell_back = True
     factor = gptq.factorize(hessian, dampening)
     assert factor.fell_back == fell_back == torch.equal(factor.upper, torch.eye(384))
-    assert np.isfinite(gptq.compensate(weight, factor, scale, (-8, 7)).loss)
+    assert np.isfinite(gptq.compensate(weight, factor, scale, CodeRange(-8, 7)).loss)
 
 
 def test_linears_that_share_a_hessian_may_be_one_tall_matrix() -> None:
     factor = gptq.factorize(calibrated(160), 0.01)
     parts = [linear(n, 160, 32, 4, seed=n) for n in (5, 64, 1)]
-    tall = gptq.compensate(torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), (-8, 7)).values
+    tall = gptq.compensate(
+        torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), CodeRange(-8, 7)
+    ).values
     for part, (weight, scale) in zip(tall.split([5, 64, 1]), parts, strict=True):
-        assert torch.equal(part, gptq.compensate(weight, factor, scale, (-8, 7)).values)
+        assert torch.equal(part, gptq.compensate(weight, factor, scale, CodeRange(-8, 7)).values)
 
 
 def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
@@ -162,17 +165,17 @@ def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
         gptq.factorize(gptq.Hessian.empty(64), 0.01)  # no batch
     factor = gptq.factorize(calibrated(64), 0.01)
     with pytest.raises(gptq.NotFinite, match="loss of GPTQ is"):
-        gptq.compensate(weight * torch.inf, factor, scale, (-8, 7))
+        gptq.compensate(weight * torch.inf, factor, scale, CodeRange(-8, 7))
     with pytest.raises(ValueError, match="64 columns do not fall into 3 groups"):
-        gptq.compensate(weight, factor, scale[:, [0, 1, 1]], (-8, 7))
+        gptq.compensate(weight, factor, scale[:, [0, 1, 1]], CodeRange(-8, 7))
     with pytest.raises(ValueError, match=r"must be bfloat16 or float32, not torch\.float16"):
-        gptq.compensate(weight, factor, scale.half(), (-8, 7))
+        gptq.compensate(weight, factor, scale.half(), CodeRange(-8, 7))
 
 
 # --- one scale per row ----------------------------------------------------------------------------
 
 
-def oracle(weight: Any, hessian: Any, scale: Any, code_range: tuple[int, int], dampening: float, ordered: bool) -> Any:
+def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampening: float, ordered: bool) -> Any:
     """GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k].
 
     After each column, the inverse of what is left of H follows by one step of Gaussian elimination.
@@ -186,7 +189,7 @@ def oracle(weight: Any, hessian: Any, scale: Any, code_range: tuple[int, int], d
     inverse = np.linalg.inv(h + dampening * np.diag(h).mean() * np.eye(k))
     codes = np.zeros(w.shape, np.int64)
     for i in order:
-        codes[:, i] = np.clip(np.rint(w[:, i] / scale), *code_range)
+        codes[:, i] = np.clip(np.rint(w[:, i] / scale), *code_range[:2])
         error = (w[:, i] - codes[:, i] * scale) / inverse[i, i]
         w -= np.outer(error, inverse[i])
         inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
@@ -195,8 +198,8 @@ def oracle(weight: Any, hessian: Any, scale: Any, code_range: tuple[int, int], d
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, (-7, 7)), (8, 1, (-127, 127))])
-def test_a_scale_for_each_row(bits: int, step: int, code_range: tuple[int, int], ordered: bool) -> None:
+@pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, CodeRange(-7, 7)), (8, 1, CodeRange(-127, 127))])
+def test_a_scale_for_each_row(bits: int, step: int, code_range: CodeRange, ordered: bool) -> None:
     """The codes of AMXINT4 and AMXINT8: those of the oracle but for what lies within rounding of a
     tie, and nearer than rounding."""
     n, k, dead = 64, 320, 4

@@ -111,7 +111,11 @@ def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) 
 def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
     """The scales of a matrix [n, k] as numbers, from the last of its tensors: float32, shaped as Encoding.scales."""
     assert encoding.scales is not None
-    scales = encoding.scales(last, n, k)
+    return scale_numbers(encoding.scales(last, n, k))
+
+
+def scale_numbers(scales: npt.NDArray[Any]) -> F32:
+    """Scales as Encoding.scales gives them, as float32 numbers."""
     if scales.dtype == np.uint16:
         return bf16_to_f32(scales)
     return e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)

@@ -112,15 +112,16 @@ enum { KTQ_LIBRARY, KTQ_FLOAT32 };
 int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source,
                         uint16_t *scratch, uint8_t *packed, uint16_t *scale, int64_t *bad_row);
 
-/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes least..most (-128 <= least <= 0
-   <= most <= 127), and corrects those to the right of each. float32, row after row: inverse[width][width], the block's
+/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes, and corrects those to the right of
+   each. Codes are the integers least..most (-128 <= least <= 0 <= most <= 127) of at most `precision` significant bits,
+   1 to 7, or all of them (0). float32, row after row: inverse[width][width], the block's
    factor of the inverse Hessian, of which the upper triangle is read; scale[n][width]; weight[n][width], which becomes
    what the corrections leave of it; value[n][width], what the codes stand for, and error[n][width], are written. kind:
    the type of the scales before they became float32, KTQ_BF16 or KTQ_F32; values are rounded to it. NaN stays NaN. No
    two arrays may share memory. width: at most KTQ_GPTQ_COLUMNS. Rows do not depend on each other. */
 enum { KTQ_GPTQ_COLUMNS = 128 };
-int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, const float *inverse, const float *scale,
-                   float *weight, float *value, float *error);
+int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
+                   const float *scale, float *weight, float *value, float *error);
 
 /* What n and k of a weight in panels of 32 rows (FORMAT.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };

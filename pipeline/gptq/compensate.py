@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_numbers
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Item = tuple[int, str]  # (expert, projection)
 Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the encoding's order
+Scales = npt.NDArray[Any]  # as Encoding.scales gives them
 Write = Callable[[int, str, Stored], None]
 
 
@@ -114,15 +116,15 @@ class Compensate:
         import torch
 
         items = [(e, p) for e in batch for p in ("gate", "up")]
-        scales = [self._scale(group, *item) for item in items]
+        scales = [self._scales(group, *item) for item in items]
         tall = torch.cat([getattr(group.weights[e], p) for e, p in items])
-        both, codes = self._compensate(group, items, tall, torch.cat(scales), _hessian(group, *items[0]))
+        both, codes = self._compensate(group, items, tall, np.concatenate(scales), _hessian(group, *items[0]))
         for item, chosen, scale in zip(items, codes.chunk(len(items)), scales, strict=True):
             stored[item] = packed(self.encoding, item, chosen, scale, self._grid(group))
         values = both.chunk(len(items))
         rounded = {}
         for n, e in enumerate(batch):
-            scale = self._scale(group, e, "down")
+            scale = self._scales(group, e, "down")
             down, of_down = self._compensate(
                 group, [(e, "down")], group.weights[e].down, scale, _hessian(group, e, "down")
             )
@@ -134,30 +136,26 @@ class Compensate:
         width, hidden = next(iter(group.weights.values())).gate.shape
         return ExpertGrid(group.layer, hidden, width, self.parts)
 
-    def _scale(self, group: ExpertGroup, expert: int, projection: str) -> torch.Tensor:
+    def _scales(self, group: ExpertGroup, expert: int, projection: str) -> Scales:
         """The scales of rounding a linear to nearest, [n, groups]."""
-        import torch
-
         assert self.encoding.scales is not None
         linear = self._nearest(group, expert, projection)
         own = [self.encoding.scales(tensors[-1], part.n, part.k) for part, tensors in linear]
-        scales = join_parts(projection, own)
-        device = group.weights[expert].gate.device
-        return bf16.to_tensor(scales, device) if scales.dtype == np.uint16 else torch.from_numpy(scales).to(device)
+        return join_parts(projection, own)
 
     def _compensate(
         self,
         group: ExpertGroup,
         items: Sequence[Item],
         weight: torch.Tensor,
-        scale: torch.Tensor,
+        scales: Scales,
         hessian: gptq.Hessian,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize stacked linears with the same inputs, BF16 [n, k]: rounded values in BF16, codes, int8 [n, k]."""
         import torch
 
-        code_range = self.encoding.grid.low, self.encoding.grid.high
-        scale = scale * self.encoding.grid.step
+        code_range = self.encoding.grid.code_range
+        scale = steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
                 factor = self._factor(hessian, shared=items[0][1] == "gate" and self.evidence.shared)
@@ -183,10 +181,18 @@ class Compensate:
         return self._shared
 
 
-def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scale: torch.Tensor, grid: ExpertGrid) -> Stored:
-    """The parts of a linear with these codes, int8 [n, k], and scales, BF16 or float32 [n, groups]."""
+def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:
+    """What the codes are multiples of, of scales [n, groups]: BF16 where scales are BF16, else float32."""
+    import torch
+
+    if scales.dtype == np.uint16:
+        return bf16.to_tensor(scales) * encoding.grid.step
+    return torch.from_numpy(scale_numbers(scales)) * encoding.grid.step
+
+
+def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Stored:
+    """The parts of a linear with these codes, int8 [n, k], and scales [n, groups]."""
     expert, projection = item
-    scales = bf16.to_bits(scale) if str(scale.dtype) == "torch.bfloat16" else scale.cpu().numpy()
     cut = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
     stored: Stored = []
     for part, own, own_scales in zip(grid.parts(expert, projection), *cut, strict=True):

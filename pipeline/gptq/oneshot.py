@@ -69,7 +69,7 @@ def quantize_model(
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        codes = gptq.codes(linear.weight.detach().cpu(), scale, (fmt.encoding.grid.low, fmt.encoding.grid.high))
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, fmt.encoding.grid.code_range)
         n, k = codes.shape
         hidden, width = (n, k) if projection == "down" else (k, n)
         return packed(fmt.encoding, (expert, projection), codes, scale, ExpertGrid(layer, hidden, width))

@@ -19,14 +19,14 @@ static void turn_back(const kt_kernels *kernels, const float *tile, int64_t coun
     kernels->transpose(4, (const uint8_t *)tile, KT_PANEL_ROWS * 4, count, width, (uint8_t *)rows, width * 4);
 }
 
-int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, const float *inverse, const float *scale,
-                   float *weight, float *value, float *error) {
-    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX) return KTQ_EINVAL;
+int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
+                   const float *scale, float *weight, float *value, float *error) {
+    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
     if ((kind != KTQ_BF16 && kind != KTQ_F32) || n < 1) return KTQ_EINVAL;
     if (width < 1 || width > KTQ_GPTQ_COLUMNS || !inverse || !scale || !weight || !value || !error) return KTQ_EINVAL;
 
     _Alignas(64) float tiles[3][KTQ_GPTQ_COLUMNS * KT_PANEL_ROWS];
-    const kt_gptq job = {least, most, kind == KTQ_BF16, width, inverse, tiles[0], tiles[1], tiles[2]};
+    const kt_gptq job = {{least, most, precision}, kind == KTQ_BF16, width, inverse, tiles[0], tiles[1], tiles[2]};
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {

@@ -1,11 +1,12 @@
 /* A column of 32 rows in a few vectors. The divisions of a column wait for the one before it only, so they overlap with
- * what it takes from the others. min and max give their second operand where one is NaN, so NaN stays NaN. */
+ * what it takes from the others. */
 #include "bf16_template.h"
+#include "nearest_code_template.h"
 
 enum { VECTORS = KT_PANEL_ROWS / LANES };
 
-TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
-    const floats least = set1_ps((float)job->least), most = set1_ps((float)job->most);
+TARGET static inline __attribute__((always_inline)) void compensate(const kt_gptq *job, int precision) {
+    const code_vectors codes = vectors_of(&job->codes, precision);
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;
         const floats diagonal = set1_ps(inverse[i]);
@@ -13,8 +14,7 @@ TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
         for (int v = 0; v < VECTORS; v++) {
             int64_t at = i * KT_PANEL_ROWS + v * LANES;
             floats w = load_ps(job->weight + at), scale = load_ps(job->scale + at);
-            floats q = min_ps(most, max_ps(least, div_ps(w, scale)));
-            floats y = mul_ps(round_ps(q), scale);
+            floats y = mul_ps(nearest_codes(div_ps(w, scale), codes), scale);
             if (job->rounded) y = upper_half(bf16_above(y));
             e[v] = div_ps(sub_ps(w, y), diagonal);
             store_ps(job->scale + at, y);
@@ -28,4 +28,9 @@ TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
             }
         }
     }
+}
+
+TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
+    if (job->codes.precision) compensate(job, job->codes.precision);
+    else compensate(job, 0);
 }
