@@ -4,7 +4,7 @@
 python benchmarks/forward.py                    both shapes and methods; about ten minutes, 8 GB of memory, 8 GB of disk
 python benchmarks/forward.py --quick            one shape, a minute
 python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
-python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4     those that are loaded from checkpoints alone
+python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4 rawint4 gptq_int4     those of checkpoints alone
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone. On a CPU
@@ -46,7 +46,10 @@ HERE = Path(__file__).resolve().parent
 PEER = "kt"
 MOST_CALLS = 400
 PROBES = 1000
-PREFERRED = (("int4", "int8"), ("bf16", "fp8", "mxfp4"))  # without --methods: the first that kt-kernel has
+PREFERRED = (
+    ("int4", "int8"),
+    ("bf16", "fp8", "mxfp4", "rawint4", "gptq_int4"),
+)  # without --methods: the first that kt-kernel has
 ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared
 
 
@@ -153,7 +156,8 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
     if python == "none" or not Path(python).exists():
         print("kt-kernel is not installed: measuring ours alone")
         return [ours]
-    peer = Side(PEER, python, {"KT_KERNEL_CPU_VARIANT": VARIANTS.get(options.isa, "")}, None)
+    variant = {"KT_KERNEL_CPU_VARIANT": VARIANTS.get(options.isa, "")} if options.isa else {}
+    peer = Side(PEER, python, variant, None)
     try:
         with _workers([ours, peer], scratch, 1) as workers:
             for worker in workers:

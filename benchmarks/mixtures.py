@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ METHODS = {
     "fp8_perchannel": Method("FP8_PERCHANNEL", 8, rows=True, made="stored"),
     "mxfp8": Method("MXFP8", 8 + 8 / 32, made="stored"),
     "nvfp4": Method("NVFP4", 4 + 8 / 16, made="stored", env={"KT_MXFP4_BACKEND": "avx2"}),  # it has no other for it
+    "rawint4": Method("RAWINT4", 4 + 16 / 32, made="stored"),
+    "gptq_int4": Method("GPTQ_INT4", 4 + 32 / 128, made="stored"),
 }
 TOPK = 8
 ZIPF = 1.5  # concentrated: the expert of rank r is as likely as r ** -1.5
@@ -163,41 +165,86 @@ def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
     which are finite, and scales that make weights of about 0.02. All layers have the same experts.
     """
     out.mkdir()
+    stored = STORED[method]
+    if stored.config is not None:
+        (out / "config.json").write_text(json.dumps({"quantization_config": stored.config}))
     rng = np.random.default_rng(0)
     signs = rng.integers(0, 2, 5_000_011, np.uint8) << 7
-    e4m3 = rng.integers(0x28, 0x40, signs.size).astype(np.uint8) | signs  # 1/4 to 2
-    e2m1 = rng.integers(0, 256, signs.size, np.uint8)
-    scales = rng.random(signs.size, np.float32) * 0.01 + 0.01
-    tensors: list[tuple[str, str, npt.NDArray[Any]]] = []
+    pieces = {
+        "e4m3": rng.integers(0x28, 0x40, signs.size).astype(np.uint8) | signs,  # 1/4 to 2
+        "bytes": rng.integers(0, 256, signs.size, np.uint8),
+        "scales": rng.random(signs.size, np.float32) * 0.01 + 0.01,
+    }
+    tensors: list[tuple[str, str, Array]] = []
     for expert in range(shape.experts):
         for name, theirs in zip(PROJECTIONS, ("w1", "w3", "w2"), strict=True):
             n, k = (shape.hidden, shape.intermediate) if name == "down" else (shape.intermediate, shape.hidden)
-            shift, base = 7919 * len(tensors), f"mlp.experts.{expert}.{name}_proj.weight"
+            shift, base = 7919 * len(tensors), stored.base.format(expert=expert, name=name, theirs=theirs)
 
-            def taken(piece: npt.NDArray[Any], *of: int, shift: int = shift) -> npt.NDArray[Any]:
-                return np.resize(np.roll(piece, shift), of)
+            def draw(piece: str, *of: int, shift: int = shift) -> Array:
+                return np.resize(np.roll(pieces[piece], shift), of)
 
-            if method == "nvfp4":
-                tensors += [
-                    (base, "U8", taken(e2m1, n, k // 2)),
-                    (f"{base}_scale", "F8_E4M3", taken(e4m3 & 0x7F, n, k // 16)),
-                    (f"{base}_scale_2", "F32", np.float32([0.01]).reshape(())),
-                ]
-            elif method == "mxfp8":
-                base = f"block_sparse_moe.experts.{expert}.{theirs}.weight"
-                tensors += [
-                    (base, "F8_E4M3", taken(e4m3, n, k)),
-                    (f"{base}_scale_inv", "U8", taken(e2m1 % 3 + 120, n, k // 32)),
-                ]
-            else:
-                tensors += [
-                    (base, "F8_E4M3", taken(e4m3, n, k)),
-                    (f"{base}_scale", "F32", taken(scales, n, 1)),
-                ]
+            tensors += [(base + suffix, dtype, values) for suffix, dtype, values in stored.tensors(draw, n, k)]
     _write_layers(out, layers, tensors)
 
 
-def _write_layers(out: Path, layers: int, tensors: Sequence[tuple[str, str, npt.NDArray[Any]]]) -> None:
+Array = npt.NDArray[Any]
+Draw = Callable[..., Array]  # the name of random numbers, and the shape of an array that holds some of them
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint holds a linear [n, k].
+
+    tensors  for each what follows `base` in its name, its dtype and its values
+    base     what precedes that
+    config   quantization_config
+    """
+
+    tensors: Callable[[Draw, int, int], Sequence[tuple[str, str, Array]]]
+    base: str = "mlp.experts.{expert}.{name}_proj"
+    config: Mapping[str, object] | None = None
+
+
+STORED = {
+    "fp8_perchannel": Stored(
+        lambda draw, n, k: [
+            (".weight", "F8_E4M3", draw("e4m3", n, k)),
+            (".weight_scale", "F32", draw("scales", n, 1)),
+        ]
+    ),
+    "mxfp8": Stored(
+        lambda draw, n, k: [
+            (".weight", "F8_E4M3", draw("e4m3", n, k)),
+            (".weight_scale_inv", "U8", draw("bytes", n, k // 32) % 3 + 120),
+        ],
+        base="block_sparse_moe.experts.{expert}.{theirs}",
+    ),
+    "nvfp4": Stored(
+        lambda draw, n, k: [
+            (".weight", "U8", draw("bytes", n, k // 2)),
+            (".weight_scale", "F8_E4M3", draw("e4m3", n, k // 16) & 0x7F),
+            (".weight_scale_2", "F32", np.float32([0.01]).reshape(())),
+        ]
+    ),
+    "rawint4": Stored(
+        lambda draw, n, k: [
+            (".weight_packed", "I32", draw("bytes", n, k // 2).view(np.int32)),
+            (".weight_scale", "BF16", (draw("scales", n, k // 32).view(np.uint32) >> 16).astype(np.uint16)),
+            (".weight_shape", "I32", np.int32([n, k])),
+        ]
+    ),
+    "gptq_int4": Stored(
+        lambda draw, n, k: [
+            (".qweight", "I32", draw("bytes", k // 8, 4 * n).view(np.int32)),
+            (".scales", "F16", draw("scales", k // 128, n).astype(np.float16)),
+        ],
+        config={"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    ),
+}
+
+
+def _write_layers(out: Path, layers: int, tensors: Sequence[tuple[str, str, Array]]) -> None:
     """A shard for each layer, all with these tensors: name within the layer, dtype, values."""
     for layer in range(layers):
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
