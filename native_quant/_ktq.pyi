@@ -57,6 +57,11 @@ class Lib:
     KTQ_FORMAT_GPTQ_INT4: int
     KTQ_FORMAT_GPTQ_INT4_64: int
     KTQ_FORMAT_GPTQ_INT4_32: int
+    KTQ_FORMAT_Q4_0: int
+    KTQ_FORMAT_Q8_0: int
+    KTQ_FORMAT_Q4_K: int
+    KTQ_FORMAT_Q5_K: int
+    KTQ_FORMAT_Q6_K: int
     KTQ_NVFP4_HEADER: int
 
     def ktq_block_rows(self, bits: int) -> int: ...
@@ -80,6 +85,9 @@ class Lib:
         codes: ffi.CData,
         exponents: ffi.CData,
         bad_row: ffi.CData,
+    ) -> int: ...
+    def ktq_reorder_ggml(
+        self, kind: int, n: int, k: int, rows: Any, row_stride: int, codes: Any, scales: Any, bad_row: Any
     ) -> int: ...
     def ktq_reorder_fp8(self, n: int, k: int, rows: Any, row_stride: int, codes: Any, bad_row: Any) -> int: ...
     def ktq_pack_fp8(

@@ -427,6 +427,47 @@ def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> 
     raise_error(error)
 
 
+def reorder_ggml(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> None:
+    """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
+
+    n: a multiple of 32; k: of the columns of a block, none skipped. codes, scales: uint8, one dimension, are written.
+    NonFinite: a scale is infinite or NaN; they are then partly written.
+    """
+    n, k = matrix.shape
+    if matrix.skip or n % PANEL_ROWS or k % matrix.kind.columns or matrix.kind.name.upper() not in BLOCK_FORMATS:
+        raise ValueError(
+            f"{matrix.kind.name} [{n}, {k}] after {matrix.skip} columns: rows must be a multiple of {PANEL_ROWS}, "
+            f"columns whole blocks of {matrix.kind.columns}"
+        )
+    sizes = weight_bytes(BLOCK_FORMATS[matrix.kind.name.upper()], n, k)
+    out = [pointer_to("codes", codes, UINT8, sizes[:1]), pointer_to("scales", scales, UINT8, sizes[1:])]
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        rows = ffi.cast("uint8_t *", source.values)
+        return lib.ktq_reorder_ggml(source.kind, n, k, rows, source.row_stride, out[0], out[1], bad_row)
+
+    convert(matrix, call)
+
+
+# The formats of experts that are a type of ggml, by its name.
+BLOCK_FORMATS: dict[str, int] = {
+    "Q4_0": lib.KTQ_FORMAT_Q4_0,
+    "Q8_0": lib.KTQ_FORMAT_Q8_0,
+    "Q4_K": lib.KTQ_FORMAT_Q4_K,
+    "Q5_K": lib.KTQ_FORMAT_Q5_K,
+    "Q6_K": lib.KTQ_FORMAT_Q6_K,
+}
+
+
+def weight_bytes(number: int, n: int, k: int) -> tuple[int, int]:
+    """The bytes of codes and of scales of a weight [n, k] in a KTQ_FORMAT_*. Raises ValueError for other sizes than it
+    can have.
+    """
+    codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
+    raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
+    return int(codes[0]), int(scales[0])
+
+
 # --- the inner loop of GPTQ -----------------------------------------------------------------------
 
 

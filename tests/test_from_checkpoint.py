@@ -121,7 +121,7 @@ def test_other_activations(name: str, limit: float, alpha: float, pool: Pool, tm
     ("name", "swiglu", "message"),
     [
         ("BF16_default", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 must be 0 for method='BF16': only FP8, GPTQ_INT4"),
-        ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only MXFP8"),
+        ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only LLAMAFILE, MXFP8"),
         ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a number from 0 on, not -1.0"),
         ("MXFP8_m3", {"swiglu_alpha": float("nan")}, "swiglu_alpha must be a number from 0 on, not nan"),
     ],
@@ -431,7 +431,7 @@ def of_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint_format": None}])
-@pytest.mark.parametrize(("group", "method"), [(32, "GPTQ_INT4_32"), (64, "GPTQ_INT4_64"), (128, "GPTQ_INT4")])
+@pytest.mark.parametrize(("group", "method"), [(32, "GPTQ_INT4"), (64, "GPTQ_INT4"), (128, "GPTQ_INT4")])
 def test_each_group_of_gptq(group: int, method: str, config: dict[str, Any], tmp_path: Path) -> None:
     path, values = of_gptq(tmp_path / "a", group, **config)
     experts = Experts.load(path, 0, method="GPTQ_INT4")

@@ -380,7 +380,7 @@ NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
         ({"method": "AMXINT4", "mode": "sft"}, ValueError, r"Unknown method 'AMXINT4' for mode 'sft'.*AMXINT4_SFT"),
         *(
             ({"method": method}, NotImplementedError, f"'{method}' is not implemented yet.*AMXINT4, AMXINT8")
-            for method in ("SYCL_GPTQ_INT4", "LLAMAFILE")
+            for method in ("SYCL_GPTQ_INT4",)
         ),
         *(
             ({"method": method, "mode": "sft"}, NotImplementedError, "does not train")

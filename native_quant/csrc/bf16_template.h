@@ -25,4 +25,11 @@ TARGET static inline floats upper_half(ints x) {
     return castsi_ps(and_si(x, set1_epi32(0xffff0000)));
 }
 
+/* 16 bits each: codes below 128, less `offset` - 128, as BF16, if that is a small integer: 128 and a code are one. */
+TARGET static inline ints bf16_of_codes(ints codes, floats offset) {
+    ints above = or_si(codes, set1_epi16(0x4300));
+    floats first = sub_ps(castsi_ps(slli_epi32(above, 16)), offset), second = sub_ps(upper_half(above), offset);
+    return or_si(srli_epi32(castps_si(first), 16), castps_si(second));
+}
+
 #endif

@@ -278,13 +278,20 @@ typedef struct kt_kernels kt_kernels;
 typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                          uint16_t *chunk, float *scale);
 
+/* What a weight is more than code times scale: the least value of each row and group of KT_SUM_COLUMNS columns, which
+   is subtracted. columns: as of a chunk; least [columns / KT_SUM_COLUMNS][32 rows]. */
+typedef void kt_least_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                         float *least);
+
 /* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
-   a multiple of it on, have one scale. chunk: how codes become chunks; NULL: they are chunks. */
+   a multiple of it on, have one scale. chunk: how codes become chunks; NULL: they are chunks. least: NULL where there
+   are no least values. */
 struct kt_bf16_panel {
     const uint8_t *codes, *scales;
     int bits;
     int64_t sum_columns;
     kt_chunk_fn *chunk;
+    kt_least_fn *least;
 };
 
 /* Codes of 4 bits in the order of MXFP4's (FORMAT.md) to a chunk of the BF16 values that they stand for; values[0] is
@@ -297,11 +304,24 @@ typedef void kt_widen_scales_fn(int bytes, const uint8_t *scales, int64_t count,
 /* Codes of FP8 E4M3 (FORMAT.md) to a chunk. */
 typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
-/* Multiplies a chunk with scales in BF16, [columns / 16][32 rows], where the products are BF16, too. */
-typedef void kt_scale_chunk_fn(const uint16_t *scales, int64_t columns, uint16_t *chunk);
+/* Codes of 5 bits (0..31), 6 (-32..31) or 8 (-128..127) to a chunk (ktq.h). */
+typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, int64_t columns, uint16_t *chunk);
+
+/* Scales in FP16 to float32: out[groups][32 rows] = halves[groups][32], or halves[32] * factors[groups][32]. */
+typedef void kt_half_scales_fn(const uint8_t *halves, const uint8_t *factors, int64_t groups, float *out);
+
+/* Multiplies a chunk with scales in BF16, [columns / 16][32 rows]. exact: where the products are BF16, too; else they
+   are rounded to it. */
+typedef void kt_scale_chunk_fn(int exact, const uint16_t *scales, int64_t columns, uint16_t *chunk);
+
+/* c[t][32 rows] -= least[group][32] * sums[t * sums_pitch + group], one group after the other. c: on a boundary of 64
+   bytes. */
+typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least, const float *sums,
+                                  int64_t sums_pitch, float *c);
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `panels` and their order.
+   sums[t * k / KT_SUM_COLUMNS + g]: of row t's activations in group g, for panels with least values; else NULL.
    c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
    64. */
 typedef struct {
@@ -310,6 +330,7 @@ typedef struct {
     int64_t a_pitch;
     int64_t panels;
     const kt_bf16_panel *panel;
+    const float *sums;
     const kt_kernels *kernels;
     float *c;
     int64_t c_pitch;

@@ -17,11 +17,11 @@ from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
-from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
@@ -130,8 +130,8 @@ class Converted:
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
-        arrays = weights.arrays_of(measured.fmt.encoding.tensors, views)
-        packed = weights.LayerWeights(measured.method, grid, count, arrays)
+        rows = dict.fromkeys(PROJECTIONS, METHODS[measured.method])
+        packed = weights.LayerWeights(rows, grid, count, weights.arrays_of(rows, views))
         check = functools.partial(self._require_scales, measured.fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
         if arrange is not None:
@@ -276,12 +276,9 @@ def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
 
 def open_converted(path: Path) -> Converted:
     """A converted directory, read again only if a file of it changes."""
-    if path.suffix == ".gguf" or (path.is_dir() and not is_output(path) and any(path.glob("*.gguf"))):
-        raise UnsupportedError(
-            f"{path}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no method of this runtime computes; "
-            "convert the model with `ktconvert cpu`."
-        )
     if not path.is_dir():
-        raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
+        raise UnsupportedError(
+            f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote, or a GGUF file."
+        )
     opened = _opened(path.resolve(), weights.contents(path))
     return opened if opened.path == path else replace(opened, path=path)

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, loose
+from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
@@ -39,8 +38,8 @@ _warned: set[tuple[str, int, int]] = set()
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    swiglu_limit L > 0 (FP8, MXFP4, MXFP8, RAWINT4, GPTQ_INT4): gate = min(gate, L), up between -L and L before that.
-    swiglu_alpha > 0 (MXFP8): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
+    swiglu_limit L > 0 (a method that has it, docs/RUNTIME.md): gate = min(gate, L), up between -L and L before that.
+    swiglu_alpha > 0 (likewise): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
     between -L and L.
 
     Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
@@ -68,7 +67,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                **{f"{projection}_format": METHODS[packed.method].number for projection in PROJECTIONS},
+                **{f"{projection}_format": row.number for projection, row in packed.rows.items()},
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
@@ -315,12 +314,12 @@ class Experts:
 
 def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
     """ktq_expert [parts][E]: where each matrix lies. Raises ValueError where C would read past one."""
-    number = METHODS[packed.method].number
     rows = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
     at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
     for place, expert in enumerate(order):
         at[expert].append(place)
     for part, stored in packed.arrays.items():
+        number = packed.rows[part.projection].number
         if (actual := sum(data.nbytes for data in stored)) != (needed := _weight_bytes(number, part.n, part.k)):
             raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")
         addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
@@ -345,9 +344,7 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
 def _weight_bytes(number: int, n: int, k: int) -> int:
     """Codes and scales of a weight [n, k] as C reads them, by the number of a method. Raises ValueError for other sizes
     than it can have."""
-    codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
-    raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
-    return int(codes[0] + scales[0])
+    return sum(kernels.weight_bytes(number, n, k))
 
 
 def _report_parts(path: str, have: int, required: int, strict: bool) -> None:

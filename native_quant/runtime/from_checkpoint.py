@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of, recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
@@ -77,12 +78,12 @@ class Checkpoint:
         """What a layer's experts compute by config.json, as far as their method can."""
         if layer not in self.model.moe_layers:
             return PLAIN
-        return self.method_of(layer).swiglu_of(self.config, self.model.activation, layer)
+        return self.rows_of(layer)["gate"].swiglu_of(self.config, self.model.activation, layer)
 
     def require_computable(self) -> None:
         """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
         for layer in self.layers:
-            self._require_activation(layer, self.method_of(layer), self.swiglu_of(layer))
+            self._require_activation(layer, self.rows_of(layer)["gate"], self.swiglu_of(layer))
 
     def require_readable(self, layer: int) -> None:
         """As `damage`."""
@@ -106,24 +107,24 @@ class Checkpoint:
                 raise UnsupportedError(
                     f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
                 )
-            method = self.method_of(layer, required.method)
+            rows = self.rows_of(layer, required.method)
+            method = rows["gate"]
             count, h, i = model.shape(layer)
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
-            grid = ExpertGrid(layer, h, i, _parts(self.path, method, h, i, required.parts, len(pool.nodes)))
+            grid = ExpertGrid(layer, h, i, _parts(self.path, rows, h, i, required.parts, len(pool.nodes)))
             check_limits(method.name, grid)
-            sizes = sizes_of(method, grid, count)
-            of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
-            warn_of_shortages(str(self.path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
+            sizes = sizes_of(rows, grid, count)
+            each = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
+            warn_of_shortages(str(self.path), [each] * grid.numa, pool.nodes, machine.node_memory_available())
 
             def one(item: tuple[int, str]) -> None:
                 expert, projection = item
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
                 for part in grid.parts(expert, projection):
                     try:
-                        method.put(
-                            StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part]
-                        )
+                        of_part = StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert))
+                        rows[projection].put(of_part, arrays[part])
                     except kernels.NonFinite as bad:
                         info = stored.values
                         where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
@@ -131,26 +132,26 @@ class Checkpoint:
                         raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
 
             with blocks(sizes, grid.numa, pool.nodes) as views:
-                arrays = arrays_of(method.tensors, views)
+                arrays = arrays_of(rows, views)
                 in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
             for info in model.layer_tensors(layer):
                 model.source.release(info)
-            return LayerWeights(method.name, grid, count, arrays)
+            return LayerWeights(rows, grid, count, arrays)
 
-    def method_of(self, layer: int, required: str | None = None) -> Method:
-        """The method that computes a layer's experts as they are stored. Raises UnsupportedError where none does, or
-        another than the required one.
+    def rows_of(self, layer: int, required: str | None = None) -> dict[str, Method]:
+        """The row, for each projection, of the method that computes a layer's experts as they are stored. Raises
+        UnsupportedError where none does, or another than the required one.
         """
         moe = self.model.moe_layers[layer]
-        weights = list(moe.weights.values())
-        fitting = [m for m in METHODS.values() if m.reads and all(m.reads(weight, moe) for weight in weights)]
-        if fitting and required in (None, fitting[0].name, fitting[0].family):
-            return fitting[0]
-        stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
+        fitting = next((rows for method in METHODS.values() if (rows := _rows(method, moe)) is not None), None)
+        if fitting and required in (None, fitting["gate"].name):
+            return fitting
+        stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in moe.weights.values()))
         if fitting:
+            name = fitting["gate"].name
             raise UnsupportedError(
-                f"{self.path}: the experts of layer {layer} are {stored}, which method {fitting[0].name} computes, not "
-                f"{required}; give method {fitting[0].name}, or convert with `ktconvert cpu`."
+                f"{self.path}: the experts of layer {layer} are {stored}, which method {name} computes, not "
+                f"{required}; give method {name}, or convert with `ktconvert cpu`."
             )
         raise UnsupportedError(
             f"{self.path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
@@ -191,6 +192,18 @@ class Checkpoint:
             open_converted(self.path).require_metadata(layer, swiglu)
 
 
+def _rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
+    """The row of a method for each projection; None where it does not compute the weights of all as they are stored."""
+    rows = {}
+    for projection in PROJECTIONS:
+        weights = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
+        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in weights)), None)
+        if row is None:
+            return None
+        rows[projection] = row
+    return rows
+
+
 def _described(weight: Weight, layer: MoeLayer) -> str:
     fit, kind = weight.fit(layer.input_major), weight.encoding.kind
     details = ""
@@ -211,17 +224,21 @@ def _of_integers(weight: Weight, group: int) -> list[str]:
     return [*fields, *["sym false"] * (False in said.symmetric), *["desc_act true"] * (True in said.ordered)]
 
 
-def _parts(path: Path, method: Method, hidden: int, intermediate: int, required: int | None, nodes: int) -> int:
+def _parts(
+    path: Path, rows: dict[str, Method], hidden: int, intermediate: int, required: int | None, nodes: int
+) -> int:
     """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into the required ones."""
 
+    name, multiple = rows["gate"].name, max(row.multiple for row in rows.values())
+
     def reason(parts: int) -> str | None:
-        return why_not_multiple(method.multiple, hidden, intermediate, parts)
+        return why_not_multiple(multiple, hidden, intermediate, parts)
 
     parts = required if required is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
         legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
         raise UnsupportedError(
-            f"{path}: method {method.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
+            f"{path}: method {name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
             f"(threadpool_count): {legal}."
         )
     return parts
@@ -231,19 +248,25 @@ def _parts(path: Path, method: Method, hidden: int, intermediate: int, required:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether weights in safetensors lie in a directory that is no output for NUMA parts: a checkpoint as it was
-    released, or what `ktconvert cpu --layout kt` made of one.
+    """Whether weights in safetensors or GGUF lie in a directory that is no output for NUMA parts: a checkpoint as it
+    was released, or what `ktconvert cpu --layout kt` made of one. A GGUF file is one, too.
     """
-    return path.is_dir() and _is_checkpoint_at(path.resolve(), contents(path))
+    if not path.is_dir():
+        return path.suffix == GGUF.suffix
+    return _is_checkpoint_at(path.resolve(), contents(path))
 
 
 @functools.lru_cache(maxsize=64)
 def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
-    return any(path.glob("*.safetensors")) and (not is_output(path) or _kt_layout(path) is not None)
+    if not any(any(path.glob(f"*{container.suffix}")) for container in CONTAINERS):
+        return False
+    return not is_output(path) or _kt_layout(path) is not None
 
 
 def _kt_layout(path: Path) -> Mapping[str, Any] | None:
     """The facts of the manifest of an output of `ktconvert cpu --layout kt`; None for any other directory."""
+    if not path.is_dir():
+        return None
     try:
         about = manifest.read(path)
     except VerificationError:
@@ -254,8 +277,11 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
 
 def open_stored(path: Path) -> Checkpoint:
     """A checkpoint, read again only if a file of it changes."""
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; give a directory of experts or a GGUF file.")
+    place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may lead to any name
     with _remedies(path):
-        return Checkpoint(path, _opened(path.resolve(), contents(path)))
+        return Checkpoint(path, _opened(place, contents(path)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -282,5 +308,7 @@ ExpertSource = Converted | Checkpoint
 
 
 def open_experts(path: Path) -> ExpertSource:
-    """A directory of experts. Raises InputError for damaged files, UnsupportedError for one without experts."""
+    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError where there are no
+    experts.
+    """
     return open_stored(path) if is_checkpoint(path) else open_converted(path)

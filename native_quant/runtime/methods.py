@@ -6,13 +6,13 @@ docs/RUNTIME.md shows them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.archs import Fused
+from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, moe_plain, mxfp4, plain
@@ -49,7 +49,10 @@ class StoredPart:
 class Method:
     """A method.
 
-    name         kt-kernel's, and that of the output format that holds it
+    name         kt-kernel's, and that of the output format that holds it. Rows of one name differ by `type`: gate, up
+                 and down of a layer are each of one of them
+    type         of the weights, where the name does not say it: of ggml, or the columns of a scale
+    others       of the first row of a name, the others
     number       its row in csrc/forward/formats.c, which names the kernels
     activations  "int8" (NUMERICS.md, section 5) or "BF16" (5b)
     weights      codes and scales, for documents
@@ -64,7 +67,6 @@ class Method:
     arrange      puts the tensors (stored, n, k) of a part as an output holds them into the order of memory, in place;
                  None: they lie in it. Raises ValueError for a code that is none
     swiglu       which settings of the activation it may have
-    family       the name that stands for several rows, whose weights differ in the columns of a scale
     """
 
     name: str
@@ -78,7 +80,17 @@ class Method:
     write: Callable[[StoredPart, Sequence[Bytes]], None] | None = None
     arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     swiglu: tuple[str, ...] = ()
-    family: str = ""
+    type: str = ""
+    others: tuple[Method, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Method, ...]:
+        """Those of this name."""
+        return self, *self.others
+
+    def computes(self, weight: Weight, layer: MoeLayer) -> bool:
+        """Whether it computes with a checkpoint's weight as it is stored."""
+        return self.reads is not None and self.reads(weight, layer)
 
     def put(self, stored: StoredPart, out: Sequence[Bytes]) -> None:
         """Writes the tensors of a part of a checkpoint's weight."""
@@ -112,7 +124,11 @@ def _stored_as(
     """Weights of these encodings whose rows lie one after the other, if given with a scale for each such block."""
 
     def reads(weight: Weight, layer: MoeLayer) -> bool:
-        in_rows = not layer.input_major and not (isinstance(layer.style, Fused) and layer.style.interleaved)
+        in_rows = (
+            not layer.input_major
+            and layer.style not in GGUF_STYLES
+            and not (isinstance(layer.style, Fused) and layer.style.interleaved)
+        )
         return weight.encoding.name in encodings and in_rows and (block is None or weight.fit() == block(weight))
 
     return reads
@@ -201,7 +217,7 @@ def _reads_raw(weight: Weight, layer: MoeLayer) -> bool:
     return _stored_as("INT4", block=lambda _: (4, 32))(weight, layer) and weight.tensors["scale"].dtype == "BF16"
 
 
-def _gptq(group: int, number: int, name: str) -> Method:
+def _gptq(group: int, number: int) -> Method:
     """GPTQ's symmetric integers in groups of so many columns that are neighbours."""
 
     def reads(weight: Weight, layer: MoeLayer) -> bool:
@@ -211,7 +227,7 @@ def _gptq(group: int, number: int, name: str) -> Method:
         return weight.fit()[1] == group and False not in said.symmetric and True not in said.ordered
 
     return Method(
-        name,
+        "GPTQ_INT4",
         number,
         "BF16",
         f"4-bit integers, float32 for each {group} columns of a row",
@@ -220,7 +236,7 @@ def _gptq(group: int, number: int, name: str) -> Method:
         reads=reads,
         write=_write_integers,
         swiglu=(LIMIT,),
-        family="GPTQ_INT4",
+        type=f"groups of {group}",
     )
 
 
@@ -249,9 +265,52 @@ def _not_plain(stored: StoredPart, role: str, what: str) -> UnsupportedError:
     return UnsupportedError.of_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
+def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = None) -> Method:
+    """LLAMAFILE with weights of a type of ggml. encoding: how such a weight lies in memory; None: as KTQ_FORMAT_* of
+    the type has it.
+    """
+
+    def reads(weight: Weight, layer: MoeLayer) -> bool:
+        return layer.style in GGUF_STYLES and weight.encoding.name == name
+
+    def of_blocks(n: int, k: int) -> tuple[TensorInfo, ...]:
+        sizes = zip(("codes", "scales"), kernels.weight_bytes(number, n, k), strict=True)
+        return tuple(TensorInfo(tensor, "U8", (size,), size) for tensor, size in sizes)
+
+    def write(stored: StoredPart, out: Sequence[Bytes]) -> None:
+        if encoding is None:
+            kernels.reorder_ggml(stored.part, out[0], out[1])
+        else:
+            encoding.quantize(stored.part, out)
+
+    return Method(
+        "LLAMAFILE",
+        number,
+        "BF16",
+        weights,
+        GGML_MULTIPLE,
+        of_blocks if encoding is None else encoding.tensors,
+        reads=reads,
+        write=write,
+        swiglu=(LIMIT, ALPHA),
+        type=name,
+    )
+
+
+GGML_MULTIPLE = 256  # columns of the largest blocks, by which kt-kernel splits all types
+
+
+def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
+    """The first row of each name, with the others of that name."""
+    table: dict[str, Method] = {}
+    for row in rows:
+        first = table.get(row.name)
+        table[row.name] = row if first is None else replace(first, others=(*first.others, row))
+    return table
+
+
+METHODS: dict[str, Method] = _by_name(
+    (
         _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", "4-bit integers, float32 for each row"),
         _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", "8-bit integers, float32 for each row"),
         *(
@@ -272,7 +331,7 @@ METHODS: dict[str, Method] = {
             lib.KTQ_FORMAT_BF16,
             "BF16",
             "BF16",
-            reads=lambda weight, layer: weight.encoding.name == "BF16",
+            reads=lambda weight, layer: weight.encoding.name == "BF16" and layer.style not in GGUF_STYLES,
         ),
         _packed(
             fp8.PANELS,
@@ -332,16 +391,32 @@ METHODS: dict[str, Method] = {
             write=_write_integers,
             swiglu=(LIMIT,),
         ),
-        _gptq(128, lib.KTQ_FORMAT_GPTQ_INT4, "GPTQ_INT4"),
-        _gptq(64, lib.KTQ_FORMAT_GPTQ_INT4_64, "GPTQ_INT4_64"),
-        _gptq(32, lib.KTQ_FORMAT_GPTQ_INT4_32, "GPTQ_INT4_32"),
+        _gptq(128, lib.KTQ_FORMAT_GPTQ_INT4),
+        _gptq(64, lib.KTQ_FORMAT_GPTQ_INT4_64),
+        _gptq(32, lib.KTQ_FORMAT_GPTQ_INT4_32),
+        _of_type("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"),
+        _of_type("Q8_0", lib.KTQ_FORMAT_Q8_0, "8-bit integers, FP16 for each 32 columns of a row"),
+        _of_type(
+            "Q4_K",
+            lib.KTQ_FORMAT_Q4_K,
+            "4-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
+        ),
+        _of_type(
+            "Q5_K",
+            lib.KTQ_FORMAT_Q5_K,
+            "5-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
+        ),
+        _of_type("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
+        _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", mxfp4.PANELS),
+        _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", plain.PANELS),
+        _of_type("F16", lib.KTQ_FORMAT_BF16, "rounded to BF16", plain.PANELS),
     )
-}
+)
 
 
 # --- kt-kernel 0.7.2's names ----------------------------------------------------------------------
 
-NOT_YET = ("SYCL_GPTQ_INT4", "LLAMAFILE")
+NOT_YET = ("SYCL_GPTQ_INT4",)
 _INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
 TRAINING = (
     *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks
-from ktconvert.native_quant.runtime.methods import METHODS, Method
+from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
@@ -36,14 +36,24 @@ Item = TypeVar("Item")
 class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
 
-    method  of the runtime
+    rows    projection -> the row of its method; all have the same name
     arrays  part of a matrix -> its tensors: codes, and scales if it has any; they own their memory or keep it alive
     """
 
-    method: str
+    rows: Mapping[str, Method]
     grid: ExpertGrid
     experts: int
     arrays: dict[Part, tuple[Bytes, ...]]
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.rows["gate"].name
+
+    @property
+    def described(self) -> str:
+        """What codes and scales are, for documents."""
+        return "; ".join(dict.fromkeys(row.weights for row in self.rows.values()))
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +64,7 @@ class LayerWeights:
         """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time. The method has an
         encoding.
         """
-        encoding = METHODS[self.method].encoding
+        encoding = self.rows["gate"].encoding
         assert encoding is not None
         for parts in zip(*(self.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
             gate, up, down = (encoding.decode(self.arrays[part], part.n, part.k, slice(None)) for part in parts)
@@ -107,10 +117,11 @@ def pack(
         part, out = item
         encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
 
-    with blocks(sizes_of(method, grid, experts), parts, pool.nodes) as views:
-        arrays = arrays_of(method.tensors, views)
+    rows = dict.fromkeys(PROJECTIONS, method)
+    with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
+        arrays = arrays_of(rows, views)
         in_parallel(one, arrays.items(), pool.threads)
-    return LayerWeights(method.name, grid, experts, arrays)
+    return LayerWeights(rows, grid, experts, arrays)
 
 
 def check_limits(method: str, grid: ExpertGrid) -> None:
@@ -127,21 +138,23 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
         )
 
 
-def sizes_of(method: Method, grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
+def sizes_of(rows: Mapping[str, Method], grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
     """The bytes of each tensor of a layer, by part and suffix."""
     return {
         (part, tensor.name): tensor.nbytes
         for part in grid.all_parts(range(experts))
-        for tensor in method.tensors(part.n, part.k)
+        for tensor in rows[part.projection].tensors(part.n, part.k)
     }
 
 
-def arrays_of(
-    tensors: Callable[[int, int], tuple[TensorInfo, ...]], views: dict[tuple[Part, str], Bytes]
-) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part. tensors: (n, k) -> what a part has, in order."""
+def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part, in the order in which its row has them."""
+
+    def tensors(part: Part) -> tuple[TensorInfo, ...]:
+        return rows[part.projection].tensors(part.n, part.k)
+
     parts = dict.fromkeys(part for part, _ in views)
-    return {part: tuple(views[part, tensor.name] for tensor in tensors(part.n, part.k)) for part in parts}
+    return {part: tuple(views[part, tensor.name] for tensor in tensors(part)) for part in parts}
 
 
 # --- for loaders ----------------------------------------------------------------------------------
@@ -178,10 +191,11 @@ class Requirements:
 
 
 def contents(path: Path) -> frozenset[Status]:
-    """Changes when a directory does: name, bytes, time of change (ns) and inode of each file of weights or of JSON, and
-    of each folder.
+    """Changes when a directory, or that of a file, does: name, bytes, time of change (ns) and inode of each file of
+    weights or of JSON, and of each folder.
     """
-    found = (_status(entry) for entry in path.iterdir() if not entry.name.startswith("."))
+    folder = path if path.is_dir() else path.parent
+    found = (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))
     return frozenset(status for status in found if status is not None)
 
 
@@ -190,7 +204,7 @@ def _status(path: Path) -> Status | None:
         status = path.stat()
     except OSError:  # a link to nothing
         return path.name, 0, 0, 0
-    if path.suffix not in (".safetensors", ".json") and not stat.S_ISDIR(status.st_mode):
+    if path.suffix not in (".safetensors", ".gguf", ".json") and not stat.S_ISDIR(status.st_mode):
         return None
     return path.name, status.st_size, status.st_mtime_ns, status.st_ino
 

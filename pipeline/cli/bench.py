@@ -107,7 +107,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
             "layers": layers,
             "method": experts.method,
             "activations": METHODS[experts.method].activations,
-            "weights": METHODS[experts.method].weights,
+            "weights": experts.packed.described,
             "numa": experts.parts,
             "experts": experts.num_experts,
             "experts_per_token": topk,

@@ -221,7 +221,7 @@ def _open_checkpoint(options: VerifyInputs) -> Report:
     source = open_stored(root)
     source.require_computable()
     shapes = {layer: source.shape_of(layer) for layer in source.layers}
-    measured = Measure(source.method_of(min(shapes)).name, None, 1, False, shapes)
+    measured = Measure(source.rows_of(min(shapes))["gate"].name, None, 1, False, shapes)
     check = Check(f"{plural(len(shapes), 'layer')} with all their experts, none of another size", name="tensors")
     return Report(open_decoded(root), measured, (check,))
 

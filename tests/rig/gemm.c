@@ -110,11 +110,13 @@ int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64
     kt_bf16_panel *panel = calloc((size_t)panels, sizeof *panel);
     float *out = aligned_alloc(64, (size_t)(panels * m * KT_PANEL_ROWS) * sizeof *out);
     uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    int error = !panel || !out || !scratch ? KTQ_ENOMEM : kt_check_size(format, n, k);
+    float *sums = calloc((size_t)(m * k / KT_SUM_COLUMNS), sizeof *sums);
+    int error = !panel || !out || !scratch || !sums ? KTQ_ENOMEM : kt_check_size(format, n, k);
+    for (int64_t i = 0; !error && i < m * k; i++) sums[i / KT_SUM_COLUMNS] += kt_from_bf16(a[i]);
     if (!error) {
         kt_fp_state state = kt_enter_forward();
         for (int64_t s = 0; s < panels; s++) panel[s] = kt_bf16_panel_of(format, codes, scales, k, s);
-        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, panels, panel, kernels, out, m * KT_PANEL_ROWS, scratch});
+        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);
@@ -122,5 +124,6 @@ int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64
     free(panel);
     free(out);
     free(scratch);
+    free(sums);
     return error;
 }

@@ -30,6 +30,8 @@ static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                   0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+static const uint16_t uint4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                   0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
 static void chunk_nibbles(const kt_kernels *kernels, const uint16_t *values, const kt_bf16_panel *panel, int64_t first,
                           int64_t columns, uint16_t *chunk) {
@@ -94,12 +96,75 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     float whole;
     chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
-    kernels->scale_chunk(groups, columns, chunk);
+    kernels->scale_chunk(1, groups, columns, chunk);
     memcpy(&whole, panel->scales, sizeof whole);
     for (int64_t i = 0; i < columns; i++) scale[i] = whole;
 }
 
-static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1};
+static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                           uint16_t *chunk) {
+    kernels->chunk_integers(panel->bits, panel->codes + first * KT_PANEL_ROWS * panel->bits / 8, columns, chunk);
+}
+
+/* FP16 for each row and 32 columns. */
+static void scales_of_blocks(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                             float *scale) {
+    kernels->half_scales(panel->scales + 2 * first, NULL, columns / KT_SUM_COLUMNS, scale);
+}
+
+static void chunk_q4_0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
+    scales_of_blocks(kernels, panel, first, columns, scale);
+}
+
+static void chunk_q8_0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    chunk_integers(kernels, panel, first, columns, chunk);
+    scales_of_blocks(kernels, panel, first, columns, scale);
+}
+
+enum { K_COLUMNS = 256, K_GROUPS = 8, HALVES = 2 * KT_PANEL_ROWS };
+
+/* Of Q4_K and Q5_K: the scales (0) or the least values (1) of columns that lie in one block of K_COLUMNS. */
+static void k_scales(int which, const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                     float *out) {
+    const uint8_t *halves = panel->scales + first / K_COLUMNS * (KTQ_K_SCALE_BYTES * KT_PANEL_ROWS);
+    int64_t group = which * K_GROUPS + first % K_COLUMNS / KT_SUM_COLUMNS;
+    kernels->half_scales(halves + which * HALVES, halves + 2 * HALVES + group * KT_PANEL_ROWS,
+                         columns / KT_SUM_COLUMNS, out);
+}
+
+static void least_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                    float *least) {
+    k_scales(1, kernels, panel, first, columns, least);
+}
+
+static void chunk_q4_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
+    k_scales(0, kernels, panel, first, columns, scale);
+}
+
+static void chunk_q5_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    chunk_integers(kernels, panel, first, columns, chunk);
+    k_scales(0, kernels, panel, first, columns, scale);
+}
+
+/* Codes times the scales of 16 columns are rounded to BF16. */
+static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk, float *scale) {
+    const uint8_t *halves = panel->scales + first / K_COLUMNS * (KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS);
+    const uint8_t *factors = halves + HALVES + first % K_COLUMNS / 16 * KT_PANEL_ROWS;
+    uint16_t groups[KT_CHUNK_COLUMNS / 16 * KT_PANEL_ROWS];
+    chunk_integers(kernels, panel, first, columns, chunk);
+    kernels->chunk_integers(8, factors, columns / 16, groups);
+    kernels->scale_chunk(0, groups, columns, chunk);
+    for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS) kernels->half_scales(halves, NULL, 1, scale + i);
+}
+
+static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1}, by_256 = {32, 256, 1};
 
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
@@ -114,6 +179,13 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_gptq},
     [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_gptq},
     [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_gptq},
+    [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_q4_0},
+    [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_q8_0},
+    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_256, 4, 1, K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q4_k,
+                         .least = least_k, .sum_columns = KT_SUM_COLUMNS},
+    [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_256, 5, 1, K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q5_k,
+                         .least = least_k, .sum_columns = KT_SUM_COLUMNS},
+    [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_256, 6, 1, K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 

@@ -17,14 +17,17 @@ typedef struct {
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
     kt_chunk_fn *chunk;                             /* BF16 arithmetic; NULL: codes are chunks */
+    kt_least_fn *least;                             /* of each row and KT_SUM_COLUMNS columns; NULL: there are none */
+    int64_t sum_columns; /* kt_bf16_panel's, where scale_columns do not say it; else 0 */
 } kt_format;
 
 enum { KT_MOST_SUM_COLUMNS = 128 };
 
-/* kt_bf16_panel's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum can
- * have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these scales into the weights, and those
- * that it leaves are of the whole row, as where there are no columns. */
+/* kt_bf16_panel's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum
+ * can have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these scales into the weights, and
+ * those that it leaves are of the whole row, as where there are no columns. */
 static inline int64_t kt_sum_columns(const kt_format *format) {
+    if (format->sum_columns) return format->sum_columns;
     int64_t power = format->scale_columns & -format->scale_columns;
     return power >= KT_SUM_COLUMNS && power < KT_MOST_SUM_COLUMNS ? power : KT_MOST_SUM_COLUMNS;
 }
@@ -40,7 +43,7 @@ static inline kt_bf16_panel kt_bf16_panel_of(const kt_format *format, const void
                                              int64_t k, int64_t index) {
     int64_t row = index * KT_PANEL_ROWS;
     kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales, format->bits,
-                           kt_sum_columns(format), format->chunk};
+                           kt_sum_columns(format), format->chunk, format->least};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "bf16.h"
+#include "gemm_bf16_steps.h"
 #include "kernels.h"
 
 /* The sum of a token's products with row r of a chunk of KT_SUM_COLUMNS columns: pair after pair, each from behind, as
@@ -24,7 +25,7 @@ void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
         const kt_bf16_panel *panel = &job->panel[s];
         for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[r] = 1;
         float *c = job->c + s * job->c_pitch;
-        for (int64_t i = 0; i < job->m * KT_PANEL_ROWS; i++) c[i] = 0;
+        kt_begin_bf16_sums(job, s, (float *)job->scratch);
         for (int64_t j = 0; j < job->k; j += KT_SUM_COLUMNS) {
             const uint8_t *chunk = panel->codes + j * KT_PANEL_ROWS * 2;
             if (panel->chunk) {

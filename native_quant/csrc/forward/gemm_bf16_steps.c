@@ -100,9 +100,20 @@ static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, s
     }
 }
 
+void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least) {
+    const kt_bf16_panel *panel = &job->panel[s];
+    float *c = job->c + s * job->c_pitch;
+    memset(c, 0, (size_t)(job->m * KT_PANEL_ROWS) * sizeof *c);
+    for (int64_t first = 0, columns; panel->least && first < job->k; first += columns) {
+        columns = job->k - first < KT_CHUNK_COLUMNS ? job->k - first : KT_CHUNK_COLUMNS;
+        panel->least(job->kernels, panel, first, columns, least);
+        job->kernels->subtract_least(job->m, columns / KT_SUM_COLUMNS, least, job->sums + first / KT_SUM_COLUMNS,
+                                     job->k / KT_SUM_COLUMNS, c);
+    }
+}
+
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps) {
     space *with = (space *)job->scratch;
-    for (int64_t s = 0; s < job->panels; s++)
-        memset(job->c + s * job->c_pitch, 0, (size_t)(job->m * KT_PANEL_ROWS) * sizeof *job->c);
+    for (int64_t s = 0; s < job->panels; s++) kt_begin_bf16_sums(job, s, with->scale);
     (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, with);
 }

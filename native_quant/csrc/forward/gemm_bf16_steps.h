@@ -35,6 +35,10 @@ typedef struct {
     kt_bf16_block_fn *block;
 } kt_bf16_steps;
 
+/* The sums of panel s before any product is added: what its least values take away. least: KT_CHUNK_COLUMNS floats on
+   a boundary of 64 bytes. */
+void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
+
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps);
 
 #endif

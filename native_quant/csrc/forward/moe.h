@@ -60,6 +60,7 @@ typedef struct {
 typedef struct {
     uint16_t *a; /* [rows][hidden]: of each row's token */
     uint16_t *h; /* [parts][rows][width]: silu(gate) * up */
+    float *a_sums, *h_sums; /* of each KT_SUM_COLUMNS columns; NULL where no weight has least values */
 } kt_bf16_activations;
 
 /* The work of one group of threads (NUMA node): all tasks of its parts. */

@@ -1,25 +1,47 @@
 /* BF16 arithmetic: activations as they are, float32 sums (NUMERICS.md, section 5b). */
 #include <string.h>
 
+#include "bf16.h"
 #include "moe.h"
 
 static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(group->bf16.a, pass->rows * pass->moe->hidden);
     KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->moe->width);
+    if (pass->gate->least || pass->up->least)
+        KT_TAKE(group->bf16.a_sums, pass->rows * pass->moe->hidden / KT_SUM_COLUMNS);
+    if (pass->down->least)
+        KT_TAKE(group->bf16.h_sums, group->parts * pass->rows * pass->moe->width / KT_SUM_COLUMNS);
+}
+
+/* Of KT_SUM_COLUMNS activations, added up in halves: 16 sums of two, 8 of four ... */
+static float sum_of(const uint16_t *x) {
+    float sum[KT_SUM_COLUMNS];
+    for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
+    for (int step = KT_SUM_COLUMNS / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) sum[i] += sum[i + step];
+    return sum[0];
 }
 
 static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
     (void)scratch;
     int64_t k = pass->moe->hidden, topk = pass->call->topk;
     const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k;
+    float *sums = group->bf16.a_sums, *of_token = NULL;
     for (int64_t j = 0; j < topk; j++) {
-        int64_t row = pass->pair[token * topk + j].row;
-        if (row >= 0) memcpy(group->bf16.a + row * k, x, (size_t)k * sizeof *x);
+        int64_t row = pass->pair[token * topk + j].row, groups = k / KT_SUM_COLUMNS;
+        if (row < 0) continue;
+        memcpy(group->bf16.a + row * k, x, (size_t)k * sizeof *x);
+        if (!sums) continue;
+        float *of_row = sums + row * groups;
+        if (of_token) memcpy(of_row, of_token, (size_t)groups * sizeof *sums);
+        for (int64_t g = 0; !of_token && g < groups; g++) of_row[g] = sum_of(x + g * KT_SUM_COLUMNS);
+        of_token = of_row;
     }
 }
 
-/* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. */
-static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, int64_t panels,
+/* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. sums: those of the rows'
+   activations. */
+static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, const float *sums, int64_t panels,
                      const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
     pass->kernels->gemm_bf16(&(kt_bf16_gemm){.m = m,
                                              .k = k,
@@ -27,6 +49,7 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
                                              .a_pitch = k,
                                              .panels = panels,
                                              .panel = panel,
+                                             .sums = sums,
                                              .kernels = pass->kernels,
                                              .c = scratch->c,
                                              .c_pitch = m * KT_PANEL_ROWS,
@@ -59,12 +82,16 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
-        multiply(pass, m, k, group->bf16.a + row * k, 2 * task->count, panel, scratch);
+        const float *sums = group->bf16.a_sums ? group->bf16.a_sums + row * k / KT_SUM_COLUMNS : NULL;
+        multiply(pass, m, k, group->bf16.a + row * k, sums, 2 * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
             float *gate = c + 2 * i * m * KT_PANEL_ROWS, *up = gate + m * KT_PANEL_ROWS;
-            uint16_t *h = group->bf16.h + (task->part * pass->rows + row) * width + (task->first + i) * KT_PANEL_ROWS;
+            int64_t first = (task->part * pass->rows + row) * width + (task->first + i) * KT_PANEL_ROWS;
+            uint16_t *h = group->bf16.h + first;
             limit(pass->moe, m * KT_PANEL_ROWS, gate, up);
             pass->kernels->swiglu_bf16(m, gate, up, h, width);
+            for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
+                group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_of(h + j);
         }
     }
 }
@@ -73,7 +100,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     int64_t k = pass->moe->width, columns = pass->section_columns;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
-    const uint16_t *h = group->bf16.h + (task->part * pass->rows + bucket->first) * k;
+    int64_t first_row = task->part * pass->rows + bucket->first;
     float *y = kt_down_rows(pass, group, task);
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
@@ -82,7 +109,9 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
-        multiply(pass, m, k, h + t * k, task->count, panel, scratch);
+        int64_t first = (first_row + t) * k;
+        const float *sums = group->bf16.h_sums ? group->bf16.h_sums + first / KT_SUM_COLUMNS : NULL;
+        multiply(pass, m, k, group->bf16.h + first, sums, task->count, panel, scratch);
         const float *c = scratch->c;
         for (int64_t i = 0; i < task->count; i++)
             for (int64_t row = t; row < t + m; row++, c += KT_PANEL_ROWS)

@@ -1,0 +1,142 @@
+/* Blocks of ggml in panels of 32 rows: codes and scales stay what they are, and only their order changes (ktq.h). */
+#include <string.h>
+
+#include "ggml_blocks.h"
+#include "kernels.h"
+#include "panels.h"
+
+enum { COLUMNS = 32 }; /* of a block of a panel */
+
+/* The formats of a panel: so many bits, and bytes of scales for so many columns of its rows. */
+typedef struct {
+    int bits;
+    int64_t columns, scale_bytes;
+} layout;
+
+static layout layout_of(int kind) {
+    switch (kind) {
+    case KTQ_Q4_0: return (layout){4, 32, 2 * KT_PANEL_ROWS};
+    case KTQ_Q8_0: return (layout){8, 32, 2 * KT_PANEL_ROWS};
+    case KTQ_Q4_K: return (layout){4, 256, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
+    case KTQ_Q5_K: return (layout){5, 256, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
+    case KTQ_Q6_K: return (layout){6, 256, KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS};
+    }
+    return (layout){0, 1, 0};
+}
+
+/* The lowest 4 bits of 4 bytes that are 16 bits apart, side by side. */
+static uint32_t narrowed(uint64_t codes) {
+    codes &= 0x000f000f000f000f;
+    codes = (codes | codes >> 12) & 0x000000ff000000ff;
+    return (uint32_t)((codes | codes >> 24) & 0xffff);
+}
+
+/* 32 columns of row r of a block of 4 to 6 bits: nibbles as MXFP4's, then the upper bits of each half's lines. */
+static void put_codes(int bits, const uint8_t codes[COLUMNS], int r, uint8_t *block) {
+    uint8_t *half = block + r / KT_HALF_ROWS * (KT_HALF_ROWS * COLUMNS * bits / 8);
+    for (int v = 0; v < 4; v++) {
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * v, sizeof eight);
+        uint32_t word = narrowed(eight) | narrowed(eight >> 8) << 16;
+        memcpy(half + 64 * v + r % KT_HALF_ROWS * 4, &word, sizeof word);
+    }
+    int more = bits - 4, lines = more ? 16 / more : 0; /* of a word */
+    for (int w = 0; w < more; w++)
+        for (int odd = 0; odd < 2; odd++) {
+            uint16_t word = 0;
+            for (int line = 0; line < lines; line++)
+                word |= (uint16_t)(codes[2 * (w * lines + line) + odd] >> 4 << (4 + more * line) % 16);
+            memcpy(half + 256 + 64 * w + (r % KT_HALF_ROWS * 2 + odd) * 2, &word, sizeof word);
+        }
+}
+
+static void put_bytes(const int8_t codes[COLUMNS], int r, uint8_t *block) {
+    uint8_t *half = block + r / KT_HALF_ROWS * KT_HALF_ROWS * COLUMNS;
+    for (int c = 0; c < COLUMNS; c++) half[c / 2 * 2 * KT_HALF_ROWS + r % KT_HALF_ROWS * 2 + c % 2] = (uint8_t)codes[c];
+}
+
+static void put_q4_0(const kt_q4_0 *from, int r, uint8_t *codes, uint8_t *scales) {
+    uint8_t each[COLUMNS];
+    for (int j = 0; j < 16; j++) { /* less 8, in two's complement */
+        each[j] = (from->q[j] & 15) ^ 8;
+        each[j + 16] = from->q[j] >> 4 ^ 8;
+    }
+    put_codes(4, each, r, codes);
+    memcpy(scales + 2 * r, from->d, 2);
+}
+
+static void put_q8_0(const kt_q8_0 *from, int r, uint8_t *codes, uint8_t *scales) {
+    put_bytes(from->q, r, codes);
+    memcpy(scales + 2 * r, from->d, 2);
+}
+
+/* A kt_q5_k if high is not NULL, else a kt_q4_k. */
+static void put_k(const kt_q4_k *from, const uint8_t *high, const uint8_t *q, int r, uint8_t *codes, uint8_t *scales) {
+    int bits = high ? 5 : 4;
+    const uint8_t *packed = from->scales;
+    memcpy(scales + 2 * r, from->d, 2);
+    memcpy(scales + 2 * KT_PANEL_ROWS + 2 * r, from->least, 2);
+    scales += 4 * KT_PANEL_ROWS + r;
+    for (int g = 0; g < 8; g++, codes += KT_PANEL_ROWS * COLUMNS * bits / 8) {
+        uint8_t each[COLUMNS];
+        for (int j = 0; j < COLUMNS; j++) {
+            each[j] = q[g / 2 * 32 + j] >> g % 2 * 4 & 15;
+            if (high) each[j] |= (uint8_t)((high[j] >> g & 1) << 4);
+        }
+        put_codes(bits, each, r, codes);
+        int scale = g < 4 ? packed[g] & 63 : (packed[g + 4] & 15) | packed[g - 4] >> 6 << 4;
+        int least = g < 4 ? packed[g + 4] & 63 : packed[g + 4] >> 4 | packed[g] >> 6 << 4;
+        scales[g * KT_PANEL_ROWS] = (uint8_t)scale;
+        scales[(8 + g) * KT_PANEL_ROWS] = (uint8_t)least;
+    }
+}
+
+static void put_q6_k(const kt_q6_k *from, int r, uint8_t *codes, uint8_t *scales) {
+    memcpy(scales + 2 * r, from->d, 2);
+    for (int g = 0; g < 16; g++) scales[(2 + g) * KT_PANEL_ROWS + r] = (uint8_t)from->scales[g];
+    for (int g = 0; g < 8; g++, codes += KT_PANEL_ROWS * COLUMNS * 6 / 8) {
+        uint8_t each[COLUMNS];
+        for (int j = 0; j < COLUMNS; j++)
+            each[j] = (uint8_t)((from->low[g / 4 * 64 + g % 2 * 32 + j] >> g % 4 / 2 * 4 & 15) |
+                                (from->high[g / 4 * 32 + j] >> 2 * (g % 4) & 3) << 4);
+        put_codes(6, each, r, codes);
+    }
+}
+
+static void put_block(int kind, const uint8_t *block, int r, uint8_t *codes, uint8_t *scales) {
+    switch (kind) {
+    case KTQ_Q4_0: put_q4_0((const kt_q4_0 *)block, r, codes, scales); break;
+    case KTQ_Q8_0: put_q8_0((const kt_q8_0 *)block, r, codes, scales); break;
+    case KTQ_Q4_K: put_k((const kt_q4_k *)block, NULL, ((const kt_q4_k *)block)->q, r, codes, scales); break;
+    case KTQ_Q5_K: {
+        const kt_q5_k *q5_k = (const kt_q5_k *)block;
+        put_k((const kt_q4_k *)block, q5_k->high, q5_k->q, r, codes, scales);
+        break;
+    }
+    case KTQ_Q6_K: put_q6_k((const kt_q6_k *)block, r, codes, scales); break;
+    }
+}
+
+int ktq_reorder_ggml(int kind, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes,
+                     uint8_t *scales, int64_t *bad_row) {
+    const layout of = layout_of(kind);
+    const kt_block size = kt_block_of(kind);
+    if (!of.bits || !rows || !codes || !scales || !bad_row) return KTQ_EINVAL;
+    if (n < 1 || k < 1 || n % KT_PANEL_ROWS || k % size.columns) return KTQ_ESHAPE;
+    if (row_stride < k / size.columns * size.bytes) return KTQ_EINVAL;
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
+        for (int64_t b = 0; b < k / size.columns; b++) {
+            const uint8_t *block = rows + first * row_stride + b * size.bytes;
+            for (int r = 0; r < KT_PANEL_ROWS; r++, block += row_stride) {
+                if (!kt_has_finite_scales(kind, block)) {
+                    *bad_row = first + r;
+                    return KTQ_ENONFINITE;
+                }
+                put_block(kind, block, r, codes, scales);
+            }
+            codes += size.columns * KT_PANEL_ROWS * of.bits / 8;
+            scales += of.scale_bytes;
+        }
+    *bad_row = -1;
+    return KTQ_OK;
+}

@@ -1,0 +1,190 @@
+"""LLAMAFILE: the experts of a GGUF computed as they are stored, a type of ggml for each of gate, up and down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_py
+import numpy as np
+import pytest
+import torch
+
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant import KTMoEWrapper, kernels
+from ktconvert.native_quant.matrix import GGML, Matrix
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.pool import Pool
+from rig import floats, gguf
+from rig.gemm import gemm_bf16
+from rig.native import GOLDEN, Native, distance
+from rig.safetensors import read_file
+
+TYPES = [row.type for row in METHODS["LLAMAFILE"].rows]
+BLOCKS = list(kernels.BLOCK_FORMATS)
+NEAR_FLOAT64 = 4e-3  # relative L2 of a layer's output: h and the output are BF16, and so are Q6_K's and F16's weights
+E, H, I = 2, 256, 768  # noqa: E741
+MIXES = [("Q4_K", "Q5_K", "Q6_K"), ("Q5_K", "Q8_0", "Q4_0"), ("MXFP4", "Q6_K", "Q8_0"), ("BF16", "F16", "Q4_K")]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool(2)
+
+
+def values(kind: str, stored: Any) -> Any:
+    """What gguf-py makes of blocks, in float64."""
+    return gguf_py.quants.dequantize(stored, gguf_py.GGMLQuantizationType[kind]).astype(np.float64)
+
+
+def layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
+    """An input for layer 0 of these tensors, and its output in float64."""
+    linears = {part: values(*tensors[f"blk.0.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")}
+    rng = np.random.default_rng(3)
+    ids = np.stack([rng.permutation(E) for _ in range(7)]).astype(np.int64)
+    weights, hidden = rng.random((7, 2)).astype(np.float32), floats.activations(7, H)
+    truth = floats.forward(lambda expert, part: linears[part][expert], hidden, ids, weights, limit, 0.0)
+    return Native("LLAMAFILE", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
+
+
+def made(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str, tuple[str, Any]]:
+    """A file of one layer with experts of these types; changed: tensors by the part of the layer that they are of."""
+    tensors = gguf.model([types], experts=E, hidden=H, width=I) | changed
+    about = gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
+    gguf.write(path, tensors, about)
+    return tensors
+
+
+def forward(experts: Experts, given: Native) -> Any:
+    return experts.forward(given.hidden, given.ids, given.weights)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("types", MIXES, ids="-".join)
+def test_it_is_close_to_float64(types: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:
+    given = layer(made(tmp_path / "m.gguf", types))
+    whole, cut = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 3))
+    assert whole.method == "LLAMAFILE" and cut.parts == 3
+    assert max(distance(forward(experts, given), given.truth) for experts in (whole, cut)) < NEAR_FLOAT64
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_it_is_closer_to_float64_than_kt_kernel(kind: str, pool: Pool) -> None:
+    stored = read_file(GOLDEN / f"gguf_{kind}.safetensors")
+    inputs = [stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights")]
+    truth, theirs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
+    out = Experts.load(GOLDEN / f"gguf_{kind}.gguf", 0, pool=pool).forward(*inputs)
+    assert distance(out, truth) < distance(theirs, truth) / 4
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_instruction_sets_give_the_same_sums(isa: str, kind: str) -> None:
+    n, k = 64, 768
+    matrix = Matrix(gguf.blocks(kind, n, k), GGML[kind])
+    codes, scales = (np.empty(size, np.uint8) for size in kernels.weight_bytes(kernels.BLOCK_FORMATS[kind], n, k))
+    kernels.reorder_ggml(matrix, codes, scales)
+    activations = floats.activations(40, k)
+    exact = floats.from_bits(activations) @ values(kind, matrix.values).T
+    for m in (1, 2, 13, 40):
+        out = gemm_bf16(kind, activations[:m], codes, scales, n)
+        assert np.linalg.norm(out - exact[:m]) <= (2e-3 if kind == "Q6_K" else 1e-6) * np.linalg.norm(exact[:m])
+        if isa not in ("avx512bf16", "amx"):  # which leave the rounding of sums to the processor
+            before = kernels.isa()
+            kernels.set_isa("scalar")
+            expected = gemm_bf16(kind, activations[:m], codes, scales, n)
+            kernels.set_isa(before)
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_tokens_do_not_depend_on_each_other(pool: Pool, tmp_path: Path) -> None:
+    types = ("Q4_K", "Q5_K", "Q6_K")
+    given = layer(made(tmp_path / "m.gguf", types))
+    experts = Experts.load(tmp_path / "m.gguf", 0, pool=pool)
+    alone = [experts.forward(*(x[t : t + 1] for x in (given.hidden, given.ids, given.weights))) for t in range(7)]
+    np.testing.assert_array_equal(np.concatenate(alone), forward(experts, given))
+
+
+def test_a_limit(pool: Pool, tmp_path: Path) -> None:
+    types = ("Q4_K", "Q8_0", "MXFP4")
+    given = layer(made(tmp_path / "m.gguf", types), limit=0.25)
+    limited = Experts.load(tmp_path / "m.gguf", 0, pool=pool, swiglu_limit=0.25)
+    assert distance(forward(limited, given), given.truth) < NEAR_FLOAT64
+    assert distance(forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), given), given.truth) > 10 * NEAR_FLOAT64
+
+
+@pytest.mark.parametrize("names", ["experts apart", "gate and up in one"])
+def test_other_names(names: str, pool: Pool, tmp_path: Path) -> None:
+    types = ("Q4_K", "Q4_K", "Q6_K")
+    tensors = made(tmp_path / "m.gguf", types)
+    expected = forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), given := layer(tensors))
+    parts = {part: tensors.pop(f"blk.0.ffn_{part}_exps.weight") for part in ("gate", "up", "down")}
+    if names == "experts apart":
+        for part, (kind, stacked) in parts.items():
+            tensors |= {f"blk.0.ffn_{part}.{expert}.weight": (kind, stacked[expert]) for expert in range(E)}
+    else:
+        both = np.concatenate([parts["gate"][1], parts["up"][1]], axis=1)
+        tensors |= {"blk.0.ffn_gate_up_exps.weight": ("Q4_K", both), "blk.0.ffn_down_exps.weight": parts["down"]}
+    about = gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
+    gguf.write(tmp_path / "other" / "m.gguf", tensors, about)
+    np.testing.assert_array_equal(forward(Experts.load(tmp_path / "other" / "m.gguf", 0, pool=pool), given), expected)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_in_place_of_kt_kernel(folder: bool, tmp_path: Path) -> None:
+    types = ("Q4_K", "Q4_K", "Q6_K")
+    given = layer(made(tmp_path / "m.gguf", types))
+    path = tmp_path if folder else tmp_path / "m.gguf"
+    wrapper = KTMoEWrapper(0, E, 2, H, I, None, 2, 1, str(path), 512, method="LLAMAFILE")
+    wrapper.load_weights(torch.arange(E))
+    inputs = (torch.from_numpy(x.copy()) for x in (given.ids, given.weights))
+    out = wrapper.forward(torch.from_numpy(given.hidden.copy()).view(torch.bfloat16), *inputs)
+    assert distance(out.view(torch.uint16).numpy(), given.truth) < NEAR_FLOAT64
+
+
+def test_memory_is_near_that_of_the_file(tmp_path: Path) -> None:
+    for kind in TYPES:
+        tensors = made(tmp_path / f"{kind}.gguf", (kind,) * 3)
+        stored = sum(x.nbytes for name, (_, x) in tensors.items() if "_exps" in name)
+        assert stored <= Experts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.03 * stored
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["IQ4_XS", "Q3_K", "Q5_0", "F32"])
+def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    made(tmp_path / "m.gguf", ("Q4_K", "Q4_K", kind))
+    message = f"m.gguf: the experts of layer 0 are Q4_K and {kind}, which no method of this runtime computes; convert"
+    with pytest.raises(UnsupportedError, match=message):
+        Experts.load(tmp_path / "m.gguf", 0)
+
+
+def test_parts_are_whole_blocks(tmp_path: Path) -> None:
+    made(tmp_path / "m.gguf", ("Q4_0",) * 3)
+    with pytest.raises(UnsupportedError, match=r"768/2 = 384, is not a multiple of 256\. Legal numbers .*: 1, 3"):
+        Experts.load(tmp_path / "m.gguf", 0, parts=2)
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "MXFP4", "BF16", "F16"])
+def test_numbers_that_are_not_finite(kind: str, tmp_path: Path) -> None:
+    types = ("Q8_0", "Q8_0", kind)
+    stored = gguf.model([types], experts=E, hidden=H, width=I)["blk.0.ffn_down_exps.weight"][1].copy()
+    bad = {"MXFP4": [255, 0x11], "BF16": [0x80, 0x7F]}.get(kind, [0, 0x7C])
+    at = 208 if kind == "Q6_K" else 0
+    stored.reshape(E, H, -1)[1, 5, at : at + 2] = bad
+    made(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
+    message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA part 0 of expert 1 holds a number"
+    with pytest.raises(InputError, match=message):
+        Experts.load(tmp_path / "m.gguf", 0)
+
+
+def test_files_that_are_damaged(tmp_path: Path) -> None:
+    made(tmp_path / "m.gguf", ("Q4_K",) * 3)
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data[:-1000])
+    with pytest.raises(InputError, match="cut short: tensor"):
+        Experts.load(tmp_path / "m.gguf", 0)
+    with pytest.raises(InputError, match=r"n\.gguf: does not exist; give a directory of experts or a GGUF file"):
+        Experts.load(tmp_path / "n.gguf", 0)
