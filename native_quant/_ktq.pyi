@@ -5,65 +5,7 @@ from typing import Any
 ffi: Any  # types-cffi does not know the fields of a struct
 
 class Lib:
-    KTQ_OK: int
-    KTQ_EINVAL: int
-    KTQ_ESHAPE: int
-    KTQ_EISA: int
-    KTQ_ENONFINITE: int
-    KTQ_ESYSTEM: int
-    KTQ_ENOMEM: int
-    KTQ_ECLOSED: int
-    KTQ_EFORK: int
-    KTQ_ERANGE: int
-    KTQ_MOST_PARTS: int
-    KTQ_MOST_TOPK: int
-    KTQ_MOST_COLUMNS: int
-    KTQ_POOL_THREADS: int
-    KTQ_CPU_BYTES: int
-    KTQ_BF16: int
-    KTQ_FP16: int
-    KTQ_F32: int
-    KTQ_FP8_E4M3: int
-    KTQ_INT4: int
-    KTQ_INT8: int
-    KTQ_FP4_E2M1: int
-    KTQ_INT8_SIGNED: int
-    KTQ_INT4_AWQ: int
-    KTQ_Q4_0: int
-    KTQ_Q8_0: int
-    KTQ_Q4_K: int
-    KTQ_Q5_K: int
-    KTQ_Q6_K: int
-    KTQ_GGML_MXFP4: int
-    KTQ_LIBRARY: int
-    KTQ_FLOAT32: int
-    KTQ_GPTQ_COLUMNS: int
-    KTQ_BF16_MULTIPLE: int
-    KTQ_PANELS: int
-    KTQ_ROWS: int
-    KTQ_BLOCKS: int
-    KTQ_MXFP4_MULTIPLE: int
-    KTQ_FP8_MULTIPLE: int
-    KTQ_NODE_WORDS: int
-    KTQ_FORMAT_AMXINT4: int
-    KTQ_FORMAT_AMXINT8: int
-    KTQ_FORMAT_MXFP4: int
-    KTQ_FORMAT_FP8: int
-    KTQ_FORMAT_BF16: int
-    KTQ_FORMAT_FP8_PERCHANNEL: int
-    KTQ_FORMAT_MXFP8: int
-    KTQ_FORMAT_NVFP4: int
-    KTQ_FORMAT_RAWINT4: int
-    KTQ_FORMAT_GPTQ_INT4: int
-    KTQ_FORMAT_GPTQ_INT4_64: int
-    KTQ_FORMAT_GPTQ_INT4_32: int
-    KTQ_FORMAT_Q4_0: int
-    KTQ_FORMAT_Q8_0: int
-    KTQ_FORMAT_Q4_K: int
-    KTQ_FORMAT_Q5_K: int
-    KTQ_FORMAT_Q6_K: int
-    KTQ_NVFP4_HEADER: int
-
+    def __getattr__(self, constant: str) -> int: ...  # KTQ_*: ktq.h alone lists them
     def ktq_block_rows(self, bits: int) -> int: ...
     def ktq_tile_columns(self, bits: int) -> int: ...
     def ktq_quantize_pack(
