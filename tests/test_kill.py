@@ -64,6 +64,7 @@ class Case:
     swap: bool = True
     locks: bool = True
     mounted: bool = False  # the output is a mount point: it cannot be renamed, so files move into it one by one
+    methods: tuple[str, ...] = ()  # several outputs
 
     def arguments(self, inputs: Inputs, output: Path) -> list[str]:
         original = ("-r", str(inputs.tiny)) if self.command == "merge" else ()
@@ -72,6 +73,7 @@ class Case:
         return [
             *(self.command, *paths, *self.options, *original),
             *(("--overwrite",) if self.over else ()),
+            *(("--quant-method", ",".join(self.methods)) if self.methods else ()),
             *("--cpuinfer-threads", str(min(self.threads, conversion.CORES))),
         ]
 
@@ -87,6 +89,7 @@ CASES = {
     "merge": Case("merge", "loose", ("--max-tensors", "9")),
     "resplit": Case("resplit", "loose", ("--threadpool-count", "1")),
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
+    "several outputs": Case("cpu", "tiny", methods=("int4", "int8", "bf16")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
     "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
     "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),
@@ -119,11 +122,11 @@ class Matrix:
         output = self.prepare("whole")
         done = self.run(output, 0)
         assert done.returncode == 0, done.stderr
-        self.wanted = self.tree(output)
+        self.wanted = {each.name: self.tree(each) for each in self.outputs(output)}
         calls = killpoint.calls(self.log(output))
         self.points = len(calls)
         # The first and the last of the renames by which the output appears; with threads, about there.
-        own = (f"{output}.work/", f"{output}/.ktconvert/")
+        own = tuple(f"{each}{place}" for each in self.outputs(output) for place in (".work/", "/.ktconvert/"))
         last = [n for n, c in enumerate(calls, 1) if c.second and not c.second.startswith(own) and "rename" in c.name]
         self.appearing = sorted({last[0], last[-1]})
 
@@ -136,6 +139,9 @@ class Matrix:
         if self.old is not None:
             shutil.copytree(self.old, self.seen(output), dirs_exist_ok=True)
         return output
+
+    def outputs(self, output: Path) -> list[Path]:
+        return [output.with_name(f"{output.name}-{method}") for method in self.case.methods] or [output]
 
     def seen(self, path: Path) -> Path:
         return self.mounts.seen(path) if self.case.mounted else path
@@ -160,7 +166,12 @@ class Matrix:
 
     def whole_or_absent(self, output: Path, where: str) -> None:
         """Right after a kill: nothing that a loader could open, or all of it; what lay there before is whole."""
-        states = [self.wanted] if self.old is None else [self.wanted, conversion.tree(self.old)]
+        for each in self.outputs(output):
+            self.one_whole_or_absent(each, where)
+
+    def one_whole_or_absent(self, output: Path, where: str) -> None:
+        wanted = self.wanted[output.name]
+        states = [wanted] if self.old is None else [wanted, conversion.tree(self.old)]
         files = self.tree(output)
         if self.case.mounted:
             files = {name: data for name, data in files.items() if not name.startswith(".ktconvert")}
@@ -174,7 +185,16 @@ class Matrix:
         assert any(set(conversion.differing(files, state)) <= allowed for state in states), where
 
     def finish(self, output: Path, by_name: bool, where: str) -> None:
-        """Resume without a kill, by `ktconvert resume` or by the same command, and compare."""
+        """Resume without a kill, by `ktconvert resume` (of several outputs, each alone) or by the same command, and
+        compare.
+        """
+        if self.case.methods:
+            for each in self.outputs(output) if by_name else []:
+                if self.plan(each).exists():
+                    done = self.run(output, 0, ["resume", str(each)])
+                    assert done.returncode == 0, f"{where}: {done.stderr}"
+                    assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
+            by_name = False  # those that were not begun
         begun = self.plan(output).exists()
         done = self.run(output, 0, ["resume", str(output)] if by_name else None)
         if by_name and not begun and (done.returncode == 7 or self.case.over):
@@ -185,8 +205,9 @@ class Matrix:
         self.check(output, where)
 
     def check(self, output: Path, where: str) -> None:
-        assert conversion.differing(self.tree(output), self.wanted) == [], where
-        assert [p.name for p in output.parent.iterdir()] == [output.name], where
+        for each in self.outputs(output):
+            assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
+        assert conversion.names(output.parent) == sorted(self.wanted), where
 
     def killed(self, n: int) -> None:
         """Killed before call n, then resumed."""
@@ -210,8 +231,8 @@ class Matrix:
         else:
             where = f"killed before call {n}, {killpoint.killed_before(self.log(output))}"
             assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
-            begun = self.plan(output).exists()
-            second = self.run(output, m, ["resume", str(output)] if begun and m % 2 else None)
+            begun = [each for each in self.outputs(output) if self.plan(each).exists()]
+            second = self.run(output, m, ["resume", str(begun[0])] if begun and m % 2 else None)
             where += f", and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
             assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
             self.whole_or_absent(output, where)
@@ -279,7 +300,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
     shutil.rmtree(output.parent)
     output = matrix.prepare("killed")
     assert matrix.run(output, swap + 1).returncode == killpoint.KILLED
-    assert not conversion.differing(matrix.tree(output), matrix.wanted)
+    assert not conversion.differing(matrix.tree(output), matrix.wanted[output.name])
     book = Path(f"{output}.work/journal.jsonl")
     book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
     matrix.finish(output, True, "with another inode")

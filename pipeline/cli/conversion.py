@@ -1,9 +1,9 @@
-"""From the settings of a conversion to its output: plan it, and show the plan or have it made."""
+"""From the settings of a conversion to its outputs: plan them, and show the plans or have them made."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
-from ktconvert.pipeline.plans.commands import plan_request, reopened
+from ktconvert.pipeline.plans.commands import plans_of, reopened
 from ktconvert.pipeline.plans.numa_notes import numa_notes
+from ktconvert.pipeline.plans.several import outputs_of
 from ktconvert.pipeline.ui import dry_run
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -29,23 +30,33 @@ def convert(name: str, options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     if options.existing.delete_others and not options.existing.overwrite:
         raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
-    for note in (*command.notes_of_ignored(type(options)), *_notes_of_unused(options)):
+    asked = outputs_of(Request(name, options))
+    unused = dict.fromkeys(note for each in asked for note in _notes_of_unused(each.options))
+    for note in (*command.notes_of_ignored(type(options)), *unused):
         reporter.note(note)
     preconditions.check_kernels()
     threads = preconditions.threads(options.execution.cpuinfer_threads, reporter)
     workers = options.execution.cpuinfer_threads
     part = None if options.part is None else parse(options.part, os.environ)
     request = Request(name, with_values(options, cpuinfer_threads=threads))
-    plan = plan_request(request, None if options.dry_run else reporter.hashed)
-    for note in (*numa_notes(plan), *plan.notes):
+    plans = plans_of(request, None if options.dry_run else reporter.hashed)
+    for note in _notes(plans):
         reporter.note(note)
     if options.dry_run:
-        check(plan, options.workers, part)
-        dry_run.show_plan(plan, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
+        check(plans, options.workers, part)
+        dry_run.show_plans(plans, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
         return
     if options.existing.force_unlock:
-        take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part)
-    make(plan, reporter, options.workers, workers, part, trust_store=options.existing.trust_store)
+        for plan in plans:
+            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part)
+    make(plans, reporter, options.workers, workers, part, trust_store=options.existing.trust_store)
+
+
+def _notes(plans: Sequence[Plan]) -> Iterable[str]:
+    """The notes of all plans; those that do not hold for each with the output's name."""
+    by_plan = [(plan.request.output.name, [*numa_notes(plan), *plan.notes]) for plan in plans]
+    common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
+    return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
 
 def _notes_of_unused(options: ConversionOptions) -> Iterable[str]:
@@ -59,20 +70,21 @@ def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = 
         reporter.note(f"--force-unlock took away {taken}")
 
 
-def check(plan: Plan, workers: Workers, part: ProcessPart | None = None) -> None:
-    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plan or each other."""
+def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> None:
+    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plans or each other."""
     name = workers.executor
     require_known(name)
-    if part is not None:
-        require_shareable(plan, "--part")
-    if not name.startswith(DEFAULT):
-        require_shareable(plan, "--executor")
+    for plan in plans:
         if part is not None:
-            raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
+            require_shareable(plan, "--part")
+        if not name.startswith(DEFAULT):
+            require_shareable(plan, "--executor")
+    if part is not None and not name.startswith(DEFAULT):
+        raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
 
 
 def make(
-    plan: Plan,
+    plans: Sequence[Plan],
     reporter: Reporter,
     workers: Workers,
     threads: int | None,
@@ -80,18 +92,21 @@ def make(
     *,
     trust_store: bool,
 ) -> None:
-    """Execute a plan, or a part of it, with the engine that --executor names. threads: of each worker, where given."""
-    check(plan, workers, part)
-    overwrite = plan.request.options.existing.overwrite
+    """Execute the plans of one command, or a part of the only one, with the engine that --executor names. threads: of
+    each worker, where given.
+    """
+    check(plans, workers, part)
+    overwrite = plans[0].request.options.existing.overwrite
     with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:
         if engine.executor is None and engine.threads is not None:
             lowered = preconditions.lowered("--executor threads", engine.threads, reporter)
-            plan = _tuned(plan, cpuinfer_threads=lowered)
+            plans = [_tuned(plan, cpuinfer_threads=lowered) for plan in plans]
         if part is not None:
+            (plan,) = plans
             make_part(_tuned(plan, part=str(part)), part, reporter, overwrite=overwrite)
             return
         execute(
-            [plan],
+            plans,
             reporter,
             overwrite=overwrite,
             trust_store=trust_store,

@@ -60,8 +60,8 @@ def resume(options: ResumeOptions) -> None:
     request = replace(request, options=with_values(request.options, **tuning))
     plan = plan_request(request, None if options.dry_run else reporter.hashed)
     if options.dry_run:
-        check(plan, options.workers)
-        dry_run.show_plan(plan, as_json=options.reporting.json_events)
+        check([plan], options.workers)
+        dry_run.show_plans([plan], as_json=options.reporting.json_events)
         return
     require_all_parts(plan, paths)
-    make(plan, reporter, options.workers, execution.cpuinfer_threads, trust_store=options.leftovers.trust_store)
+    make([plan], reporter, options.workers, execution.cpuinfer_threads, trust_store=options.leftovers.trust_store)

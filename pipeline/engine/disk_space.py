@@ -25,8 +25,9 @@ ToMake = tuple[Plan, Paths, Collection[Unit[Any]]]  # what is left of one output
 
 @dataclass
 class FileSystem:
-    """What one has to hold. roots: the work directories on it; needed: what for -> bytes."""
+    """What one has to hold. outputs: those on it; roots: their work directories; needed: what for -> bytes."""
 
+    outputs: list[Path] = field(default_factory=list)
     roots: list[Path] = field(default_factory=list)
     needed: Counter[str] = field(default_factory=Counter)
 
@@ -44,6 +45,7 @@ def file_systems(to_make: Iterable[ToMake]) -> list[FileSystem]:
     found: dict[int, FileSystem] = {}
     for plan, paths, units in to_make:
         system = found.setdefault(machine.nearest_existing(paths.root).stat().st_dev, FileSystem())
+        system.outputs.append(paths.output)
         system.roots.append(paths.root)
         system.needed.update(disk_needed(plan, units))
     return [*found.values()]

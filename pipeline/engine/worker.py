@@ -128,6 +128,8 @@ def require_able(version: str) -> None:
         raise UsageError(str(error)) from error
 
 
+OPEN = 4  # plans that a worker keeps open: outputs that are made together take turns
+
 _opening = threading.Lock()
 
 
@@ -136,7 +138,7 @@ def _open(task: Task) -> Opened:
         return _opened(task.output, task.run, task.version, task.reopen, task.threads)
 
 
-@functools.lru_cache(1)
+@functools.lru_cache(OPEN)
 def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
     require_able(version)

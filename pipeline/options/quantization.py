@@ -20,7 +20,7 @@ from ktconvert.pipeline.options.option_groups import (
     Machine,
     Samples,
 )
-from ktconvert.pipeline.options.types import Number, OutputPath, PathOrHubId, Size, Spelled, Text
+from ktconvert.pipeline.options.types import Number, OneOrMore, OutputPath, PathOrHubId, Size, Spelled, Text
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 AOCL = (
@@ -103,7 +103,12 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
         ),
     ] = None
     quant_method: Annotated[
-        str, Option("Output format.", choice([*formats_of("cpu"), *LATER]), effect=Effect.WEIGHTS)
+        str,
+        Option(
+            "Output format. Several, as in int4,int8, are made in one reading of the input: OUT-int4, OUT-int8.",
+            OneOrMore([*formats_of("cpu"), *LATER]),
+            effect=Effect.WEIGHTS,
+        ),
     ] = "int4"
     config: Annotated[
         str | None,

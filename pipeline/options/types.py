@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,22 @@ class Text(click.types.StringParamType):
         except UnicodeEncodeError:
             self.fail("is not UTF-8 text", param, ctx)
         return text
+
+
+class OneOrMore(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """Words of a choice in any case, with commas between them: each makes an output of its own."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        super().__init__(tuple(words), case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The words, as a list of them is written."""
+        words: list[str] = []
+        for word in str(value).split(","):
+            words.append(super().convert(word.strip(), param, ctx))
+            if words[-1] in words[:-1]:
+                self.fail(f"{words[-1]} is there twice", param, ctx)
+        return ",".join(words)
 
 
 class Spelled(Text):

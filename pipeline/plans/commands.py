@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
@@ -18,6 +18,7 @@ from ktconvert.pipeline.options.declare import build, checked, leaves, plain, wi
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions, DequantizeOptions, MergeOptions, ResplitOptions
+from ktconvert.pipeline.plans.several import outputs_of
 from ktconvert.pipeline.ui.progress import Reporter
 
 
@@ -73,8 +74,17 @@ def _options(cls: type[ConversionOptions], values: Mapping[str, Any]) -> Convers
     return build(cls, {name: checked(known[name], plain(value)) for name, value in values.items()})
 
 
+def plans_of(request: Request[Any], hashed: Callable[[int], None] | None = None) -> list[Plan]:
+    """The plans of all outputs that a request asks for. hashed: is told how many bytes were hashed."""
+    return [plan_request(each, hashed) for each in outputs_of(request)]
+
+
 def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of any request. hashed: is told how many bytes were hashed."""
+    """The plan of a request for one output. hashed: is told how many bytes were hashed. Raises UsageError where it asks
+    for several: plans_of.
+    """
+    if len(asked := outputs_of(request)) > 1:
+        raise UsageError(f"{request.output}: one plan is for one output, and {len(asked)} are asked for.")
     command = COMMANDS[request.command]
     module = importlib.import_module(f"ktconvert.pipeline.plans.{command.module}")
     plan: Plan = getattr(module, command.planner)(request, hashed)
@@ -99,12 +109,18 @@ def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
 
 
 def run(
-    plan: Plan, executor: Executor | None = None, reporter: Reporter | None = None, *, overwrite: bool = False
+    plan: Plan | Sequence[Plan],
+    executor: Executor | None = None,
+    reporter: Reporter | None = None,
+    *,
+    overwrite: bool = False,
 ) -> bool:
     """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
     concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
 
+    plan       or those of several outputs of one input (plans_of), which is read once for all
     overwrite  as --overwrite
     Returns False when there was nothing to do. Raises KtconvertError.
     """
-    return execute([plan], reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)
+    plans = [plan] if isinstance(plan, Plan) else plan
+    return execute(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)

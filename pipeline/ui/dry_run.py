@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.disk_space import disk_needed, disk_sentence, fit_threads
+from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
 from ktconvert.pipeline.engine.existing import (
     adopts,
     agree,
@@ -23,18 +24,59 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
+from ktconvert.pipeline.engine.units import Status
 from ktconvert.pipeline.ui.text import joined, size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
 
 
-def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
-    """Print the plan; refuses what running it would refuse."""
-    finished = already_finished(plan, overwrite)
-    document = describe(plan, finished, overwrite)
+def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
+    """Print the plans of one command, and what several need together; refuses what running them would refuse."""
+    finished = [already_finished(plan, overwrite) for plan in plans]
+    states = [_states(plan, done, overwrite) for plan, done in zip(plans, finished, strict=True)]
+    documents = [describe(*each, overwrite) for each in zip(plans, finished, states, strict=True)]
+    needs = file_systems(
+        (plan, locate(plan.request.output, adopt=adopts(plan)), [s.unit for s in states_of if not s.done])
+        for plan, done, states_of in zip(plans, finished, states, strict=True)
+        if not done
+    )
     if as_json:
-        click.echo(json.dumps({"event": "plan", **document}))
-        return
+        lines = [json.dumps({"event": "plan", **document}) for document in documents]
+    else:
+        lines = [_in_words(plan, document) for plan, document in zip(plans, documents, strict=True)]
+    if len(plans) > 1:
+        lines.append(_together(documents, needs, as_json=as_json))
+    click.echo(("\n" if as_json else "\n\n").join(lines))
+
+
+def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
+    """What several outputs take."""
+    sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
+    if as_json:
+        outputs = [document["output"] for document in documents]
+        disks = [
+            {
+                "outputs": [str(output) for output in system.outputs],
+                "disk_needed": sum(system.needed.values()),
+                "disk": dict(system.needed),
+                "disk_free": system.free,
+            }
+            for system in needs
+        ]
+        return json.dumps({"event": "plans", "outputs": outputs, **sums, "disks": disks})
+    return "\n".join(
+        [
+            f"all {len(documents)} outputs",
+            f"read          {size(sums['bytes_in'])}, from disk once what several read, while a layer fits in the page "
+            "cache",
+            f"write         {size(sums['bytes_out'])}",
+            *(f"disk          {system}" for system in needs),
+        ]
+    )
+
+
+def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
+    """A plan for people."""
     facts = plan.facts
     out = [
         f"plan     {plan.request.command}: {plan.request.input}",
@@ -76,19 +118,18 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
     out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []
-    if finished:
+    if document["finished"]:
         out.append("the output is finished: nothing to do")
-    click.echo("\n".join(out))
+    return "\n".join(out)
 
 
-def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, Any]:
-    """The plan as one JSON object."""
+def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
+    """Which units will run, and why: as they lie there, or as they will when the run has begun."""
     paths = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, paths)
-    old = None if finished else saved_plan(paths)
-    replaced = not finished and (overwrite or bool(old and old.overwrite))
-    if not finished:
-        require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
+    if finished:
+        return [replace(state, done=True, reason="the output is finished") for state in states]
+    old = saved_plan(paths)
     if old is not None:
         dropped, touched = agree(plan, old, overwrite or nothing_made(paths))
         again = plan.units_reading(touched)
@@ -98,7 +139,17 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
             else state
             for state in states
         ]
-    done = {state.unit: finished or state.done for state in states}
+    return states
+
+
+def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    paths = locate(plan.request.output, adopt=adopts(plan))
+    old = None if finished else saved_plan(paths)
+    replaced = not finished and (overwrite or bool(old and old.overwrite))
+    if not finished:
+        require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
+    done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
     todo = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, todo)
@@ -140,7 +191,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
                 "final": s.unit.final,
                 "fingerprint": s.unit.fingerprint,
                 "done": done[s.unit],
-                "reason": "the output is finished" if finished else s.reason,
+                "reason": s.reason,
                 "bytes_in": s.unit.bytes_in,
                 "bytes_out": s.unit.bytes_out,
             }

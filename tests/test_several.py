@@ -1,0 +1,191 @@
+"""Several outputs of one reading: each is what it would be alone, all or none are begun, the source is read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import lock
+from ktconvert.pipeline.plans import commands
+from rig import conversion
+
+METHODS = ("int4", "int8", "mxfp4")
+TOGETHER = ("--quant-method", ",".join(METHODS), "--cpuinfer-threads", "1")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("input") / "small")
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, conversion.Tree]:
+    """What each method gives alone."""
+    base = tmp_path_factory.mktemp("alone")
+    for method in METHODS:
+        done = conversion.here("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
+        assert done.exit_code == 0, done.output
+    return {f"out-{method}": conversion.tree(base / method) for method in METHODS}
+
+
+def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
+    assert conversion.names(folder) == sorted(wanted)
+    for name, files in wanted.items():
+        assert conversion.differing(conversion.tree(folder / name), files) == []
+
+
+def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(
+    source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
+) -> None:
+    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
+    assert done.returncode == 0, done.stderr
+    require_equal(tmp_path, alone)
+    said = conversion.events(done.stdout)
+    order = [(each["unit"], Path(each["output"]).name) for each in said if each["event"] == "start"]
+    assert order == [(f"experts.layer-{layer:03d}", name) for layer in range(3) for name in alone]
+    finished = [each["output"] for each in said if each["event"] == "finished"]
+    assert finished == [str(tmp_path / name) for name in alone]
+    (begin,) = (each for each in said if each["event"] == "begin")
+    assert begin["total_bytes"] == 3 * 3 * 2 * 3 * 2 * conversion.HIDDEN * conversion.WIDTH
+
+
+def test_what_is_finished_stays_and_the_others_are_made(
+    source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
+) -> None:
+    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
+    assert done.exit_code == 0, done.output
+    before = conversion.identity(tmp_path / "out-int8")
+    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path / 'out-int8'} is finished: nothing to do" in done.output
+    assert conversion.identity(tmp_path / "out-int8") == before
+    require_equal(tmp_path, alone)
+
+
+@pytest.mark.parametrize("kind", [ProcessPoolExecutor, ThreadPoolExecutor])
+def test_with_any_executor(
+    kind: type[Executor], source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
+) -> None:
+    order = commands.request("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
+    with kind(2) as executor:  # type: ignore[call-arg]
+        assert commands.run(commands.plans_of(order), executor)
+    require_equal(tmp_path, alone)
+
+
+# What makes one output impossible, and what is said of it.
+IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "one cannot be made": (("--quant-method", "int4,awq"), 3, ("awq",)),
+    "one has no such choice of codes": (("--quant-method", "int4,fp8", "--scale", "mse"), 2, ("--scale mse", "FP8")),
+    "one is not for these sizes": (("--quant-method", "fp8,int4", "--threadpool-count", "8"), 3, ("AMXINT4",)),
+    "a walk for each": (("--quant-method", "int4,int8", "--scale", "gptq"), 2, ("int4,int8", "GPTQ", "after the other")),
+    "parts": (("--quant-method", "int4,int8", "--part", "0/2"), 2, ("int4,int8", "--part")),
+}
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_where_one_is_impossible_nothing_is_written(case: str, dry: bool, source: Path, tmp_path: Path) -> None:
+    options, code, words = IMPOSSIBLE[case]
+    more = ["--dry-run"] if dry else []
+    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
+    conversion.refused(done, code, *words)
+    assert conversion.names(tmp_path) == []
+
+
+def occupied(folder: Path, source: Path) -> None:
+    (folder / "out-mxfp4").mkdir()
+    (folder / "out-mxfp4" / "theirs").write_bytes(b"")
+
+
+def linked(folder: Path, source: Path) -> None:
+    (folder / "out-mxfp4").symlink_to("out-int8")
+
+
+def begun_with_other_options(folder: Path, source: Path) -> None:
+    options = ("--quant-method", "int8", "--layers", "0-1", "--part", "0/2", "-q")
+    done = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out-int8", *options)
+    assert done.returncode == 0, done.stderr
+
+
+def in_use(folder: Path, source: Path) -> None:
+    lock.acquire(folder / "out-mxfp4.work", folder / "out-mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "word"),
+    [
+        (occupied, 7, "out-mxfp4"),
+        (linked, 2, "a link makes one folder"),
+        (begun_with_other_options, 7, "--layers was 0-1"),
+        (in_use, 7, "out-mxfp4"),
+    ],
+)
+def test_where_one_is_in_the_way_nothing_is_begun(
+    prepare: Any, code: int, word: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    prepare(folder, source)
+    before = conversion.tree(folder)
+    done = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out", *TOGETHER)
+    conversion.refused(done, code, word)
+    assert conversion.tree(folder) == before
+
+
+def test_the_disk_has_to_hold_all(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for each of them, and not for all."""
+    command = ("cpu", "-i", source, "-o", tmp_path / "out")
+    done = conversion.here(*command, *TOGETHER, "--dry-run", "--json")
+    *plans, together = (each for each in conversion.events(done.stdout) if each["event"] in ("plan", "plans"))
+    (disk,) = together["disks"]
+    assert disk["outputs"] == together["outputs"] == [plan["output"] for plan in plans]
+    assert disk["disk_needed"] == sum(plan["disk_needed"] for plan in plans)
+    assert together["bytes_in"] == sum(plan["bytes_in"] for plan in plans)
+    assert conversion.names(tmp_path) == []
+    monkeypatch.setattr(machine, "disk_free", lambda path: disk["disk_needed"] - 1)
+    done = conversion.here(*command, *TOGETHER)
+    assert isinstance(done.exception, ResourceError)
+    assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-mxfp4\.work: ", str(done.exception))
+    assert conversion.names(tmp_path) == []
+    done = conversion.here(*command, "--quant-method", "int4")
+    assert done.exit_code == 0
+
+
+def read_from_disk() -> int:
+    """Bytes that the kernel has read from disks for this process."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["read_bytes"])
+
+
+def forget(folder: Path) -> int:
+    """Drop the files of a folder from the page cache; how many bytes they have."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return sum(path.stat().st_size for path in files)
+
+
+def test_the_source_is_read_from_disk_once(tmp_path: Path) -> None:
+    source = conversion.checkpoint(tmp_path / "source", layers=2, experts=4, hidden=512, width=1024)
+    nbytes, before = forget(source), read_from_disk()
+    for path in source.glob("*.safetensors"):
+        path.read_bytes()
+    if read_from_disk() - before < nbytes * 0.9:
+        pytest.skip("files here do not leave the page cache, or the kernel does not count what is read")
+    forget(source)
+    before = read_from_disk()
+    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
+    assert done.exit_code == 0, done.output
+    read = read_from_disk() - before
+    print(json.dumps({"source": nbytes, "read": read}))
+    assert read <= 1.1 * nbytes
