@@ -30,8 +30,8 @@ def convert(name: str, options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     if options.existing.delete_others and not options.existing.overwrite:
         raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
-    asked = outputs_of(Request(name, options))
-    unused = dict.fromkeys(note for each in asked for note in _notes_of_unused(each.options))
+    requests = outputs_of(Request(name, options))
+    unused = dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options))
     for note in (*command.notes_of_ignored(type(options)), *unused):
         reporter.note(note)
     preconditions.check_kernels()

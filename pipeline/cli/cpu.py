@@ -12,6 +12,7 @@ Examples:
   ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
   ktconvert cpu -i MODEL -o OUT --scale mse          INT4 of the same size with less error
   ktconvert cpu -i MODEL -o OUT --scale gptq --dataset texts.jsonl                  with the least
+  ktconvert cpu -i MODEL -o OUT --quant-method int4,int8    OUT-int4 and OUT-int8, reading MODEL once
   ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
   ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
 

@@ -83,8 +83,8 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     """The plan of a request for one output. hashed: is told how many bytes were hashed. Raises UsageError where it asks
     for several: plans_of.
     """
-    if len(asked := outputs_of(request)) > 1:
-        raise UsageError(f"{request.output}: one plan is for one output, and {len(asked)} are asked for.")
+    if len(requests := outputs_of(request)) > 1:
+        raise UsageError(f"{request.output}: one plan is for one output, and {len(requests)} are wanted.")
     command = COMMANDS[request.command]
     module = importlib.import_module(f"ktconvert.pipeline.plans.{command.module}")
     plan: Plan = getattr(module, command.planner)(request, hashed)
