@@ -271,12 +271,38 @@ typedef struct {
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
-/* The same in the background, one after the other in the order of submission. A job may be submitted again once it was
-   waited for; submit and wait can be given to cudaLaunchHostFunc. moe and call are copied, what they point to is not.
+/* How a tensor in memory becomes rows of items: from panels (FORMAT.md, Panels), numbers of one byte or of two; bytes of
+   two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes for each
+   row of a panel, group after group; such scales as E8M0, to BF16. Or rows as they are, of so many bytes. */
+enum {
+    KTQ_PANEL_BYTES,
+    KTQ_PANEL_HALVES,
+    KTQ_PANEL_NIBBLES,
+    KTQ_PANEL_OFFSET_NIBBLES,
+    KTQ_PANEL_SCALES,
+    KTQ_PANEL_EXPONENTS,
+    KTQ_IN_ROWS
+};
+
+/* A rectangle of `rows` x `columns` items, in panels whole ones and whole blocks of 32 columns. from_stride (bytes): to
+   the next panel, or row; row_stride: to the next row in `to`. */
+typedef struct {
+    int order;
+    int64_t rows, columns, from_stride, row_stride;
+    const void *from;
+    void *to;
+} ktq_rectangle;
+
+int ktq_copy_rows(ktq_pool *pool, int64_t count, const ktq_rectangle *rectangle);
+
+/* Either of the two in the background, one after the other in the order of submission. A job may be submitted again
+   once it was waited for; submit and wait can be given to cudaLaunchHostFunc. moe and call are copied, what they point
+   to is not, nor are rectangles.
    In a child made by fork() a job that was pending ends with KTQ_EFORK, and can be submitted again.
    ktq_job_wait returns at once if nothing was submitted; ktq_job_result says how the last run ended. */
 typedef struct ktq_job ktq_job;
 int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **job);
+int ktq_copy_job_new(ktq_pool *pool, int64_t count, const ktq_rectangle *rectangle, ktq_job **job);
 void ktq_job_submit(void *job);
 void ktq_job_wait(void *job);
 int ktq_job_result(const ktq_job *job);

@@ -63,7 +63,8 @@ class Experts:
         self.pool = pool or shared_pool()
         self.exact = exact
         self.source: Path | None = None  # the directory that it was loaded from
-        table = _table(packed, _checked_order(order, packed.experts))
+        self.order = _checked_order(order, packed.experts)  # the file's expert of each
+        table = _table(packed, self.order)
         moe = ffi.new(
             "ktq_moe *",
             {

@@ -46,6 +46,45 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
+class InRows:
+    """How a tensor of a part in memory becomes rows of items, as checkpoints store it.
+
+    order          one of ktq.h's: KTQ_PANEL_BYTES and so on; KTQ_IN_ROWS: it lies in rows
+    rows, columns  of the linear, that have one item; columns 0: all of a row
+    size           bytes of an item in a row
+    held           bytes of an item in memory; None: the same
+    """
+
+    order: int
+    rows: int
+    columns: int
+    size: int
+    held: int | None = None
+
+    @property
+    def _together(self) -> int:
+        """Rows that lie together in memory."""
+        return 1 if self.order == lib.KTQ_IN_ROWS else panels.ROWS
+
+    def number(self, column: int) -> int:
+        """Which item of a row is that of a column."""
+        return column // self.columns if self.columns else 0
+
+    def items(self, columns: int) -> int:
+        """How many items of a row so many columns have."""
+        return self.number(columns) or 1
+
+    def stride(self, k: int) -> int:
+        """Bytes from one panel, or row, to the next in memory, for a part of k columns."""
+        return self.items(k) * (self.held or self.size) * self._together
+
+    def offset(self, row: int, column: int, k: int) -> int:
+        """Bytes in memory before the panel, or row, and the block where an element lies, for a part of k columns."""
+        panel = row // self.rows // self._together
+        return panel * self.stride(k) + self.number(column) * (self.held or self.size) * self._together
+
+
+@dataclass(frozen=True)
 class Method:
     """A method.
 
@@ -66,6 +105,7 @@ class Method:
                  kernels.NonFinite
     arrange      puts the tensors (stored, n, k) of a part as an output holds them into the order of memory, in place;
                  None: they lie in it. Raises ValueError for a code that is none
+    in_rows      how its tensors become what a GPU reads, for buffers of prefill; (): no GPU reads them
     swiglu       which settings of the activation it may have
     """
 
@@ -79,6 +119,7 @@ class Method:
     reads: Callable[[Weight, MoeLayer], bool] | None = None
     write: Callable[[StoredPart, Sequence[Bytes]], None] | None = None
     arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
+    in_rows: tuple[InRows, ...] = ()
     swiglu: tuple[str, ...] = ()
     type: str = ""
     others: tuple[Method, ...] = ()
@@ -309,6 +350,8 @@ def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
     return table
 
 
+FP8_CODES = InRows(lib.KTQ_PANEL_BYTES, 1, 1, 1)
+
 METHODS: dict[str, Method] = _by_name(
     (
         _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", "4-bit integers, float32 for each row"),
@@ -332,6 +375,7 @@ METHODS: dict[str, Method] = _by_name(
             "BF16",
             "BF16",
             reads=lambda weight, layer: weight.encoding.name == "BF16" and layer.style not in GGUF_STYLES,
+            in_rows=(InRows(lib.KTQ_PANEL_HALVES, 1, 1, 2),),
         ),
         _packed(
             fp8.PANELS,
@@ -339,6 +383,7 @@ METHODS: dict[str, Method] = _by_name(
             "BF16",
             "E4M3, one for each 128 x 128",
             reads=_stored_as(*fp8.SOURCES, block=lambda weight: (kernels.FP8_MULTIPLE,) * 2),
+            in_rows=(FP8_CODES, InRows(lib.KTQ_IN_ROWS, kernels.FP8_MULTIPLE, kernels.FP8_MULTIPLE, 4)),
             swiglu=(LIMIT,),
         ),
         Method(
@@ -350,6 +395,7 @@ METHODS: dict[str, Method] = _by_name(
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], TensorInfo("scales", "F32", (n,), 4 * n)),
             reads=_stored_as("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
             write=_write_per_channel,
+            in_rows=(FP8_CODES, InRows(lib.KTQ_IN_ROWS, 1, 0, 4)),
         ),
         Method(
             "MXFP8",
@@ -367,6 +413,7 @@ METHODS: dict[str, Method] = _by_name(
             lib.KTQ_FORMAT_MXFP4,
             "BF16",
             "E2M1, E8M0 for each 32 columns of a row",
+            in_rows=(InRows(lib.KTQ_PANEL_NIBBLES, 1, 2, 1), InRows(lib.KTQ_PANEL_EXPONENTS, 1, 32, 2, held=1)),
             reads=_stored_as("MXFP4"),
             swiglu=(LIMIT,),
         ),
@@ -389,6 +436,7 @@ METHODS: dict[str, Method] = _by_name(
             _integer_tensors(32, "BF16"),
             reads=_reads_raw,
             write=_write_integers,
+            in_rows=(InRows(lib.KTQ_PANEL_OFFSET_NIBBLES, 1, 2, 1), InRows(lib.KTQ_PANEL_SCALES, 1, 32, 2)),
             swiglu=(LIMIT,),
         ),
         _gptq(128, lib.KTQ_FORMAT_GPTQ_INT4),

@@ -142,11 +142,11 @@ def _stop() -> None:
         pool.close()
 
 
-# --- forwards in the background --------------------------------------------------------------------
+# --- in the background -----------------------------------------------------------------------------
 
 
 class Job:
-    """A forward that runs in the background; its arrays must live until wait() has returned.
+    """A forward, or a copy, that runs in the background; its arrays must live until wait() has returned.
 
     require_whole  raises InputError where weights could not be read
     """

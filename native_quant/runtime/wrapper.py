@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import methods
+from ktconvert.native_quant.runtime import gpu_buffers, methods
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.layer_forwards import OnCpu, OnStream, WrappedLayer
 from ktconvert.native_quant.runtime.models import Member, select
-from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
+from ktconvert.native_quant.runtime.pool import Job, Pool, checked_nodes, shared_pool
 from ktconvert.native_quant.runtime.streams import BufferCache
 from ktconvert.native_quant.runtime.swiglu import Swiglu
 
@@ -118,6 +118,7 @@ class KTMoEWrapper:
         self._cpu: OnCpu | None = None
         self._stream: OnStream | None = None
         self._member = Member(self.weight_path, layer_idx)
+        self._written: list[Job] = []
 
     # --- what may change at any time ------------------------------------------------------------------
 
@@ -290,16 +291,33 @@ class KTMoEWrapper:
     def clear_sft_buffer_cache() -> None:
         """Nothing to clear: ktconvert does not train."""
 
-    # --- for other methods of kt-kernel only ---------------------------------------------------------
+    # --- for SGLang's prefill on GPUs ----------------------------------------------------------------
 
-    def submit_write_weight_scale_to_buffer(self, *arguments: Any) -> None:
-        """Not implemented: SGLang's layerwise prefill on the GPU reads native formats, not packed tiles."""
-        raise NotImplementedError(
-            f"method={self.method!r} holds CPU tiles, which no GPU kernel reads: "
-            "start SGLang without --kt-gpu-prefill-token-threshold"
-        )
+    def submit_write_weight_scale_to_buffer(
+        self,
+        gpu_tp_count: int,
+        expert_id: int,
+        w13_weight_ptrs: Sequence[int],
+        w13_scale_ptrs: Sequence[int],
+        w2_weight_ptrs: Sequence[int],
+        w2_scale_ptrs: Sequence[int],
+    ) -> None:
+        """Start to write what an expert computes with, cut for gpu_tp_count ranks, and return. Pointers: an address for
+        each rank, of memory that stays until it was waited for; gpu_buffers.py says what is written.
 
-    sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
+        Raises gpu_buffers.write's errors, RuntimeError before weights are loaded.
+        """
+        if self.moe is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        addresses = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
+        buffers = gpu_buffers.GpuBuffers(*(list(map(int, of_ranks)) for of_ranks in addresses))
+        self._written.append(gpu_buffers.write(self.moe, int(expert_id), int(gpu_tp_count), buffers))
+
+    def sync_write_weight_scale_to_buffer(self) -> None:
+        """Wait until all that was submitted is written. Raises InputError where a mapped file could not be read."""
+        written, self._written = self._written, []
+        for job in written:
+            job.wait()
 
 
 def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:

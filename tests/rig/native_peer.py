@@ -1,5 +1,6 @@
 """`native_peer.py JOB.json`: kt-kernel's outputs for checkpoints. The job lists runs (weights, method, swiglu_limit,
-swiglu_alpha, sizes, a file with inputs) and the safetensors file for the results.
+swiglu_alpha, sizes, a file with inputs) and the safetensors file for the results. A run with `ranks` instead of inputs:
+what is written to GPU buffers for each of these counts of ranks; `parts`: NUMA parts, of the whole process.
 """
 
 import json
@@ -14,9 +15,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rig.layers import prepare_kt_kernel
 
 
+def buffers(wrapper, run, ranks):
+    """[experts, 4, ranks, bytes] of the buffers, each as large as the largest can be and filled with 0xA5 before."""
+    size = 2 * run["width"] * run["hidden"] * 2 // ranks
+    outs = torch.full((run["experts"], 4, ranks, size), 0xA5, dtype=torch.uint8)
+    for expert, of_expert in enumerate(outs):
+        pointers = [[rank.data_ptr() for rank in of_kind] for of_kind in of_expert]
+        wrapper.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
+    wrapper.sync_write_weight_scale_to_buffer()
+    return outs
+
+
 def main(job):
     prepare_kt_kernel()
-    os.environ["KT_MXFP4_BACKEND"] = "avx2"  # the only one that has NVFP4
+    if any(run["method"] == "NVFP4" for run in job["runs"].values()):
+        os.environ["KT_MXFP4_BACKEND"] = "avx2"  # the only one that has it, but without buffers
     from kt_kernel import KTMoEWrapper
 
     outs = {}
@@ -29,14 +42,17 @@ def main(job):
             moe_intermediate_size=run["width"],
             gpu_experts_mask=torch.zeros(run["experts"], dtype=torch.bool),
             cpuinfer_threads=2,
-            threadpool_count=1,
+            threadpool_count=run.get("parts", 1),
             weight_path=run["path"],
             chunked_prefill_size=512,
             method=run["method"],
-            swiglu_limit=run["limit"],
-            swiglu_alpha=run["alpha"],
+            swiglu_limit=run.get("limit", 0.0),
+            swiglu_alpha=run.get("alpha", 0.0),
         )
         wrapper.load_weights(torch.arange(run["experts"]))
+        if "ranks" in run:
+            outs |= {f"{name}.{ranks}": buffers(wrapper, run, ranks) for ranks in run["ranks"]}
+            continue
         inputs = load_file(run["inputs"])
         outs[name] = wrapper.forward(inputs["hidden"], inputs["ids"], inputs["weights"], None).clone()
     save_file(outs, job["result"])

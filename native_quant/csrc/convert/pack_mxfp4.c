@@ -54,30 +54,16 @@ int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scr
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }
 
-/* The codes of a row's 8 columns: from a word of the even columns and one of the odd ones to the order of the columns.
- */
-static uint32_t in_order(uint32_t words) {
-    words = (words & 0xff0000ff) | (words & 0x00ff0000) >> 8 | (words & 0x0000ff00) << 8;
-    return (words & 0xf00ff00f) | (words & 0x0f000f00) >> 4 | (words & 0x00f000f0) << 4;
-}
-
 int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *exponents, uint8_t *rows,
                    uint8_t *row_exponents) {
     int error = kt_check_panels(KT_GROUP_COLUMNS, n, k);
     if (!error && (!codes || !exponents || !rows || !row_exponents)) error = KTQ_EINVAL;
     if (error) return error;
     int64_t blocks = k / KT_GROUP_COLUMNS;
-    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
-        for (int64_t b = 0; b < blocks; b++, exponents += KT_PANEL_ROWS, codes += 2 * KT_MXFP4_HALF_BYTES)
-            for (int64_t r = first; r < first + KT_PANEL_ROWS; r++) {
-                const uint8_t *half = codes + (r - first) / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES;
-                row_exponents[r * blocks + b] = exponents[r - first];
-                for (int64_t v = 0; v < KT_GROUP_COLUMNS / 8; v++) {
-                    uint32_t words;
-                    memcpy(&words, half + v * 64 + r % KT_HALF_ROWS * 4, sizeof words);
-                    words = in_order(words);
-                    memcpy(rows + (r * k + b * KT_GROUP_COLUMNS) / 2 + v * 4, &words, sizeof words);
-                }
-            }
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
+        kt_nibbles_in_rows(codes + first * k / 2, blocks, 0, rows + first * k / 2, k / 2);
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t r = first; r < first + KT_PANEL_ROWS; r++) row_exponents[r * blocks + b] = *exponents++;
+    }
     return KTQ_OK;
 }

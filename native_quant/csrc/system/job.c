@@ -1,4 +1,4 @@
-/* Forwards in the background: a thread per pool that takes submitted jobs in their order and calls ktq_forward. */
+/* Forwards and copies in the background: a thread per pool that takes submitted jobs in their order. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -10,6 +10,8 @@ struct ktq_job {
     ktq_pool *pool;
     ktq_moe moe;
     ktq_call call;
+    int64_t count; /* of rectangles, of a job that copies */
+    const ktq_rectangle *rectangle;
     kt_queue *queue;
     ktq_job *next;
     int result;
@@ -25,6 +27,11 @@ static int is_pending(ktq_job *job) {
     return 0;
 }
 
+static int run(const ktq_job *job) {
+    if (job->rectangle) return ktq_copy_rows(job->pool, job->count, job->rectangle);
+    return ktq_forward(job->pool, &job->moe, &job->call);
+}
+
 static void *serve(void *argument) {
     kt_queue *queue = argument;
     pthread_mutex_lock(&queue->lock);
@@ -34,7 +41,7 @@ static void *serve(void *argument) {
         ktq_job *job = queue->first;
         queue->first = job->next;
         pthread_mutex_unlock(&queue->lock);
-        job->result = ktq_forward(job->pool, &job->moe, &job->call);
+        job->result = run(job);
         pthread_mutex_lock(&queue->lock);
         atomic_store(&job->pending, 0);
         pthread_cond_broadcast(&queue->finished);
@@ -43,13 +50,22 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **out) {
-    if (!pool || !moe || !call || !out) return KTQ_EINVAL;
-    ktq_job *job = calloc(1, sizeof *job);
+static int new_job(ktq_job with, ktq_job **out) {
+    ktq_job *job = malloc(sizeof *job);
     if (!job) return KTQ_ENOMEM;
-    *job = (ktq_job){.pool = pool, .moe = *moe, .call = *call};
+    *job = with;
     *out = job;
     return KTQ_OK;
+}
+
+int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **out) {
+    if (!pool || !moe || !call || !out) return KTQ_EINVAL;
+    return new_job((ktq_job){.pool = pool, .moe = *moe, .call = *call}, out);
+}
+
+int ktq_copy_job_new(ktq_pool *pool, int64_t count, const ktq_rectangle *rectangle, ktq_job **out) {
+    if (!pool || !rectangle || !out) return KTQ_EINVAL;
+    return new_job((ktq_job){.pool = pool, .count = count, .rectangle = rectangle}, out);
 }
 
 void ktq_job_submit(void *argument) {
@@ -73,7 +89,7 @@ void ktq_job_submit(void *argument) {
         }
         pthread_mutex_unlock(&queue->lock);
     }
-    job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread can be started: compute it now */
+    job->result = run(job); /* no thread can be started: compute it now */
 }
 
 void ktq_job_wait(void *argument) {

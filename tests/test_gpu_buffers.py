@@ -1,0 +1,155 @@
+"""What SGLang's prefill on GPUs gets of an expert: kt-kernel's bytes (golden/gpu_buffers.json has their hashes), for any
+number of parts and ranks; what cannot be written is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
+from rig import native
+
+RANKS = {
+    "BF16_default": (1, 2, 4),
+    "FP8_default": (1, 2),  # blocks of 128 columns
+    "FP8_PERCHANNEL_default": (1, 2, 4),
+    "MXFP4_v4": (1, 2, 4),
+    "RAWINT4_kimi": (1, 2, 4),
+}
+GOLDEN = native.GOLDEN / "gpu_buffers.json"
+EXPERTS, SIZE = 2, 256  # of each layer: hidden and intermediate
+
+
+def wrapper(path: Path, method: str, parts: int = 1, **more: Any) -> KTMoEWrapper:
+    return KTMoEWrapper(0, EXPERTS, 2, SIZE, SIZE, None, 2, parts, str(path), 512, method=method, **more)
+
+
+def buffers(ranks: int) -> npt.NDArray[np.uint8]:
+    """As native_peer.py makes them: [experts, 4, ranks, bytes], of which some are left as they are."""
+    return np.full((EXPERTS, 4, ranks, 2 * SIZE * SIZE * 2 // ranks), 0xA5, np.uint8)
+
+
+def pointers(of_expert: npt.NDArray[np.uint8]) -> list[list[int]]:
+    return [[rank.ctypes.data for rank in of_kind] for of_kind in of_expert]
+
+
+def written(moe: KTMoEWrapper, ranks: int) -> npt.NDArray[np.uint8]:
+    outs = buffers(ranks)
+    for expert, of_expert in enumerate(outs):
+        moe.submit_write_weight_scale_to_buffer(ranks, expert, *pointers(of_expert))
+    moe.sync_write_weight_scale_to_buffer()
+    return outs
+
+
+def digest(outs: npt.NDArray[np.uint8]) -> str:
+    return hashlib.sha256(outs.tobytes()).hexdigest()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", RANKS)
+def test_kt_kernels_bytes(name: str, parts: int, tmp_path: Path) -> None:
+    layer = native.read(name)
+    moe = wrapper(layer.write(tmp_path), layer.method, parts)
+    moe.load_weights()
+    assert moe.moe is not None and moe.moe.parts == parts
+    expected = json.loads(GOLDEN.read_text())[name]
+    assert {str(ranks): digest(written(moe, ranks)) for ranks in RANKS[name]} == expected
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    for name, ranks in RANKS.items():
+        layer = native.read(name)
+        path = layer.write(tmp_path / name)
+        sizes = {"experts": EXPERTS, "topk": 2, "hidden": SIZE, "width": SIZE}
+        runs[name] = {"path": str(path), "method": layer.method, "parts": parts, "ranks": ranks, **sizes}
+    job, result = tmp_path / "job.json", tmp_path / "result.safetensors"
+    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
+    program = str(Path(native.__file__).with_name("native_peer.py"))
+    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    theirs = load_file(result)
+    found = {name: {str(n): digest(theirs[f"{name}.{n}"]) for n in ranks} for name, ranks in RANKS.items()}
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_an_expert_is_what_it_computes_with(tmp_path: Path) -> None:
+    """By the map, as in kt-kernel; from tensors, too."""
+    layer = native.read("BF16_default")
+    path = layer.write(tmp_path)
+    moe, swapped, packed = (wrapper(path, "BF16", parts) for parts in (1, 2, 2))
+    moe.load_weights()
+    swapped.load_weights(torch.tensor([1, 0]))
+    names = [f"model.layers.0.mlp.experts.{{}}.{each}_proj.weight" for each in ("gate", "up", "down")]
+    bits = [np.stack([layer.tensors[name.format(expert)].bits for expert in range(EXPERTS)]) for name in names]
+    packed.load_weights_from_tensors(*(torch.from_numpy(each).view(torch.bfloat16) for each in bits))
+    expected = written(moe, 2)
+    np.testing.assert_array_equal(written(swapped, 2), expected[::-1])
+    np.testing.assert_array_equal(written(packed, 2), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, 2), "expert_id is 2, and layer 0 has experts 0 to 1"),
+        ((1, -1), "expert_id is -1"),
+        ((0, 0), "gpu_tp_count is 0"),
+        ((3, 0), r"gpu_tp_count is 3, but the intermediate size, 256, must be a multiple of it times 128 for FP8"),
+        ((4, 0), "gpu_tp_count is 4"),
+    ],
+)
+def test_what_cannot_be_written(arguments: Sequence[int], message: str, tmp_path: Path) -> None:
+    layer = native.read("FP8_default")
+    moe = wrapper(layer.write(tmp_path), "FP8")
+    with pytest.raises(RuntimeError, match="layer 0 has no weights: call load_weights"):
+        moe.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
+    moe.load_weights()
+    with pytest.raises(ValueError, match=message):
+        moe.submit_write_weight_scale_to_buffer(*arguments, [1], [1], [1], [1])
+    moe.sync_write_weight_scale_to_buffer()  # nothing was submitted
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [1, 1], [-1]])
+@pytest.mark.parametrize("which", range(4))
+def test_addresses_are_checked(which: int, wrong: list[int], tmp_path: Path) -> None:
+    moe = wrapper(native.read("FP8_default").write(tmp_path), "FP8")
+    moe.load_weights()
+    addresses = [[1], [1], [1], [1]]
+    addresses[which] = wrong
+    name = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")[which]
+    with pytest.raises(ValueError, match=f"{name}_ptrs must be an address for each of 1 ranks"):
+        moe.submit_write_weight_scale_to_buffer(1, 0, *addresses)
+
+
+def test_bf16_needs_no_scales(tmp_path: Path) -> None:
+    moe = wrapper(native.read("BF16_default").write(tmp_path), "BF16")
+    moe.load_weights()
+    outs = buffers(1)
+    weights = pointers(outs[0])
+    moe.submit_write_weight_scale_to_buffer(1, 0, weights[0], [], weights[2], [0])
+    moe.sync_write_weight_scale_to_buffer()
+    assert (outs[0, ::2] != 0xA5).any(axis=(1, 2)).all()
+
+
+def test_methods_that_no_gpu_reads(tmp_path: Path) -> None:
+    layer = native.read("MXFP8_m3")
+    moe = wrapper(layer.write(tmp_path), "MXFP8")
+    moe.load_weights()
+    able = "BF16, FP8, FP8_PERCHANNEL, MXFP4, RAWINT4"
+    assert able == ", ".join(sorted(name for name, method in METHODS.items() if method.in_rows))
+    with pytest.raises(NotImplementedError, match=f"those of {able} can be written.*kt-gpu-prefill-token-threshold"):
+        moe.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
