@@ -52,6 +52,24 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     assert conversion.names(tmp_path) == ["out"]
 
 
+def test_interrupted_with_several_outputs_each_goes_on(larger: tuple[Path, Any], tmp_path: Path) -> None:
+    source, expected = larger
+    outputs = [tmp_path / "out-int4", tmp_path / "out-mxfp4"]
+    options = ("--quant-method", "int4,mxfp4")
+    with conversion.held(source, outputs[0], *options, output=tmp_path / "out") as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 130, stderr
+    assert " and ".join(f"`ktconvert resume {output}`" for output in outputs) in stderr
+    assert conversion.names(tmp_path) == ["out-int4.work", "out-mxfp4.work"]
+    for output in outputs:
+        done = conversion.ktconvert("resume", output)
+        assert done.returncode == 0, done.stderr
+    assert conversion.differing(conversion.tree(outputs[0]), expected) == []
+    assert conversion.names(tmp_path) == ["out-int4", "out-mxfp4"]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_twice_it_stops_at_once(
     larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int

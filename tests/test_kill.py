@@ -89,7 +89,7 @@ CASES = {
     "merge": Case("merge", "loose", ("--max-tensors", "9")),
     "resplit": Case("resplit", "loose", ("--threadpool-count", "1")),
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
-    "several outputs": Case("cpu", "tiny", methods=("int4", "int8", "bf16")),
+    "several outputs": Case("cpu", "tiny", methods=("int4", "bf16")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
     "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
     "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,17 @@ def test_what_is_finished_stays_and_the_others_are_made(
     require_equal(tmp_path, alone)
 
 
-@pytest.mark.parametrize("kind", [ProcessPoolExecutor, ThreadPoolExecutor])
-def test_with_any_executor(
-    kind: type[Executor], source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
-) -> None:
+def test_the_input_is_hashed_once(source: Path, tmp_path: Path) -> None:
+    asked = {"input": source, "output": tmp_path / "out", "quant_method": "int4,int8", "verify_inputs": True}
+    hashed: list[int] = []
+    plans = commands.plans_of(commands.request("cpu", **asked), hashed.append)
+    assert sorted(hashed) == sorted(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
+
+
+def test_with_an_executor(source: Path, alone: dict[str, conversion.Tree], tmp_path: Path) -> None:
     order = commands.request("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
-    with kind(2) as executor:  # type: ignore[call-arg]
+    with ProcessPoolExecutor(2) as executor:
         assert commands.run(commands.plans_of(order), executor)
     require_equal(tmp_path, alone)
 

@@ -249,13 +249,19 @@ def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequen
     return about | texts | {"source": source_identity(source)}
 
 
+_hashed: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
+
+
 def _hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]) -> list[str]:
-    """sha256 of whole files, several at a time."""
+    """sha256 of whole files, several at a time; each is read once, however many outputs are made of it."""
 
     def one(path: Path) -> str:
-        digest = publish.sha256_file(path)
-        advance(path.stat().st_size)
-        return digest
+        status = path.stat()
+        key = (path, status.st_size, status.st_ctime_ns)
+        if key not in _hashed:
+            _hashed[key] = publish.sha256_file(path)
+            advance(status.st_size)
+        return _hashed[key]
 
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as pool:
         return list(pool.map(one, paths))
