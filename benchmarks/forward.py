@@ -5,6 +5,7 @@ python benchmarks/forward.py                    both shapes and methods; about t
 python benchmarks/forward.py --quick            one shape, a minute
 python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
 python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4 rawint4 gptq_int4     those of checkpoints alone
+python benchmarks/forward.py --methods gguf_q4_k gguf_q6_k gguf_q8_0 gguf_q4_0     LLAMAFILE, by types of ggml
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone. On a CPU
@@ -162,8 +163,8 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
         with _workers([ours, peer], scratch, 1) as workers:
             for worker in workers:
                 print(worker.ask("about"))
-            names = {made.name: method for method, made in mixtures.METHODS.items()}
-            lacks = frozenset(names[name] for name in workers[1].ask("lacking", methods=list(names)))
+            lacking = workers[1].ask("lacking", methods=sorted({made.name for made in mixtures.METHODS.values()}))
+            lacks = frozenset(method for method, made in mixtures.METHODS.items() if made.name in lacking)
     except RuntimeError as error:
         print(f"kt-kernel does not run, measuring ours alone: {error}")
         return [ours]
@@ -229,8 +230,8 @@ def make_weights(
     methods ours is in panels, and kt-kernel's in its own layout, which for BF16 is the checkpoint.
     """
     ours = folder / method
-    if mixtures.METHODS[method].made == "stored":
-        mixtures.write_stored(ours, shape, layers, method)
+    if write := {"stored": mixtures.write_stored, "gguf": mixtures.write_gguf}.get(mixtures.METHODS[method].made):
+        write(ours, shape, layers, method)
         return {side.name: ours for side in sides}
     if mixtures.METHODS[method].made == "tensors":
         with _workers(sides[:1], folder, threads) as (worker,):

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import blocks
 import numpy as np
 import numpy.typing as npt
+
+from ktconvert.native_quant.matrix import GGML
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Method:
     name    what both sides call it
     bits    per weight, with its scales, those of whole rows aside
     rows    whether it has a float32 scale for each row
-    made    "tensors": by our runtime; "cpu": from a checkpoint; "stored": in a checkpoint, which both sides load
+    made    "tensors": by our runtime; "cpu": from a checkpoint; "stored": in a checkpoint, which both sides load;
+            "gguf": so too
     env     of kt-kernel's process
     """
 
@@ -45,6 +49,10 @@ METHODS = {
     "nvfp4": Method("NVFP4", 4 + 8 / 16, made="stored", env={"KT_MXFP4_BACKEND": "avx2"}),  # it has no other for it
     "rawint4": Method("RAWINT4", 4 + 16 / 32, made="stored"),
     "gptq_int4": Method("GPTQ_INT4", 4 + 32 / 128, made="stored"),
+    **{
+        f"gguf_{name.lower()}": Method("LLAMAFILE", 8 * GGML[name].items / GGML[name].columns, made="gguf")
+        for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+    },
 }
 TOPK = 8
 ZIPF = 1.5  # concentrated: the expert of rank r is as likely as r ** -1.5
@@ -186,6 +194,12 @@ def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
 
             tensors += [(base + suffix, dtype, values) for suffix, dtype, values in stored.tensors(draw, n, k)]
     _write_layers(out, layers, tensors)
+
+
+def write_gguf(out: Path, shape: Shape, layers: int, method: str) -> None:
+    """The same in a GGUF: random blocks of a type of ggml."""
+    kind = method.removeprefix("gguf_").upper()
+    blocks.write_gguf(out / "model.gguf", layers, shape.experts, kind, (shape.hidden, shape.intermediate))
 
 
 Array = npt.NDArray[Any]
