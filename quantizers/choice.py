@@ -42,6 +42,10 @@ class Quantizer:
         """Whether it chooses codes of this grid."""
         return self.grids is None or grid.name in self.grids
 
+    def where_it_serves(self, grid: Grid) -> Quantizer:
+        """This one for a grid whose codes it chooses, else absmax: of mixed formats."""
+        return self if self.serves(grid) else ABSMAX
+
 
 def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F32]:
     """The scale of least squared error for each row (NUMERICS.md, section 2b)."""

@@ -86,6 +86,7 @@ CASES = {
     "merged": Case("cpu", "small"),
     "loose": Case("cpu", "tiny", ("--no-merge-safetensor",)),
     "cut and copied": Case("cpu", "small", ("--max-shard-size", "80KB", "--non-experts", "copy", "--layers", "0-1")),
+    "a method per layer": Case("cpu", "small", ("--method-map", "0=int8", "--method-map", "1=bf16")),
     "merge": Case("merge", "loose", ("--max-tensors", "9")),
     "resplit": Case("resplit", "loose", ("--threadpool-count", "1")),
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),

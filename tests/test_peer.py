@@ -180,6 +180,16 @@ def errors_of(
     return errors
 
 
+@pytest.mark.parametrize(("layer", "method"), [(0, "AMXINT4"), (1, "BF16")])
+def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path: Path, peer_python: str, layer: int, method: str) -> None:
+    """Asked to load a layer of an output with a method per layer, and by its very method, it fails and computes nothing."""
+    convert(tmp_path / "out", "int4", 1, "--method-map", "1=bf16")
+    save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
+    with pytest.raises(AssertionError, match="No experts found"):
+        forward(peer_python, tmp_path, layer, 1, method, tmp_path / "out")
+    assert not (tmp_path / "result.safetensors").exists()
+
+
 @pytest.mark.parametrize("numa", [1, 2])
 def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
     """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the

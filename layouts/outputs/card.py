@@ -72,7 +72,7 @@ def model_card(
         "",
         *card.use,
         *error_lines(stats),
-        *(layer_lines(stats) if "scale" in facts else []),
+        *(layer_lines(stats) if facts.keys() & {"scale", "methods"} else []),
         *calibration_lines(facts, stats),
     ]
     if notes:

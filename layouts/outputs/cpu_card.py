@@ -26,7 +26,7 @@ CONTENTS = {
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
     """What config.json says of these experts."""
-    return entries_of(facts, tool_version, per_row=fmt.encoding.grid.per_row)
+    return entries_of(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
 
 
 def entries_of(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def entries_of(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) ->
     quantization = {
         "quant_method": QUANT_METHOD,
         "method": facts["method"],
+        **({"methods": facts["methods"]} if "methods" in facts else {}),
         "layout_version": facts["layout_version"],
         "bits": facts["bits"],
         **({"strategy": "channel", "symmetric": True} if per_row else {}),
@@ -63,9 +64,7 @@ def amx_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_
     )
     rows = (
         ("method", f"{facts['method']} ({facts['bits']} bits, {numbers})"),
-        *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
-        *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
-        *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
+        *_choices(facts),
         ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
         *_resplit(facts),
     )
@@ -106,7 +105,13 @@ def own_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_
         f"{_experts(facts)} as {facts['method']} in {_parts(facts)}, for the CPU",
         f"runtime of ktconvert. kt-kernel does not load this layout. The folder holds {CONTENTS[non_experts]}.",
     )
-    rows = (("method", f"{facts['method']} ({numbers})"), ("NUMA parts", f"{facts['numa']}"), *_resplit(facts))
+    rows = (
+        ("method", f"{facts['method']} ({numbers})"),
+        *((method, f"layers {layers}") for method, layers in facts.get("methods", {}).items()),
+        *_choices(facts),
+        ("NUMA parts", f"{facts['numa']}"),
+        *_resplit(facts),
+    )
     run = f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder"
     whole = ("ktconvert run /path/to/this/folder", "ktconvert serve /path/to/this/folder")
     use = ("```bash", *((run,) if non_experts == "skip" else whole), "```")
@@ -177,6 +182,15 @@ def _parts(facts: Mapping[str, Any]) -> str:
     return f"{facts['numa']} NUMA part{'s' if facts['numa'] != 1 else ''}"
 
 
+def _choices(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How codes and scales were chosen."""
+    return [
+        *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
+        *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
+        *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
+    ]
+
+
 def _resplit(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     before = facts.get("resplit_from", ())
     return [("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []
@@ -187,6 +201,7 @@ MOE = replace(AMX, card=moe_card)
 MXFP4 = Description("4 bits, and 8 bits of scale for each 32 columns of a row", own_card, config_entries, check_config)
 FP8 = replace(MXFP4, numbers="E4M3, a float32 scale for each 128 x 128")
 BF16 = replace(MXFP4, numbers="16 bits, no scales")
+MIXED = replace(MXFP4, numbers="a method per layer")
 KT_MXFP4 = replace(MXFP4, card=partial(native_card, "MXFP4"))
 KT_FP8 = replace(FP8, card=partial(native_card, "FP8"))
 KT_BF16 = replace(BF16, card=partial(native_card, "BF16"))

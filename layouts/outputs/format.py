@@ -97,6 +97,7 @@ class Format:
     forward      whether it has the experts themselves; else the transposed matrices alone
     backward     whether it has transposed matrices for fine-tuning (--save-backward-weights)
     by_rounding  the encodings by the setting `rounding`, where there are several
+    by_layer     of a mix: the format of each layer (mixed.py); the names of tensors are alike in all
     """
 
     name: str
@@ -108,6 +109,7 @@ class Format:
     forward: bool = True
     backward: bool = False
     by_rounding: Mapping[str, Encoding] = field(default_factory=dict, compare=False)
+    by_layer: Mapping[int, Format] = field(default_factory=dict, hash=False)
 
     @property
     def option(self) -> str:
@@ -118,6 +120,15 @@ class Format:
     def can_resplit(self) -> bool:
         """Whether its NUMA parts can be rearranged."""
         return self.arrangement.parted and self.forward
+
+    def of_layer(self, layer: int) -> Format:
+        """The format of a layer: this one, unless it is a mix."""
+        return self.by_layer.get(layer, self)
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats that layers have: this one alone, unless it is a mix."""
+        return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
     def configured(self, settings: Mapping[str, Any]) -> Format:
         """This format with the options in a command's settings (or a manifest's facts)."""
@@ -143,6 +154,12 @@ def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:
     return sum(tensor.nbytes for part in grid.all_parts([0]) for tensor in encoding.tensors(part.n, part.k))
 
 
+def one_or_all(values: Iterable[int]) -> int | list[int]:
+    """The value where all are equal, else the sorted list of distinct values."""
+    distinct = sorted(set(values))
+    return distinct[0] if len(distinct) == 1 else distinct
+
+
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
 
 
@@ -165,7 +182,7 @@ def require_legal(fmt: Format, hidden: int, intermediate: int, parts: int, other
     if reason is None:
         return
     choices = []
-    for candidate in (fmt, *(other for other in others if other != fmt)):
+    for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
         counts = legal_counts(candidate, [(hidden, intermediate)])
         listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
         choices.append(f"{candidate.option} ({candidate.name}) takes --threadpool-count {listed}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.encodings.encoding import sizes_shown
-from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format, mixed
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
 
@@ -19,7 +19,8 @@ Shape = tuple[int, int, int]
 class Measure:
     """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., or "unknown" where the sizes fit none; fmt is None where we cannot tell what the bytes mean
+    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt is None where we cannot tell what the
+            bytes mean
     numa    T, the number of NUMA parts
     shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
@@ -29,6 +30,10 @@ class Measure:
     numa: int
     backward: bool
     shapes: dict[int, Shape]
+
+    def method_of(self, layer: int) -> str:
+        """The method of a layer."""
+        return self.method if self.fmt is None else self.fmt.of_layer(layer).name
 
 
 @dataclass(frozen=True)
@@ -58,27 +63,41 @@ def measure(output: Output, hidden: int = 0) -> Measure:
         if place.backward != formats[0].forward:
             kinds[TensorKind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
-    declared = output.facts.get("hidden", claimed[1] if claimed else 0)
+    hidden = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
+    sizes: dict[int, tuple[int, int]] = {}
+    by_layer: dict[int, Format] = {}
+    known = True
+    of_layers = mixed.formats_said(output)
+    for layers in [[layer] for layer in sorted(experts)] if of_layers else [sorted(experts)]:
+        here = {kind: count for kind, count in kinds.items() if kind.layer in layers}
+        best, fits, found = _best(of_layers or formats, here, layers, hidden)
+        sizes |= found
+        known = known and fits
+        by_layer |= dict.fromkeys(layers, best)
+    fmt = mixed.of_layers(by_layer) if by_layer else best
+    method = fmt.name if known else "unknown"
+    foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
+    foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
+    opaque = sorted(foreign & OPAQUE) if fmt.name not in OPAQUE else []
+    if not any(hidden for hidden, _ in sizes.values()) and not fmt.forward:
+        method = fmt.name
+    if opaque:
+        method, known = opaque[0], False
+    shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sorted(sizes.items())}
+    return Measure(method, fmt if known else None, numa, backward, shapes)
+
+
+def _best(
+    formats: Iterable[Format], kinds: Mapping[TensorKind, int], layers: list[int], hidden: object
+) -> tuple[Format, bool, dict[int, tuple[int, int]]]:
+    """Of these formats the one that most tensors of these layers fit, whether most do, and the layers' sizes."""
     candidates = []
     for fmt in formats:
-        if fmt.forward:
-            sizes = _sizes(fmt, kinds, sorted(experts))
-        else:
-            sizes = _by_product(fmt, kinds, sorted(experts), declared or hidden)
+        sizes = _sizes(fmt, kinds, layers) if fmt.forward else _by_product(fmt, kinds, layers, hidden)
         candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
-    known: Format | None = best if 2 * fitting > weights else None
-    method = "unknown" if known is None else known.name
-    foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
-    foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
-    opaque = sorted(foreign & OPAQUE) if best.name not in OPAQUE else []
-    if not any(hidden for hidden, _ in sizes.values()) and not best.forward:
-        method = best.name
-    if opaque:
-        method, known = opaque[0], None
-    shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sizes.items()}
-    return Measure(method, known, numa, backward, shapes)
+    return best, 2 * fitting > weights, sizes
 
 
 def formats_by_names(output: Output) -> tuple[Format, ...]:

@@ -78,12 +78,13 @@ class Converted:
     def swiglu_of(self, layer: int) -> Swiglu:
         """What a layer's experts compute by config.json, as far as their method can."""
         recorded = (metadata.get("activation") for metadata in self.output.metadata.values())
-        activation, method = next(filter(None, recorded), "silu"), METHODS.get(self.measured.method)
+        activation, method = next(filter(None, recorded), "silu"), METHODS.get(self.measured.method_of(layer))
         return method.swiglu_of(self.config, activation, layer) if method else PLAIN
 
     def require_computable(self) -> None:
         """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
-        if self.measured.fmt is None or self.measured.method not in METHODS:
+        fmt = self.measured.fmt
+        if fmt is None or any(own.name not in METHODS for own in fmt.formats):
             raise UnsupportedError(
                 f"{self.path}: its method is {self.measured.method}, which this runtime cannot compute; "
                 "convert the model with `ktconvert cpu`."
@@ -114,25 +115,27 @@ class Converted:
                 "Give one of these, or convert again with it."
             )
         count, h, i = measured.shapes[layer]
-        required.require(self.path, layer, "byte counts", (count, h, i), measured.method)
+        fmt = measured.fmt.of_layer(layer)
+        required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)
         self.require_metadata(layer, required.swiglu)
         self.require_manifest()
         grid = ExpertGrid(layer, h, i, measured.numa)
-        require_legal(measured.fmt, h, i, measured.numa)
-        weights.check_limits(measured.method, grid)
-        stored = dict(self._stored(measured.fmt, grid, count))
+        require_legal(fmt, h, i, measured.numa)
+        weights.check_limits(fmt.name, grid)
+        stored = dict(self._stored(fmt, grid, count))
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.is_roomy or output.loose else "map"
-        arrange = METHODS[measured.method].arrange
+        arrange = METHODS[fmt.name].arrange
         if memory == "map" and not output.loose and arrange is None:
             views = {key: self._view(one) for key, one in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
-        rows = dict.fromkeys(PROJECTIONS, METHODS[measured.method])
-        packed = weights.LayerWeights(rows, grid, count, weights.arrays_of(rows, views))
-        check = functools.partial(self._require_scales, measured.fmt.encoding)
+        rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
+        arrays = weights.arrays_of(lambda part: fmt.encoding.tensors(part.n, part.k), views)
+        packed = weights.LayerWeights(rows, grid, count, arrays)
+        check = functools.partial(self._require_scales, fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
         if arrange is not None:
             weights.in_parallel(lambda item: self._arrange(arrange, *item), packed.arrays.items(), pool.threads)
@@ -155,7 +158,7 @@ class Converted:
         output, measured = self.output, self.measured
         count, hidden, intermediate = measured.shapes[layer]
         actual = {
-            "method": measured.method,
+            "method": measured.method_of(layer),
             "numa": str(measured.numa),
             "num_experts": str(count),
             "hidden_size": str(hidden),
@@ -171,7 +174,7 @@ class Converted:
                 actual["activation"] = metadata["activation"]
             wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
             if wrong is not None:
-                settings = wrong == "activation" and _may_be_limited(measured.method)
+                settings = wrong == "activation" and _may_be_limited(measured.method_of(layer))
                 raise UnsupportedError(
                     f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}, "
                     f"its bytes and this runtime say {actual[wrong]}",
@@ -187,7 +190,7 @@ class Converted:
         Raises UnsupportedError where the method could compute what config.json says and the settings are others.
         """
         configured = in_config(self.output.config, activation, layer)
-        if configured in (None, swiglu) or not _may_be_limited(self.measured.method):
+        if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
             return configured == swiglu
         raise UnsupportedError(
             f"{self.output.root}: the experts of layer {layer} have {configured} by config.json, not "

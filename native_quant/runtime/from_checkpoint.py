@@ -46,6 +46,7 @@ from ktconvert.native_quant.runtime.weights import (
     contents,
     in_parallel,
     sizes_of,
+    tensors_of,
 )
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -132,7 +133,7 @@ class Checkpoint:
                         raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
 
             with blocks(sizes, grid.numa, pool.nodes) as views:
-                arrays = arrays_of(rows, views)
+                arrays = arrays_of(tensors_of(rows), views)
                 in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
             for info in model.layer_tensors(layer):
                 model.source.release(info)

@@ -119,7 +119,7 @@ def pack(
 
     rows = dict.fromkeys(PROJECTIONS, method)
     with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
-        arrays = arrays_of(rows, views)
+        arrays = arrays_of(tensors_of(rows), views)
         in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(rows, grid, experts, arrays)
 
@@ -138,21 +138,21 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
         )
 
 
+def tensors_of(rows: Mapping[str, Method]) -> Callable[[Part], tuple[TensorInfo, ...]]:
+    """The tensors of a part in memory, by its projection's row."""
+    return lambda part: rows[part.projection].tensors(part.n, part.k)
+
+
 def sizes_of(rows: Mapping[str, Method], grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
     """The bytes of each tensor of a layer, by part and suffix."""
-    return {
-        (part, tensor.name): tensor.nbytes
-        for part in grid.all_parts(range(experts))
-        for tensor in rows[part.projection].tensors(part.n, part.k)
-    }
+    tensors = tensors_of(rows)
+    return {(part, tensor.name): tensor.nbytes for part in grid.all_parts(range(experts)) for tensor in tensors(part)}
 
 
-def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part, in the order in which its row has them."""
-
-    def tensors(part: Part) -> tuple[TensorInfo, ...]:
-        return rows[part.projection].tensors(part.n, part.k)
-
+def arrays_of(
+    tensors: Callable[[Part], Iterable[TensorInfo]], views: dict[tuple[Part, str], Bytes]
+) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part, in the order in which `tensors` names them."""
     parts = dict.fromkeys(part for part, _ in views)
     return {part: tuple(views[part, tensor.name] for tensor in tensors(part)) for part in parts}
 

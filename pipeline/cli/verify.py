@@ -97,7 +97,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def run_check(report: Report, threads: int) -> Check:
-    """Push a few tokens through the first layer: finite, and close to what the weights give in float.
+    """Push a few tokens through the first layer of each method: finite, and close to what the weights give in float.
 
     Raises UnsupportedError for a method that this runtime cannot compute, InputError for a damaged checkpoint.
     """
@@ -113,23 +113,28 @@ def run_check(report: Report, threads: int) -> Check:
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
         return Check("", ("nothing was computed, since weight files are missing or damaged",))
-    if measure.method not in ("unknown", *COMPUTED) and not from_checkpoint.is_checkpoint(output.root):
+    unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *COMPUTED})
+    if unknown and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
-            f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
+            f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
         )
     source = open_experts(output.root)
-    layer = source.layers[0]
-    topk, _ = experts_per_token(output.config, layer, source.shape_of(layer)[0])
-    try:
-        result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
-    except (InputError, UnsupportedError, VerificationError) as error:
-        if output.manifest is None and not output.methods:  # a checkpoint, of which there is no report of its damage
-            raise
-        return Check("", (str(error).replace(f"{output.root}: ", ""),))
-    errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
-    summary = (
-        f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
-        f"relative error against float {errors}, at most {result.bound}"
-    )
+    first = {measure.method_of(layer): layer for layer in reversed(source.layers)}
+    summaries: list[str] = []
+    problems: list[str] = []
+    for layer in sorted(first.values()):
+        topk, _ = experts_per_token(output.config, layer, source.shape_of(layer)[0])
+        try:
+            result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
+        except (InputError, UnsupportedError, VerificationError) as error:
+            if output.manifest is None and not output.methods:  # a checkpoint: there is no report of its damage
+                raise
+            return Check("", (str(error).replace(f"{output.root}: ", ""),))
+        errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
+        summaries.append(
+            f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
+            f"relative error against float {errors}, at most {result.bound}"
+        )
+        problems += result.problems
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
-    return Check(summary, result.problems, remedy=remedy)
+    return Check("; ".join(summaries), tuple(problems), remedy=remedy)

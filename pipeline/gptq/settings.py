@@ -90,7 +90,7 @@ def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: Quantiza
         quantizes=True,
         calibrate=settings.sees,
         statistics=options.gptq.save_statistics is not None,
-        bits=fmt.encoding.grid.bits,
+        bits=max(own.encoding.grid.bits for own in fmt.formats),
         group=settings.group,
         on_gpu=settings.machine["device_type"] != "cpu",
     )

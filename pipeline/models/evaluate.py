@@ -237,10 +237,11 @@ def _comparing(module: Any, error: ExpertsError) -> Callable[..., None]:
 
 
 def method_of(converted: Any) -> str:
-    """How the experts of a converted model are stored."""
+    """How the experts of a converted model are stored: every method that layers have."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
-    return next(module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
+    found = (module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
+    return ", ".join(dict.fromkeys(found))
 
 
 def document(

@@ -110,6 +110,15 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
             effect=Effect.WEIGHTS,
         ),
     ] = "int4"
+    method_map: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another method for some layers, e.g. 0-5=int8 (or int4, mxfp4, fp8, bf16); for the runtime of ktconvert, "
+            "since kt-kernel takes one for all. May be repeated; the last one counts.",
+            Text(),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = ()
     config: Annotated[
         str | None,
         Option(

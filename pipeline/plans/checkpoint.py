@@ -23,6 +23,7 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
+from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
@@ -101,22 +102,24 @@ def require_complete(source: TensorSource, what: str, why: str) -> None:
         raise InputError(f"{source.root}: has no {CONFIG}, {why}; download it too.")
 
 
-def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer numbers of "3-60,62", or of "all". Raises UsageError for anything else or a layer that is not there."""
+def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") -> tuple[int, ...]:
+    """Layer numbers of "3-60,62", or of "all", the value of a flag. Raises UsageError for anything else or a layer that
+    is not there.
+    """
     if text == "all":
         return present
     chosen: set[int] = set()
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
         if match is None:
-            raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
+            raise UsageError(f"{flag} {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise UsageError(f"--layers {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
+            raise UsageError(f"{flag} {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
         absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
         if absent:
             raise UsageError(
-                f"--layers {text}: layer {absent[0]} has no experts here; those that do are {ranges(present)}."
+                f"{flag} {text}: layer {absent[0]} has no experts here; those that do are {ranges(present)}."
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
@@ -134,12 +137,6 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
         "weights_on": model.weights_on,
         "dtypes": sorted(model.dtypes),
     }
-
-
-def one_or_all(values: Iterable[int]) -> int | list[int]:
-    """The value where all are equal, else the sorted list of distinct values."""
-    distinct = sorted(set(values))
-    return distinct[0] if len(distinct) == 1 else distinct
 
 
 def source_identity(source: TensorSource) -> str:

@@ -11,13 +11,14 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_complete, loose
+from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_complete, loose, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
+from ktconvert.pipeline.plans import method_map
 from ktconvert.pipeline.plans.checkpoint import (
     begun_values,
     collector_at_rest,
@@ -61,6 +62,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         require_whole(source, f"--non-experts {options.non_experts}")
     model = recognise(source, rows_for(options.arch_row))
     _require_input_type(options.input_type, model)
+    fmt = method_map.of_model(options, fmt, model)
     choice = _choice(options, fmt)
     imatrix = importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
@@ -77,8 +79,9 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         if other.backward or not options.save_backward_weights
     ]
     for layer in layers:
-        require_legal(fmt, *model.shape(layer)[1:], options.threadpool_count, comparable)
-    facts = _facts(model, fmt, numa, layers, options) | facts_of(imatrix, layers)
+        require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
+    measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
+    facts = _facts(model, fmt, numa, layers, options) | facts_of(imatrix, measured)
     metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
@@ -112,7 +115,13 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         copy_tensors.not_experts(model, options.non_experts),
         facts,
         metadata,
-        card_notes=[*_notes(model, fmt, layers, options), *notes_of(facts)],
+        card_notes=[
+            *_notes(model, layers, options),
+            *method_map.of_each(fmt, lambda own: _notes_of(model, own, options)),
+            *fmt.notes,
+            *method_map.notes(fmt, layers, choice),
+            *notes_of(facts),
+        ],
         notes=_gains(fmt, choice),
         non_experts=options.non_experts,
         loose_files=loose_files,
@@ -125,11 +134,12 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
 def _choice(options: CpuOptions, fmt: Format) -> Quantizer:
     """How codes are chosen. Raises UsageError where the format has one way alone."""
     choice = QUANTIZERS[options.scale]
-    if not choice.serves(fmt.encoding.grid):
+    unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
+    if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
         able = " and ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
         raise UsageError(
-            f"--scale {choice.name} is for --quant-method {able}; {fmt.name} has one way to choose codes: leave out "
-            "--scale."
+            f"--scale {choice.name} is for --quant-method {able}; {unserved[0]} has one way to choose codes: leave "
+            "out --scale."
         )
     return choice
 
@@ -227,10 +237,8 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         calibration = {**settings.facts(options), "machine": options.machine.machine}
     return {
         "architecture": model.arch.name,
-        "method": fmt.name,
+        **mixed.facts_of(fmt, layers),
         "layout": fmt.arrangement.layout,
-        "layout_version": fmt.encoding.version,
-        "bits": fmt.encoding.grid.bits,
         "numa": numa,
         **shape_facts(model, layers),
         "backward": options.save_backward_weights,
@@ -241,7 +249,9 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
 
 def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
     """What other choices of codes would gain; said of a plan, but not in the model card."""
-    if choice != ABSMAX or fmt.encoding.grid.bits != 4 or not MSE.serves(fmt.encoding.grid):
+    if choice != ABSMAX or not any(
+        own.encoding.grid.bits == 4 and MSE.serves(own.encoding.grid) for own in fmt.formats
+    ):
         return ()
     return (
         "--scale mse makes the same files with less error: of Gaussian rows of 2048 11 % instead of 15 %, with heavy "
@@ -250,13 +260,25 @@ def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
     )
 
 
-def _notes(model: MoeModel, fmt: Format, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
+def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
+    """On the checkpoint, and on what of it is converted."""
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and options.kept_layers is None:
         notes.append(f"layers {ranges(left)} are left out, as --layers or --resume-layer says")
     if options.kept_layers:
         notes.append(f"layers {_compact(options.kept_layers)} were in the output already and are kept as they are")
+    if model.source.container.experts_only and not model.source.has_config:
+        notes.append(
+            f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
+            "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
+        )
+    return notes
+
+
+def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
+    """On what the format makes of these experts."""
+    notes = []
     kept = fmt.encoding.is_exact(model)
     if kept:
         stored = [] if fmt.encoding.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
@@ -277,9 +299,4 @@ def _notes(model: MoeModel, fmt: Format, layers: tuple[int, ...], options: CpuOp
             f"that: of Q4_K weights, int8 is 7.2 to 8.6 % off the original ones, int4 {lost}; "
             "--quant-method int8 is the better choice"
         )
-    if model.source.container.experts_only and not model.source.has_config:
-        notes.append(
-            f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
-            "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
-        )
-    return [*notes, *fmt.notes]
+    return notes

@@ -13,11 +13,12 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, PROJECTIONS, Format, card, cpu_card, format_of, loose
+from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.rewriting import MergeOptions
-from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, one_or_all, parse_layers
+from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, parse_layers
 from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile

@@ -15,9 +15,9 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import Format, card, cpu_card
+from ktconvert.layouts.outputs import Format, card, cpu_card, mixed
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.format import require_legal
+from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
@@ -37,13 +37,13 @@ from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.rewriting import ResplitOptions
+from ktconvert.pipeline.plans import method_map
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     base_model,
     collector_at_rest,
     companions,
     number_shards,
-    one_or_all,
     shards_read_by,
 )
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
@@ -76,8 +76,8 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
     root, options = Path(request.input), request.options
     numa = options.threadpool_count
     output, measured, fmt = _open(root)
-    for _, hidden, intermediate in measured.shapes.values():
-        require_legal(fmt, hidden, intermediate, numa)
+    for layer, (_, hidden, intermediate) in measured.shapes.items():
+        require_legal(fmt.of_layer(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
         raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
@@ -102,7 +102,8 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
-    notes = tuple(_notes(rearranging.units, measured.numa, numa))
+    by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
+    notes = tuple(method_map.of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
     base, about = base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
@@ -175,9 +176,7 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[st
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
         "architecture": "unknown",
-        "method": fmt.name,
-        "layout_version": fmt.encoding.version,
-        "bits": fmt.encoding.grid.bits,
+        **mixed.facts_of(fmt, list(measured.shapes)),
         "numa": numa,
         "layers": sorted(measured.shapes),
         "experts": experts,

@@ -13,6 +13,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.rewriting import ResplitOptions
@@ -67,7 +68,8 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         for work in works:
             _require_source_of(work, model, against)
             grid = work.grid
-            again = ExpertsWork(model, work.fmt, QUANTIZERS[scale], grid, work.sampled, work.sampled + 1, {})
+            choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
+            again = ExpertsWork(model, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
             _measure(errors, work, again)
@@ -124,6 +126,8 @@ def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     settings, facts = plan.request.options.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
+    for method, layers in facts.get("methods", {}).items():
+        words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
     words += ["--scale", facts["scale"]] if "scale" in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []

@@ -67,15 +67,16 @@ def stage(
     for step in chain.steps(model, rest, boundary):
         experts, hidden, width = model.shape(step.layer)
         grid = ExpertGrid(step.layer, hidden, width, numa)
-        about = layer_metadata(step.layer, model.shape(step.layer), metadata)
+        own = fmt.of_layer(step.layer)
+        about = layer_metadata(own, step.layer, model.shape(step.layer), metadata)
         units.append(
             Unit(
                 stage=NAME,
                 key=step.key,
-                versions=(VERSION, gptq.VERSION, fmt.encoding.grid.version, fmt.encoding.version),
+                versions=(VERSION, gptq.VERSION, own.encoding.grid.version, own.encoding.version),
                 params=(
                     ("after", units[-1].fingerprint),
-                    ("format", fmt.name),
+                    ("format", own.name),
                     ("quantizer", (choice.name, choice.version)),
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
@@ -84,10 +85,10 @@ def stage(
                 final=loose.layer_folder(step.layer) if loose_files else "",
                 folder=loose_files,
                 bytes_in=step.bytes_in,
-                bytes_out=experts * expert_bytes(fmt.encoding, grid),
+                bytes_out=experts * expert_bytes(own.encoding, grid),
                 handed_on=step.handed_on,
                 side=0 if document is None else gather_statistics.layer_bytes(model, step.layer),
-                work=GptqWork(model, fmt, settings, grid, choice, step.before, about, skeleton, library, loose_files),
+                work=GptqWork(model, own, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
     if document is not None:

@@ -140,41 +140,45 @@ def stage(
     imatrix: Imatrix | None = None,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
-    """The stage that converts these layers; the plan gives shards their final names. imatrix: for a choice that asks
-    how important columns are. options: (name, value) of those that change bytes.
+    """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
+    format. imatrix: for a choice that asks how important columns are. options: (name, value) of those that change
+    bytes.
     """
     names = fmt.names_in(model)
     units = []
     for layer in layers:
+        own = fmt.of_layer(layer)
+        chosen = choice.where_it_serves(own.encoding.grid)
+        importance = importance_of(imatrix, layer) if chosen.importance else None
         experts, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, fmt.forward)
-        each = expert_bytes(fmt.encoding, grid)
+        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
+        each = expert_bytes(own.encoding, grid)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         cuts = group_by_limit([each] * experts, limit)
         for number, (start, stop) in enumerate(cuts):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
-            about = layer_metadata(layer, model.shape(layer), metadata)
+            about = layer_metadata(own, layer, model.shape(layer), metadata)
             ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
                 Unit(
                     stage=NAME,
                     key=f"layer-{layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
-                    versions=(VERSION, fmt.encoding.grid.version, fmt.encoding.version),
+                    versions=(VERSION, own.encoding.grid.version, own.encoding.version),
                     params=(
-                        ("format", fmt.name),
+                        ("format", own.name),
                         ("reading", model.reading(layer)),
                         ("metadata", tuple(sorted(about.items()))),
                         ("options", options),
                         ("experts", (start, stop)),
                         ("names", tuple(names.key(place, "") for place in ends)),
-                        ("quantizer", (choice.name, choice.version)),
+                        ("quantizer", (chosen.name, chosen.version)),
                     ),
                     inputs=tuple(map(model.source.identity, tensors)),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=each * (stop - start),
                     folder=loose_files,
-                    work=ExpertsWork(model, fmt, choice, grid, start, stop, about, importance_of(imatrix, layer)),
+                    work=ExpertsWork(model, own, chosen, grid, start, stop, about, importance),
                 )
             )
     return Stage(
@@ -182,11 +186,13 @@ def stage(
     )
 
 
-def layer_metadata(layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
-    """What the shards of a layer of shape (E, H, I) say of it, beside what all shards say."""
+def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
+    """What the shards of a layer of shape (E, H, I) in this format say of it, beside what all shards say."""
     experts, hidden, intermediate = shape
     return {
         **metadata,
+        "method": fmt.name,
+        "layout_version": str(fmt.encoding.version),
         "layer": str(layer),
         "num_experts": str(experts),
         "hidden_size": str(hidden),

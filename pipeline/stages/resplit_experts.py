@@ -106,7 +106,7 @@ class ResplitWork:
         try:
             return resplit(self.fmt.encoding, old, self.grid, item, place)
         except ValueError as error:
-            key, high = self.names.key(old[0][0].place, "weight"), self.fmt.encoding.grid.high
+            key, high = self.names.key(old[0][0].place, suffixes(self.fmt.encoding)[0]), self.fmt.encoding.grid.high
             raise InputError(
                 f"{self.output.root}: {key} or another part of this linear holds a code that is not in "
                 f"-{high}..{high}; convert it again."
@@ -166,19 +166,19 @@ def stage(
     """The stage that rearranges layers, (old grid, number of experts). files: the output's weight files, by name."""
     units = []
     for old, experts in grids:
-        grid = replace(old, numa=numa)
-        each = expert_bytes(fmt.encoding, grid)
+        own, grid = fmt.of_layer(old.layer), replace(old, numa=numa)
+        each = expert_bytes(own.encoding, grid)
         cuts = group_by_limit([each] * experts, None if output.loose else max_shard_size)
-        about = layer_metadata(old.layer, (experts, old.hidden, old.intermediate), metadata)
+        about = layer_metadata(own, old.layer, (experts, old.hidden, old.intermediate), metadata)
         for number, (start, stop) in enumerate(cuts):
-            work = ResplitWork(output, fmt, old, grid, start, stop, about)
+            work = ResplitWork(output, own, old, grid, start, stop, about)
             units.append(
                 Unit(
                     stage=NAME,
                     key=f"layer-{old.layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
-                    versions=(VERSION, fmt.encoding.version),
+                    versions=(VERSION, own.encoding.version),
                     params=(
-                        ("layout", fmt.name),
+                        ("layout", own.name),
                         ("metadata", tuple(sorted(about.items()))),
                         ("numa", (old.numa, numa)),
                         ("backward", old.backward),
@@ -187,7 +187,7 @@ def stage(
                     ),
                     inputs=tuple(_inputs(work, files)),
                     final=loose.layer_folder(old.layer) if output.loose else "",
-                    bytes_in=expert_bytes(fmt.encoding, old) * (stop - start),
+                    bytes_in=expert_bytes(own.encoding, old) * (stop - start),
                     bytes_out=each * (stop - start),
                     folder=output.loose,
                     work=work,

@@ -78,9 +78,11 @@ class Comparison:
     def expert(self, layer: int, expert: int) -> ExpertFindings:
         """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, self.fmt.forward)
-        importance = importance_of(self.imatrix, layer)
-        work = ExpertsWork(self.model, self.fmt, self.choice, grid, expert, expert + 1, {}, importance)
+        fmt = self.fmt.of_layer(layer)
+        choice = self.choice.where_it_serves(fmt.encoding.grid)
+        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, fmt.forward)
+        importance = importance_of(self.imatrix, layer) if choice.importance else None
+        work = ExpertsWork(self.model, fmt, choice, grid, expert, expert + 1, {}, importance)
         sample = range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
         return _compare_expert(self, work, measured=self.full or expert in sample)
 
@@ -151,10 +153,10 @@ def compare_source(
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     before = _before(output)
     for numa in (*before, measure.numa):
-        wrong = illegal_reason(compared.fmt, (measure.shapes[n][1:] for n in layers), numa)
-        if wrong is not None and numa in before:
-            problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
-        layers = [n for n in layers if illegal_reason(compared.fmt, [measure.shapes[n][1:]], numa) is None]
+        wrong = {n: illegal_reason(compared.fmt.of_layer(n), [measure.shapes[n][1:]], numa) for n in layers}
+        if numa in before and (reason := next(filter(None, wrong.values()), None)):
+            problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {reason}")
+        layers = [n for n in layers if wrong[n] is None]
     total, errors = _compare_experts(model, layers, check_items, reporter)
     problems += total.problems
     problems += compare_others(output, model.source, compared.other_tensors, check_items, reporter)

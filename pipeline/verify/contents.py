@@ -58,10 +58,11 @@ def check_numbers(output: Output, measure: Measure) -> Check:
 
 
 def _wrong_numbers(output: Output, measure: Measure) -> Iterator[str]:
-    """By the output's format; without one, by the first that names its tensors so."""
-    encoding = (measure.fmt or formats_by_names(output)[0]).encoding
-    endings = suffixes(encoding)
+    """By the format of each layer; without one, by the first that names its tensors so."""
+    fmt = measure.fmt or formats_by_names(output)[0]
     for place in dict.fromkeys(place for place, _ in output.tensors):
+        encoding = fmt.of_layer(place.layer).encoding
+        endings = suffixes(encoding)
         _, hidden, intermediate = measure.shapes[place.layer]
         n, k = part_shape(place.projection, hidden, intermediate, measure.numa)  # 0 where they are not known
         n, k = (k, n) if place.backward else (n, k)

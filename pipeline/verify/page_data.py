@@ -126,10 +126,11 @@ def _worst_rows(
 ) -> Iterator[WorstRow]:
     """For each of these linears; its parts are in memory one at a time, as float32."""
     assert measure.fmt is not None
-    fmt = measure.fmt.configured(output.facts)
-    # BF16 would round codes that are kept
-    source = fp8.source_values if fmt.encoding.is_exact(model) else source_values
+    whole_fmt = measure.fmt.configured(output.facts)
     for linear in linears:
+        fmt = whole_fmt.of_layer(linear.layer)
+        # BF16 would round codes that are kept
+        source = fp8.source_values if fmt.encoding.is_exact(model) else source_values
         whole, found = model.linear(*linear[:3]), []
         for part in _parts(output, measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
@@ -160,16 +161,21 @@ def _relative(x: F32, y: F32) -> npt.NDArray[np.float64]:
 
 def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
     """The scales of every expert, one expert per thread in memory; None where the format has none, or is not known."""
-    fmt = measure.fmt
-    if fmt is None or fmt.encoding.scales is None:
+    if measure.fmt is None or all(fmt.encoding.scales is None for fmt in measure.fmt.formats):
         return None
-    sound = {n for n, (_, h, i) in measure.shapes.items() if illegal_reason(fmt, [(h, i)], measure.numa) is None}
+    of_layer = {n: measure.fmt.of_layer(n) for n in measure.shapes}
+    sound = {
+        n
+        for n, (_, h, i) in measure.shapes.items()
+        if of_layer[n].encoding.scales and illegal_reason(of_layer[n], [(h, i)], measure.numa) is None
+    }
     linears = {place[:3] for place, _ in output.tensors if place.layer in sound}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
 
     def read(linear: Linear, _slot: int) -> list[tuple[Part, F32]]:
+        fmt = of_layer[linear[0]]
         return [
             (part, scale_values(fmt.encoding, stored[0], part.n, part.k))
             for part in _parts(output, measure, fmt, linear)

@@ -64,6 +64,7 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         return [*rows, ("weights", others)]
     rows += [
         ("method", document["method"]),
+        *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("NUMA parts", joined(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import OutputFile
-from ktconvert.layouts.outputs import LOOSE_METHODS
+from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
 from ktconvert.layouts.outputs.card import ranges, unquantized
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
@@ -155,8 +155,9 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
             problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
             break
+        own = fmt.of_layer(grid.layer)
         for part in grid.all_parts(range(experts)):
-            for tensor in fmt.encoding.tensors(part.n, part.k):
+            for tensor in own.encoding.tensors(part.n, part.k):
                 key = part.place, tensor.name
                 used.add(key)
                 stored = output.tensors.get(key)
@@ -166,7 +167,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
                     problems.append(
                         f"{stored.name} in {stored.file} has {stored.nbytes} bytes, "
-                        f"{measure.method} of {part.n} x {part.k} has {tensor.nbytes}"
+                        f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
                     )
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
@@ -187,9 +188,10 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
             yield f"the files are called {prefix}, their sizes are those of {measure.method}"
     _, hidden, intermediate = _usual(measure)
     if measure.fmt is not None and (hidden or intermediate):
-        reason = illegal_reason(measure.fmt, [(hidden, intermediate)], measure.numa)
-        if reason is not None:
-            yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
+        for fmt in measure.fmt.formats:
+            reason = illegal_reason(fmt, [(hidden, intermediate)], measure.numa)
+            if reason is not None:
+                yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
     for name, actual in sizes_of(measure).items():
         recorded = output.facts.get(name)
         one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
@@ -206,6 +208,7 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
 
     return {
         "method": measure.method,
+        **({} if measure.fmt is None else mixed.methods_of(measure.fmt, list(measure.shapes))),
         "numa": measure.numa,
         "experts": only(0),
         "hidden": only(1),
@@ -229,7 +232,12 @@ def check_metadata(output: Output, measure: Measure) -> Check:
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
             experts, hidden, intermediate = measure.shapes[layer]
-            expected |= {"layer": str(layer), "num_experts": str(experts), "hidden_size": str(hidden)}
+            expected |= {
+                "method": measure.method_of(layer),
+                "layer": str(layer),
+                "num_experts": str(experts),
+                "hidden_size": str(hidden),
+            }
             expected["moe_intermediate_size"] = str(intermediate)
         for name, value in expected.items():
             if about.get(name) != value:

@@ -1,0 +1,234 @@
+"""A method per layer: how the map is read, that each layer has the bytes of its method, and that verify, the runtime and
+the other commands know which it is, while kt-kernel takes none of it for its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.runtime import benchmark
+from ktconvert.native_quant.runtime.experts import Experts
+from rig import conversion
+from rig.files import edit_json
+from rig.safetensors import differing, edit_header, metadata_of, read_folder
+from rig.verifying import accepted, row, verified
+
+METHODS = {0: "int8", 1: "mxfp4", 2: "int4", 3: "fp8", 4: "bf16"}  # layer -> method
+NAMES = {"int4": "AMXINT4", "int8": "AMXINT8", "mxfp4": "MXFP4", "fp8": "FP8", "bf16": "BF16"}
+MAP = ("0-3=int8", "1=mxfp4", "2-4=int4", "4=BF16", "3=fp8")  # the last one counts
+
+
+def ok(*arguments: object) -> Result:
+    done = conversion.here(*arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def convert(source: Path, out: Path, method: str, *more: object) -> Path:
+    ok("cpu", "-i", source, "-o", out, "--quant-method", method, "-q", *more)
+    return out
+
+
+def mapped(*texts: str) -> list[str]:
+    return [word for text in texts for word in ("--method-map", text)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("method-map") / "source", layers=5)
+
+
+@pytest.fixture(scope="module")
+def mix(source: Path) -> Path:
+    return convert(source, source.with_name("mix"), "int4", *mapped(*MAP))
+
+
+@pytest.fixture(scope="module")
+def wholes(source: Path) -> dict[str, Path]:
+    """An output of each method."""
+    return {method: convert(source, source.with_name(method), method) for method in NAMES}
+
+
+# --- the map --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (mapped("0-2"), "0-2: give layers and their method, like 0-5=int8"),
+        (mapped("0=int5"), "int5 is no method that layers can be given; these are int4, int8, mxfp4, fp8 and bf16"),
+        (mapped("0="), "is no method that layers can be given"),
+        (mapped("4-5=int8"), "--method-map 4-5: layer 5 has no experts here; those that do are 0-4"),
+        (mapped("3-1=int8"), "runs backwards"),
+        (mapped("x=int8"), "--method-map x: give layer numbers"),
+        (mapped("0-2=int8", "all=int4"), "every layer would have int4; give --quant-method int4"),
+        ([*mapped("0=int8"), "--layers", "0"], "every layer would have int8"),
+        ([*mapped("0=int8"), "--no-merge-safetensor"], "leave out --no-merge-safetensor"),
+        ([*mapped("0=int8"), "--save-backward-weights"], "leave out --save-backward-weights"),
+        ([*mapped("0=int8"), "--quant-method", "fp8", "--layout", "kt"], "--quant-method fp8: KT_FP8 is no method"),
+        ([*mapped("0=bf16"), "--quant-method", "fp8", "--scale", "mse"], "leave out --scale"),
+        ([*mapped("0=bf16"), "--scale", "imatrix"], "needs the importance of inputs"),
+    ],
+)
+def test_what_cannot_be_mapped(options: list[str], says: str, source: Path, tmp_path: Path) -> None:
+    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    assert getattr(done.exception, "exit_code", None) == 2 and says in str(done.exception), done.exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_method_that_cannot_hold_its_layer(source: Path, tmp_path: Path) -> None:
+    options = (*mapped("0-3=bf16", "4=int8"), "--quant-method", "bf16", "--threadpool-count", 8)
+    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    assert isinstance(done.exception, UnsupportedError)
+    assert "AMXINT8 cannot hold this model in 8 NUMA parts" in str(done.exception), done.exception
+
+
+def test_the_plan_says_it_all(source: Path, tmp_path: Path) -> None:
+    done = ok("cpu", "-i", source, "-o", tmp_path / "out", *mapped(*MAP), "--scale", "mse", "--dry-run")
+    listed = "AMXINT8: layers 0; MXFP4: layers 1; AMXINT4: layers 2; FP8: layers 3; BF16: layers 4"
+    assert f"kt-kernel loads none of it ({listed})" in done.output.replace("\n", " ")
+    assert "--scale mse changes nothing in layers of" in done.output.replace("\n", " ")
+    assert "BF16: the experts are BF16 already" in done.output.replace("\n", " ")
+
+
+# --- the output -----------------------------------------------------------------------------------
+
+
+def test_each_layer_has_the_bytes_of_its_method(mix: Path, wholes: dict[str, Path]) -> None:
+    """Under names of which kt-kernel's loader asks for none."""
+    expected = {
+        re.sub(r"scale$", "scales", re.sub(r"weight$", "codes", name)): tensor
+        for layer, method in METHODS.items()
+        for name, tensor in read_folder(wholes[method]).items()
+        if name.startswith(f"blk.{layer}.")
+    }
+    assert differing(read_folder(mix), expected) == []
+    shards = {int(about["layer"]): about for about in map(metadata_of, mix.glob("*.safetensors"))}
+    assert {layer: about["method"] for layer, about in shards.items()} == {n: NAMES[m] for n, m in METHODS.items()}
+
+
+def test_inspect_and_the_card_list_the_methods(mix: Path) -> None:
+    about = json.loads(ok("inspect", mix, "--json").stdout)
+    assert about["method"] == "MIXED" and about["complete"] and about["arrangement"] == "merged"
+    assert about["methods"] == {NAMES[method]: str(layer) for layer, method in METHODS.items()}
+    assert "FP8: layers 3" in ok("inspect", mix).stdout
+    assert "| FP8 | layers 3 |" in (mix / "README.md").read_text()
+    assert json.loads((mix / "config.json").read_text())["quantization_config"]["methods"] == about["methods"]
+
+
+def test_it_is_verified(mix: Path, source: Path, tmp_path: Path) -> None:
+    """Against its source, against itself, and by computing a layer of each method; with the page."""
+    report = accepted(mix, "--against", source, "--run", "--full", "--report", tmp_path / "page.html")
+    assert "the same bytes" in row(report, "source")["result"]
+    assert [f"layer {n}," in row(report, "run")["result"] for n in METHODS] == [True] * len(METHODS)
+    assert {error["layer"] for error in report["errors"] if error["relative_error"] == 0} == {4}
+    assert "Worst rows" in (tmp_path / "page.html").read_text()
+    accepted(mix, "--against", mix)
+
+
+def test_without_a_manifest_shards_say_the_methods(mix: Path, source: Path, tmp_path: Path) -> None:
+    shutil.copytree(mix, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert accepted(tmp_path / "out", "--against", source)["methods"]["FP8"] == "3"
+
+
+def of_shard(layer: int, **changed: str) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        path = out / f"model-{layer + 1:05d}-of-00005.safetensors"
+        edit_header(path, lambda header: header["__metadata__"].update(changed))
+
+    return damage
+
+
+def of_manifest(out: Path) -> None:
+    edit_json(out / "manifest.json", lambda document: document["model"]["methods"].update(FP8="2", AMXINT4="3"))
+
+
+DAMAGE = {
+    "another method of the same names": (
+        of_shard(0, method="AMXINT4"),
+        "says method AMXINT4, its tensors have AMXINT8",
+    ),
+    "a method that none has": (of_shard(0, method="AMXINT9"), "says method AMXINT9, its tensors have AMXINT8"),
+    "a method of other sizes": (of_shard(3, method="BF16"), "its metadata says method BF16, its tensors have FP8"),
+    "a bit of a layer": (lambda out: conversion.edit(out / "model-00003-of-00005.safetensors"), "its sha256 is"),
+    "layers of the manifest": (of_manifest, "the manifest says methods"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(damage: str, mix: Path, tmp_path: Path) -> None:
+    out, (edit, says) = shutil.copytree(mix, tmp_path / "out"), DAMAGE[damage]
+    edit(out)
+    report = verified(out)
+    problems = [problem for check in report["checks"] for problem in check["problems"]]
+    assert report["code"] == 6 and any(says in problem for problem in problems), problems
+
+
+def test_resplit_rearranges_each_layer_by_its_method(mix: Path, source: Path, tmp_path: Path) -> None:
+    """What verify makes again of the source, for one part, is what comes out."""
+    done = ok("resplit", mix, tmp_path / "out", "--threadpool-count", 1)
+    assert "FP8: every weight and scale stays what it is" in done.output.replace("\n", " ")
+    report = accepted(tmp_path / "out", "--against", source)
+    assert report["method"] == "MIXED" and report["methods"]["FP8"] == "3" and report["numa"] == 1
+
+
+# --- the runtime ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", METHODS)
+def test_a_layer_computes_what_it_does_in_an_output_of_its_method(
+    layer: int, mix: Path, wholes: dict[str, Path]
+) -> None:
+    rng = np.random.default_rng(layer)
+    ids, weights = np.array([[0, 1]] * 3), rng.random((3, 2), np.float32)
+    hidden = conversion.bf16(rng, 3, conversion.HIDDEN)
+    outs = []
+    for folder in (mix, wholes[METHODS[layer]]):
+        with Experts.load(folder, layer) as experts:
+            assert experts.method == NAMES[METHODS[layer]]
+            outs.append(experts.forward(hidden, ids, weights))
+    assert np.any(outs[0]) and np.array_equal(*outs)
+
+
+def test_another_method_than_the_layers_is_refused(mix: Path) -> None:
+    pytest.importorskip("torch")
+    from ktconvert.native_quant import KTMoEWrapper
+
+    sizes = (2, 1, conversion.HIDDEN, conversion.WIDTH)
+    for layer, method in METHODS.items():
+        KTMoEWrapper(layer, *sizes, None, 2, 2, str(mix), 512, method=NAMES[method]).load_weights()
+    with pytest.raises(UnsupportedError, match="layer 1 has method MXFP4 by its byte counts, not AMXINT4"):
+        KTMoEWrapper(1, *sizes, None, 2, 2, str(mix), 512, method="AMXINT4").load_weights()
+
+
+def test_bench_says_the_method_of_the_layer(mix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, least in (("SECONDS", 0), ("CACHES", 0), ("SLICE", 1 << 20)):
+        monkeypatch.setattr(benchmark, name, least)
+    assert json.loads(ok("bench", mix, "--layer", 3, "--tokens", 1, "--json").stdout)["method"] == "FP8"
+
+
+def test_eval_says_all_methods(packed_example: Callable[..., Path], example: Path) -> None:
+    pytest.importorskip("transformers")
+    two = packed_example("int4", 1, *mapped("1=int8"))
+    given = ("--text", example.parent / "heldout.txt", "--window", 32, "--max-windows", 1)
+    document = json.loads(ok("eval", example, "--cpu-weights", two, *given, "--json").stdout)
+    assert document["method"] == "AMXINT4, AMXINT8"
+    int4, int8 = (layer["relative_error"] for layer in document["layers"])
+    assert 0.05 < int4 < 0.2 and 0.003 < int8 < 0.03
+
+
+def test_a_mix_with_all_else_is_a_model(packed_example: Callable[..., Path]) -> None:
+    pytest.importorskip("transformers")
+    whole = packed_example("int4", 1, *mapped("1=int8"), "--non-experts", "keep")
+    done = ok("run", whole, "--prompt", "import os", "--max-new-tokens", 4)
+    assert done.stdout.startswith("import os") and len(done.stdout) > len("import os\n")
