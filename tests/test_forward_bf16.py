@@ -13,10 +13,11 @@ import pytest
 
 from ktconvert.layouts import outputs
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -46,7 +47,7 @@ class Case:
             weight = floats.random(name, part.n, part.k, seed=i, size=0.5 / np.sqrt(part.k))
             arrays[part] = (weight.codes, weight.scales)[: 1 if name == "BF16" else 2]
             numbers[part.projection, part.expert, part.numa] = weight.numbers
-        self.packed = LayerWeights(name, grid, experts, arrays)
+        self.packed = LayerWeights(dict.fromkeys(PROJECTIONS, ROWS[name]), grid, experts, arrays)
         rng = np.random.default_rng(tokens)
         self.hidden = floats.activations(tokens, hidden)
         self.ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)

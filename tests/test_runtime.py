@@ -13,10 +13,11 @@ import pytest
 from safetensors import safe_open
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from rig import floats
@@ -58,7 +59,7 @@ def read(path: Path) -> Golden:
         weight, scale = (np.frombuffer(stored[f"{key}.{name}"].data, np.uint8).copy() for name in ("weight", "scale"))
         arrays[part] = (weight, scale)
     inputs = (stored[name].bits for name in ("in.hidden", "in.topk_ids", "in.topk_weights", "out.hidden"))
-    return Golden(LayerWeights(about["method"], grid, experts, arrays), *inputs)
+    return Golden(LayerWeights(dict.fromkeys(PROJECTIONS, ROWS[about["method"]]), grid, experts, arrays), *inputs)
 
 
 @pytest.fixture(scope="module", params=RUN, ids=lambda path: path.name.removesuffix(".safetensors"))
