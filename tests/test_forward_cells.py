@@ -22,7 +22,7 @@ Modules = dict[str, ModuleType]
 def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     """The files of the benchmark, which import one another from their own folder."""
     loaded: Modules = {}
-    for name in ("state", "turns", "mixtures", "forward_cells", "forward_report"):
+    for name in ("state", "turns", "blocks", "mixtures", "forward_cells", "forward_report"):
         loaded[name] = benchmark(name)
         monkeypatch.setitem(sys.modules, name, loaded[name])
     return loaded
