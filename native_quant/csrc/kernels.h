@@ -304,15 +304,16 @@ typedef void kt_widen_scales_fn(int bytes, const uint8_t *scales, int64_t count,
 /* Codes of FP8 E4M3 (FORMAT.md) to a chunk. */
 typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
-/* Codes of 5 bits (0..31), 6 (-32..31) or 8 (-128..127) to a chunk (ktq.h). */
-typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, int64_t columns, uint16_t *chunk);
+/* Codes of 5 bits (0..31), 6 (-32..31) or 8 (-128..127) to a chunk (ktq.h). scales: with 6 bits, integers in BF16 for
+   groups of 16 columns, [columns / 16][32 rows]; the products are rounded to BF16. Else NULL. */
+typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, const uint16_t *scales, int64_t columns,
+                                  uint16_t *chunk);
 
 /* Scales in FP16 to float32: out[groups][32 rows] = halves[groups][32], or halves[32] * factors[groups][32]. */
 typedef void kt_half_scales_fn(const uint8_t *halves, const uint8_t *factors, int64_t groups, float *out);
 
-/* Multiplies a chunk with scales in BF16, [columns / 16][32 rows]. exact: where the products are BF16, too; else they
-   are rounded to it. */
-typedef void kt_scale_chunk_fn(int exact, const uint16_t *scales, int64_t columns, uint16_t *chunk);
+/* Multiplies a chunk with scales in BF16, [columns / 16][32 rows], where the products are BF16, too. */
+typedef void kt_scale_chunk_fn(const uint16_t *scales, int64_t columns, uint16_t *chunk);
 
 /* c[t][32 rows] -= least[group][32] * sums[t * sums_pitch + group], one group after the other. c: on a boundary of 64
    bytes. */

@@ -96,14 +96,15 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     float whole;
     chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
-    kernels->scale_chunk(1, groups, columns, chunk);
+    kernels->scale_chunk(groups, columns, chunk);
     memcpy(&whole, panel->scales, sizeof whole);
     for (int64_t i = 0; i < columns; i++) scale[i] = whole;
 }
 
-static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                           uint16_t *chunk) {
-    kernels->chunk_integers(panel->bits, panel->codes + first * KT_PANEL_ROWS * panel->bits / 8, columns, chunk);
+static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, const uint16_t *scales,
+                           int64_t first, int64_t columns, uint16_t *chunk) {
+    const uint8_t *codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
+    kernels->chunk_integers(panel->bits, codes, scales, columns, chunk);
 }
 
 /* FP16 for each row and 32 columns. */
@@ -120,7 +121,7 @@ static void chunk_q4_0(const kt_kernels *kernels, const kt_bf16_panel *panel, in
 
 static void chunk_q8_0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        uint16_t *chunk, float *scale) {
-    chunk_integers(kernels, panel, first, columns, chunk);
+    chunk_integers(kernels, panel, NULL, first, columns, chunk);
     scales_of_blocks(kernels, panel, first, columns, scale);
 }
 
@@ -148,7 +149,7 @@ static void chunk_q4_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
 
 static void chunk_q5_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        uint16_t *chunk, float *scale) {
-    chunk_integers(kernels, panel, first, columns, chunk);
+    chunk_integers(kernels, panel, NULL, first, columns, chunk);
     k_scales(0, kernels, panel, first, columns, scale);
 }
 
@@ -158,9 +159,8 @@ static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
     const uint8_t *halves = panel->scales + first / K_COLUMNS * (KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS);
     const uint8_t *factors = halves + HALVES + first % K_COLUMNS / 16 * KT_PANEL_ROWS;
     uint16_t groups[KT_CHUNK_COLUMNS / 16 * KT_PANEL_ROWS];
-    chunk_integers(kernels, panel, first, columns, chunk);
-    kernels->chunk_integers(8, factors, columns / 16, groups);
-    kernels->scale_chunk(0, groups, columns, chunk);
+    kernels->chunk_integers(8, factors, NULL, columns / 16, groups);
+    chunk_integers(kernels, panel, groups, first, columns, chunk);
     for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS) kernels->half_scales(halves, NULL, 1, scale + i);
 }
 
