@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.native_quant.matrix import Matrix
 
-__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
+__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "GROUP_SIZES", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ GROUP_GRIDS = {
         Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
     )
 }
+
+# The columns that may share a scale there; the grids have the first.
+GROUP_SIZES = (128, 64, 32)
 
 # Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
 # bits; of fp8, low..high are numbers.

@@ -153,7 +153,7 @@ def test_rounding_and_encodings_reach_the_kernel() -> None:
     bf16 = reference.decode(linear)
     results = []
     for rounding in kernels.ROUNDINGS:
-        form = pack_quantized.W8A16[rounding]
+        form = pack_quantized.W8A16[rounding, 128]
         packed, _, _ = rounded(form, linear)
         assert (groups.unpack_words(8, packed) == groups.quantize_groups(8, 128, bf16, rounding)[0]).all()
         results.append(packed)

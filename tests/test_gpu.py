@@ -80,11 +80,13 @@ def others(rng: np.random.Generator, router: str) -> Tensors:
     return tensors
 
 
-def check(source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str, rounding: str = "library") -> None:
+def check(
+    source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str, rounding: str = "library", group: int = 128
+) -> None:
     """Every linear (its BF16 bits) is packed as the definition says; all others are the source's."""
     left = dict(output)
     for name, weight in linears.items():
-        codes, scale = groups.quantize_groups(BITS[kind], 128, weight, rounding)
+        codes, scale = groups.quantize_groups(BITS[kind], group, weight, rounding)
         for suffix, dtype, expected in (
             ("weight_packed", "I32", groups.pack_words(BITS[kind], codes)),
             ("weight_scale", "BF16", scale),
@@ -142,6 +144,45 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, g
     assert report["ok"] and report["arrangement"] == "pack-quantized" and report["method"] == kind
     assert max(e["relative_error"] for e in report["errors"]) < {"W4A16": 0.12, "W8A16": 0.01}[kind]
     assert cli("resume", out).returncode == 0
+
+
+@pytest.mark.parametrize(("kind", "group"), [("W4A16", 32), ("W4A16", 64), ("W8A16", 32)])
+def test_groups_of_another_size(kind: str, group: int, tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
+    """Of 4 bits in groups of 32, kt-kernel's RAWINT4 is told to read the same files, and our runtime does."""
+    out = tmp_path / "out"
+    said = gpu(example, "--quant-type", kind, "--group-size", group).stderr
+    source = read(example)
+    experts = {name: source.pop(name)[1] for name in list(source) if ".experts." in name}
+    linears = {name.removesuffix(".weight"): bits for name, bits in experts.items()}
+    check(source, read(out), linears, kind, group=group)
+    assert config_of(out)["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == group
+    about, card = json.loads((out / "manifest.json").read_text()), (out / "README.md").read_text()
+    assert about["settings"]["group_size"] == about["model"]["group_size"] == group
+    assert f"one BF16 scale per {group} columns" in card
+    cli("verify", out, "--against", example, "--full", "--no-load")
+    command = f"--model {out} --kt-weight-path {out} --kt-method RAWINT4"
+    if (kind, group) == ("W4A16", 32):
+        assert command in said and "by kt-kernel's RAWINT4, as the experts on the CPU" in card
+        cli("verify", out, "--run", "--no-load")
+    else:
+        assert "RAWINT4" not in said + card
+        assert kind in cli("verify", out, "--run", "--no-load", code=3).stderr
+    assert f"--group-size was {group}, is 128" in gpu(example, "--quant-type", kind, code=7).stderr
+
+
+def test_groups_that_fit_are_named(tmp_path: Path, gpu: Any, save: Any) -> None:
+    """64 columns do not make a group of 128; kt-kernel's RAWINT4 does not know the names of Mixtral."""
+    rng = np.random.default_rng(8)
+    tensors = others(rng, "block_sparse_moe.gate")
+    for e in range(E):
+        for name, shape in (("w1", (64, H)), ("w2", (H, 64)), ("w3", (64, H))):
+            tensors[f"model.layers.1.block_sparse_moe.experts.{e}.{name}.weight"] = ("BF16", bf16(rng, *shape))
+    folder = save(tensors, model_type="mixtral", num_local_experts=E, intermediate_size=64)
+    said = gpu(folder, "--quant-type", "W4A16", code=3).stderr
+    assert "do not divide the expert width 64 of this model; give --group-size 64, convert it with" in said
+    said = gpu(folder, "--quant-type", "W4A16", "--group-size", 32).stderr
+    assert "kt-kernel's RAWINT4 cannot compute these experts on the CPU: it looks for model.layers." in said
+    assert "kt-method RAWINT4" not in said + (tmp_path / "out" / "README.md").read_text()
 
 
 def test_names_of_mixtral_stay(tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:

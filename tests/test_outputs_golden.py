@@ -36,6 +36,7 @@ CASES = {
 # The plan alone: its bytes depend on the machine, its fingerprints on what is said of it here.
 CALIBRATED: dict[str, Any] = {
     "quant_method": "GPTQ",
+    "group_size": 128,
     "rounding": "library",
     "ignore_patterns": [],
     "torch_dtype": "bfloat16",

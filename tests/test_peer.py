@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ktconvert.layouts.encodings.amx import AMXINT4
-from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.native_quant.runtime.experts import Experts
 from rig import floats
 from rig.golden import FOLDER
 
@@ -234,23 +235,49 @@ def test_peer_computes_with_compensated_codes(tmp_path: Path, peer_python: str, 
     assert errors["gptq"][1] < 0.95 * errors["mse"][1], errors
 
 
-@pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize("method", ["MXFP4", "FP8", "BF16"])
-def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
-    """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
-    out = tmp_path / "out"
-    convert(out, method.lower(), numa, "--layout", "kt")
-    opened, form = open_output(out), FORMATS[f"KT_{method}"].encoding
-    inputs = inputs_of(6, 8)
-    hidden, ids, weights = (inputs[name] for name in ("hidden", "ids", "weights"))
-    save_file(inputs, tmp_path / "inputs.safetensors")
+def in_float64(out: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+    """What float64 computes of the last layer from the numbers that an output stores in whole linears."""
+    opened = open_output(out)
+    fmt = measure(opened).fmt
+    assert fmt is not None
 
     def linear(expert: int, projection: str) -> np.ndarray:
         shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
         place = Place(1, expert, projection, False, 0)
-        stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in form.tensors(*shape)]
-        return form.decode(stored, *shape).astype(np.float64)
+        stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in fmt.encoding.tensors(*shape)]
+        return fmt.encoding.decode(stored, *shape, slice(None)).astype(np.float64)
 
-    expected = floats.forward(linear, bits(hidden), ids.numpy(), weights.numpy())
+    return floats.forward(linear, bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+@pytest.mark.parametrize("method", ["MXFP4", "FP8", "BF16"])
+def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
+    """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
+    out, inputs = tmp_path / "out", inputs_of(6, 8)
+    convert(out, method.lower(), numa, "--layout", "kt")
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    expected = in_float64(out, inputs)
     theirs = forward(peer_python, tmp_path, 1, numa, method, out).double().numpy()
     assert np.linalg.norm(theirs - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def test_one_directory_for_cpu_and_gpu(tmp_path: Path, peer_python: str) -> None:
+    """`gpu --group-size 32` as the real kt-kernel's RAWINT4 loads it, as our runtime does, which is no farther from float64 on
+    the same numbers, and as transformers loads the model: the same files."""
+    pytest.importorskip("compressed_tensors")
+    out, inputs = tmp_path / "out", inputs_of(6, 8)
+    program = [sys.executable, "-m", "ktconvert.pipeline.cli"]
+    options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--group-size", "32")
+    subprocess.run([*program, "gpu", "-i", str(MODEL), "-o", str(out), "-q", *options], check=True, timeout=300)
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    expected = in_float64(out, inputs)
+    theirs = forward(peer_python, tmp_path, 1, 1, "RAWINT4", out).double().numpy()
+    experts = Experts.load(out, 1, parts=1)
+    assert experts.method == "RAWINT4"
+    ours = experts.forward(bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
+    far, near = (np.linalg.norm(y - expected) / np.linalg.norm(expected) for y in (theirs, floats.from_bits(ours)))
+    assert near < far < 0.015
+    verify = [*program, "verify", str(out), "--against", str(MODEL)]
+    done = subprocess.run(verify, check=True, timeout=300, capture_output=True, text=True)
+    assert "has a place for every routed expert" in done.stdout and "KL divergence" in done.stdout

@@ -32,7 +32,7 @@ from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
-from ktconvert.quantizers import GROUP_GRIDS, Grid, groups, packed
+from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, Grid, groups, packed
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
@@ -220,6 +220,16 @@ def _bad_scale(read: Read, n: int, k: int) -> str:
     return f"scale {int(np.argmax(bad))} is not a positive number" if bad.any() else ""
 
 
-# By the rounding of their quotients.
-W4A16 = {rounding: pack_quantized(GROUP_GRIDS["W4A16"], rounding) for rounding in kernels.ROUNDINGS}
-W8A16 = {rounding: pack_quantized(GROUP_GRIDS["W8A16"], rounding) for rounding in kernels.ROUNDINGS}
+SETTINGS = ("rounding", "group_size")
+
+
+def _variants(grid: Grid) -> dict[tuple[Any, ...], Encoding]:
+    """By the values of SETTINGS; the first is the default."""
+    return {
+        (rounding, group): pack_quantized(replace(grid, group=group), rounding)
+        for rounding in kernels.ROUNDINGS
+        for group in GROUP_SIZES
+    }
+
+
+W4A16, W8A16 = _variants(GROUP_GRIDS["W4A16"]), _variants(GROUP_GRIDS["W8A16"])

@@ -56,8 +56,15 @@ FORMATS: dict[str, Format] = {
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
         *(
-            Format(name, by_rounding["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=by_rounding)
-            for name, by_rounding in (("W4A16", pack_quantized.W4A16), ("W8A16", pack_quantized.W8A16))
+            Format(
+                name,
+                next(iter(variants.values())),
+                WHOLE_MODEL,
+                gpu_card.DESCRIPTION,
+                settings=pack_quantized.SETTINGS,
+                variants=variants,
+            )
+            for name, variants in (("W4A16", pack_quantized.W4A16), ("W8A16", pack_quantized.W8A16))
         ),
     )
 }
@@ -83,8 +90,8 @@ def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
     """
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
-        wanted = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
-        if fmt.arrangement.command == command and fmt.forward and wanted:
+        asked = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
+        if fmt.arrangement.command == command and fmt.forward and asked:
             found.setdefault(fmt.option, fmt)
     return found
 

@@ -82,13 +82,13 @@ def moe_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_
     return replace(amx_card(facts, base_model, loose, non_experts, numbers), about=about)
 
 
-def launch(base_model: str | None, method: str, numa: str) -> tuple[str, ...]:
+def launch(base_model: str | None, method: str, numa: str, folder: str = "/path/to/this/folder") -> tuple[str, ...]:
     """How SGLang with kt-kernel is started with such a folder."""
     return (
         "```bash",
         "python -m sglang.launch_server \\",
         f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
-        "  --kt-weight-path /path/to/this/folder \\",
+        f"  --kt-weight-path {folder} \\",
         f"  --kt-method {method} \\",
         f"  --kt-threadpool-count {numa} \\",
         "  --kt-cpuinfer PHYSICAL_CORES \\",

@@ -96,7 +96,8 @@ class Format:
     loose        how its loose files start ("INT4"); None where it has none
     forward      whether it has the experts themselves; else the transposed matrices alone
     backward     whether it has transposed matrices for fine-tuning (--save-backward-weights)
-    by_rounding  the encodings by the setting `rounding`, where there are several
+    settings     of the command that choose among several encodings, by name
+    variants     these encodings, by the values of the settings
     by_layer     of a mix: the format of each layer (mixed.py); the names of tensors are alike in all
     """
 
@@ -108,7 +109,8 @@ class Format:
     loose: str | None = None
     forward: bool = True
     backward: bool = False
-    by_rounding: Mapping[str, Encoding] = field(default_factory=dict, compare=False)
+    settings: tuple[str, ...] = ()
+    variants: Mapping[tuple[Any, ...], Encoding] = field(default_factory=dict, compare=False)
     by_layer: Mapping[int, Format] = field(default_factory=dict, hash=False)
 
     @property
@@ -131,8 +133,11 @@ class Format:
         return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
     def configured(self, settings: Mapping[str, Any]) -> Format:
-        """This format with the options in a command's settings (or a manifest's facts)."""
-        return replace(self, encoding=self.by_rounding[settings["rounding"]]) if self.by_rounding else self
+        """This format with the encoding that a command's settings, or a manifest's facts, choose; if they choose none,
+        it stays what it is.
+        """
+        values = tuple(settings.get(name) for name in self.settings)
+        return replace(self, encoding=self.variants.get(values, self.encoding))
 
     def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
         """The names of tensors: Arrangement.names."""

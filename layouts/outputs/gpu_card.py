@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ktconvert.layouts.outputs import ignore
+from ktconvert.layouts.outputs import cpu_card, ignore
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import Card, Description, Format
+from ktconvert.layouts.outputs.linear_names import RAWINT4_NAMES, TEMPLATES
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.quantizers import Grid
 
@@ -60,6 +61,40 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
     return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
 
 
+RAWINT4 = {"bits": 4, "group_size": 32}  # of kt-kernel's method of this name
+FOLDER = "/path/to/this/folder"
+
+
+def is_rawint4(facts: Mapping[str, Any]) -> bool:
+    """Whether experts with these facts are what RAWINT4 computes, whatever their names are."""
+    return {name: facts.get(name) for name in RAWINT4} == RAWINT4
+
+
+def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
+    """Why kt-kernel's RAWINT4 cannot compute the experts of an output with these facts on the CPU; None if it can."""
+    if not is_rawint4(facts):
+        return "it reads 4 bits in groups of 32 columns"
+    names = facts[TEMPLATES]
+    if names in RAWINT4_NAMES:
+        return None
+    return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
+
+
+def launch(facts: Mapping[str, Any], folder: str = FOLDER) -> tuple[str, ...]:
+    """How SGLang is started with the output as the model: with its own experts on the CPU, too, or with others."""
+    if why_not_for_cpu(facts) is None:
+        return cpu_card.launch(folder, "RAWINT4", "NUMA_NODES", folder)
+    return (
+        "```bash",
+        "python -m sglang.launch_server \\",
+        f"  --model {folder} \\",
+        "  --kt-weight-path /path/to/the/cpu/experts \\",
+        "  --kt-method AMXINT4 \\",
+        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
+        "```",
+    )
+
+
 def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
     """The lines of the model card."""
     method, layers = facts["method"], facts["layers"]
@@ -84,15 +119,11 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
             ("source dtypes of the experts", ", ".join(facts["dtypes"])),
         ),
         use=(
-            "As the GPU half beside CPU experts that `ktconvert cpu` made:",
+            "As the model and, by kt-kernel's RAWINT4, as the experts on the CPU, from the same files:"
+            if why_not_for_cpu(facts) is None
+            else "As the GPU half beside CPU experts that `ktconvert cpu` made:",
             "",
-            "```bash",
-            "python -m sglang.launch_server \\",
-            "  --model /path/to/this/folder \\",
-            "  --kt-weight-path /path/to/the/cpu/experts \\",
-            "  --kt-method AMXINT4 \\",
-            "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-            "```",
+            *launch(facts),
             "",
             'Or alone: `AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, '
             "with compressed-tensors installed.",

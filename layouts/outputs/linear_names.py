@@ -146,6 +146,11 @@ class LinearNames:
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
 DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
+# Where kt-kernel's RAWINT4 looks for experts, in order.
+RAWINT4_NAMES = tuple(
+    {p: f"{layers}.{{layer}}.mlp.experts.{{expert}}.{p}_proj" for p in PROJECTIONS}
+    for layers in ("model.layers", "language_model.model.layers", "model.language_model.layers")
+)
 NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
 
 

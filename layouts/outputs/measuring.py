@@ -74,7 +74,7 @@ def measure(output: Output, hidden: int = 0) -> Measure:
         sizes |= found
         known = known and fits
         by_layer |= dict.fromkeys(layers, best)
-    fmt = mixed.of_layers(by_layer) if by_layer else best
+    fmt = mixed.of_layers(by_layer) if of_layers and by_layer else best
     method = fmt.name if known else "unknown"
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
     foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
@@ -102,7 +102,7 @@ def _best(
 
 def formats_by_names(output: Output) -> tuple[Format, ...]:
     """The formats that the names of tensors and loose files allow, at least one; only files name backward alone."""
-    named = tuple(FORMATS[method] for method in output.methods)
+    named = tuple(FORMATS[method].configured(output.facts) for method in output.methods)
     called = {LOOSE_METHODS.get(prefix) for prefix in output.prefixes}
     alone = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
     return alone or tuple(fmt for fmt in named if fmt.forward)

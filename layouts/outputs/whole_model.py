@@ -9,6 +9,7 @@ from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.format import Arrangement
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
+from ktconvert.quantizers import GROUP_SIZES
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.moe_model import MoeModel
@@ -52,9 +53,10 @@ def loading_notes(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) 
     for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
         for what, size in (("hidden size", hidden), ("expert width", width)):
             if size % group:
+                smaller = next((f"give --group-size {other}, " for other in GROUP_SIZES if size % other == 0), "")
                 raise UnsupportedError(
                     f"{fmt.name} has groups of {group} columns, which do not divide the {what} {size} of this model; "
-                    "convert it with `ktconvert cpu`, or serve its experts in BF16"
+                    f"{smaller}convert it with `ktconvert cpu`, or serve its experts in BF16"
                 )
         fits = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
         for ranks in tensor_parallel:

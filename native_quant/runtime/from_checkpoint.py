@@ -23,7 +23,7 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import why_not_multiple
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, damaged_tensor
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, gpu_card
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import COUNTS
 from ktconvert.layouts.outputs.linear_names import NATIVE
@@ -166,7 +166,7 @@ class Checkpoint:
         model = self.model
         configured = in_config(model.source.config, model.activation, layer)
         what, remedy = "", "keep them on the GPU"
-        facts, given = _kt_layout(self.path) or {}, swiglu.activation
+        facts, given = _facts(self.path) or {}, swiglu.activation
         if configured is None and facts.get("activation", given) != given:
             raise UnsupportedError(
                 f"{self.path}: its manifest says activation {facts['activation']}, these settings say {given}; "
@@ -250,7 +250,7 @@ def _parts(
 
 def is_checkpoint(path: Path) -> bool:
     """Whether weights in safetensors or GGUF lie in a directory that is no output for NUMA parts: a checkpoint as it
-    was released, or what `ktconvert cpu --layout kt` made of one. A GGUF file is one, too.
+    was released, or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made of one. A GGUF file is one, too.
     """
     if not path.is_dir():
         return path.suffix == GGUF.suffix
@@ -261,11 +261,13 @@ def is_checkpoint(path: Path) -> bool:
 def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
     if not any(any(path.glob(f"*{container.suffix}")) for container in CONTAINERS):
         return False
-    return not is_output(path) or _kt_layout(path) is not None
+    return not is_output(path) or _facts(path) is not None
 
 
-def _kt_layout(path: Path) -> Mapping[str, Any] | None:
-    """The facts of the manifest of an output of `ktconvert cpu --layout kt`; None for any other directory."""
+def _facts(path: Path) -> Mapping[str, Any] | None:
+    """The facts of the manifest of an output that is a checkpoint for us, of `ktconvert cpu --layout kt` or of `gpu` in
+    RAWINT4's groups; None for any other directory.
+    """
     if not path.is_dir():
         return None
     try:
@@ -273,7 +275,9 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(about.model.get("method"))) if about else None
-    return about.model if about and fmt and fmt.arrangement == NATIVE else None
+    if about is None or fmt is None or not (fmt.arrangement == NATIVE or gpu_card.is_rawint4(about.model)):
+        return None
+    return about.model
 
 
 def open_stored(path: Path) -> Checkpoint:
@@ -288,18 +292,18 @@ def open_stored(path: Path) -> Checkpoint:
 @functools.lru_cache(maxsize=4)
 def _opened(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
     model = recognise(open_checkpoint(path))
-    if _kt_layout(path) is not None:
+    if _facts(path) is not None:
         open_converted(path).require_manifest()
     return model
 
 
 @contextlib.contextmanager
 def _remedies(path: Path) -> Iterator[None]:
-    """What `ktconvert cpu --layout kt` wrote was not downloaded: messages on its damage advise another conversion."""
+    """What ktconvert wrote was not downloaded: messages on its damage advise another conversion."""
     try:
         yield
     except InputError as error:
-        if not error.remedy or _kt_layout(path) is None:
+        if not error.remedy or _facts(path) is None:
             raise
         raise error.advising(AGAIN) from error
 

@@ -20,6 +20,16 @@ Quantized = Callable[[int, int, str], Stored]
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
 
+def _scheme(fmt: Format) -> Any:
+    """The library's scheme of the format's name, with the format's groups."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(fmt.name, [EXPERTS])
+    assert scheme.weights is not None
+    weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
+    return scheme.model_copy(update={"weights": weights})
+
+
 def quantize_model(
     root: Path,
     samples: Sequence[npt.NDArray[np.int64]],
@@ -53,7 +63,7 @@ def quantize_model(
         oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(rows, batch_size=None),  # type: ignore[arg-type]
-            recipe=GPTQModifier(targets=[EXPERTS], scheme=fmt.name, dampening_frac=dampening),
+            recipe=GPTQModifier(config_groups={"group_0": _scheme(fmt)}, dampening_frac=dampening),
             max_seq_length=max(map(len, samples)),
             num_calibration_samples=len(samples),
             moe_calibrate_all_experts=every_expert,

@@ -20,7 +20,8 @@ from ktconvert.pipeline.options.option_groups import (
     Machine,
     Samples,
 )
-from ktconvert.pipeline.options.types import Number, OneOrMore, OutputPath, PathOrHubId, Size, Spelled, Text
+from ktconvert.pipeline.options.types import Number, OneNumber, OneOrMore, OutputPath, PathOrHubId, Size, Spelled, Text
+from ktconvert.quantizers import GROUP_SIZES
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 AOCL = (
@@ -227,11 +228,19 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     quant_type: Annotated[
         str,
         Option(
-            "Output format: 4 or 8 bits, symmetric, one BF16 scale per 128 columns.",
+            "Output format: 4 or 8 bits, symmetric, one BF16 scale per group of columns.",
             choice(formats_of("gpu")),
             effect=Effect.WEIGHTS,
         ),
     ] = "W8A16"
+    group_size: Annotated[
+        int,
+        Option(
+            "Columns that share a scale. Of W4A16 with 32, kt-kernel's RAWINT4 reads the same files for the CPU.",
+            OneNumber(GROUP_SIZES),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = GROUP_SIZES[0]
     rounding: Annotated[
         str,
         Option(

@@ -40,6 +40,17 @@ class Number(click.IntRange):
         return number
 
 
+class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """One of these whole numbers."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__([str(number) for number in numbers])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        return int(super().convert(str(value), param, ctx))
+
+
 class Real(click.FloatRange):
     """A finite number."""
 

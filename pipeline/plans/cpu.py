@@ -238,7 +238,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
     return {
         "architecture": model.arch.name,
         **mixed.facts_of(fmt, layers),
-        "layout": fmt.arrangement.layout,
+        **({"layout": fmt.arrangement.layout} if fmt.arrangement.on_request else {}),
         "numa": numa,
         **shape_facts(model, layers),
         "backward": options.save_backward_weights,

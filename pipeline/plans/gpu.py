@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import encodings
@@ -11,7 +12,7 @@ from ktconvert.layouts.checkpoints.other_tensors import OtherTensors, other_tens
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_of
+from ktconvert.layouts.outputs import Format, card, formats_of, gpu_card
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.layouts.outputs.whole_model import loading_notes
@@ -48,7 +49,9 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     source = open_checkpoint(request.input, options.hub.revision)
     require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     model = recognise(source, rows_for(options.arch_row))
-    fmt = formats_of("gpu")[options.quant_type].configured({"rounding": options.rounding})
+    fmt = formats_of("gpu")[options.quant_type].configured(
+        {"rounding": options.rounding, "group_size": options.group_size}
+    )
     loading = loading_notes(fmt, model, sorted({*options.tp_size}))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
@@ -64,7 +67,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
         facts,
         metadata,
         card_notes=_notes(model, rest, left_out, loading),
-        notes=_of_shards(options),
+        notes=(*_of_cpu(facts, options.output), *_of_shards(options)),
         ignore=ignore,
         left_out=left_out,
         hashed=hashed,
@@ -102,6 +105,17 @@ def _quantizing(
     return rounded(
         quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=options)
     )
+
+
+def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
+    """Of experts that kt-kernel's RAWINT4 could compute on the CPU: whether it does, and how SGLang is started then."""
+    if not gpu_card.is_rawint4(facts):
+        return ()
+    if why := gpu_card.why_not_for_cpu(facts):
+        return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {why}; use `ktconvert cpu` for those",)
+    block = gpu_card.launch(facts, str(output))
+    command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
+    return (f"one directory for CPU and GPU: {command}",)
 
 
 def _of_shards(options: GpuOptions) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def comparison(inputs: Inputs) -> Comparison:
         output,
         measure,
         inputs.model,
-        measure.fmt.configured(facts),
+        measure.fmt,
         ABSMAX if choice.calibrated else choice,
         inputs.imatrix,
         calibrated=METHODS[method] or choice.calibrated,

@@ -126,7 +126,7 @@ def _worst_rows(
 ) -> Iterator[WorstRow]:
     """For each of these linears; its parts are in memory one at a time, as float32."""
     assert measure.fmt is not None
-    whole_fmt = measure.fmt.configured(output.facts)
+    whole_fmt = measure.fmt
     for linear in linears:
         fmt = whole_fmt.of_layer(linear.layer)
         # BF16 would round codes that are kept

@@ -77,6 +77,7 @@ CASES = {
     "qwen3_moe floor": Case(
         "qwen3_moe", options=("--calibrate", "routed", "--min-expert-tokens", "4"), few=True, oracle=None
     ),
+    "qwen3_moe g32": Case("qwen3_moe", options=("--group-size", "32"), few=True, oracle={"group": 32}),
     "qwen3_moe float32": Case("qwen3_moe", "W8A16", options=("--rounding", "float32"), oracle=None),
     "qwen3_moe unrepaired": Case("qwen3_moe", options=("--engine", "oneshot"), oracle={"repaired": False}),
     "bundled": Case("bundled"),

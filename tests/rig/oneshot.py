@@ -33,6 +33,7 @@ class Job(NamedTuple):
     out: Path
     ids: Sequence[Sequence[int]]
     scheme: str = "W4A16"
+    group: int = 128
     dampening: float = 0.1
     ignore: Sequence[str] | None = None
     repaired: bool = True
@@ -81,6 +82,7 @@ def ignored(model: Path) -> list[str]:
 
 def main(job: dict[str, Any]) -> None:
     import torch
+    from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
@@ -88,13 +90,15 @@ def main(job: dict[str, Any]) -> None:
     report: dict[str, Any] = {"masks": {}, "routed": {}}
     samples = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in job["ids"]]
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
-    recipe = {"scheme": job["scheme"], "ignore": job["ignore"], "dampening_frac": job["dampening"]}
+    scheme = preset_name_to_scheme(job["scheme"], ["Linear"])
+    scheme.weights.group_size = job["group"]
+    recipe = {"config_groups": {"group_0": scheme}, "ignore": job["ignore"], "dampening_frac": job["dampening"]}
     with repaired(model) if job["repaired"] else contextlib.nullcontext():
         watch(model, report)
         oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(samples, batch_size=None),
-            recipe=GPTQModifier(targets="Linear", **recipe),
+            recipe=GPTQModifier(**recipe),
             output_dir=job["out"],
             max_seq_length=max(map(len, job["ids"])),
             num_calibration_samples=len(samples),
