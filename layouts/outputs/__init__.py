@@ -90,8 +90,8 @@ def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
     """
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
-        asked = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
-        if fmt.arrangement.command == command and fmt.forward and asked:
+        selected = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
+        if fmt.arrangement.command == command and fmt.forward and selected:
             found.setdefault(fmt.option, fmt)
     return found
 
