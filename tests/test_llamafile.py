@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import gguf as gguf_py
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import KTMoEWrapper, kernels
@@ -16,10 +20,12 @@ from ktconvert.native_quant.matrix import GGML, Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
-from rig import floats, gguf
+from ktconvert.pipeline.cli.eval import eval as evaluate
+from ktconvert.pipeline.cli.run import run
+from rig import floats, gguf, native
 from rig.gemm import gemm_bf16
 from rig.native import GOLDEN, Native, distance
-from rig.safetensors import read_file
+from rig.safetensors import read_file, write_file
 
 TYPES = [row.type for row in METHODS["LLAMAFILE"].rows]
 BLOCKS = list(kernels.BLOCK_FORMATS)
@@ -188,3 +194,51 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
         Experts.load(tmp_path / "m.gguf", 0)
     with pytest.raises(InputError, match=r"n\.gguf: does not exist; give a directory of experts or a GGUF file"):
         Experts.load(tmp_path / "n.gguf", 0)
+
+
+# --- whole models, and the real kt-kernel -----------------------------------------------------------------------------
+
+
+def test_run_and_eval_compute_with_it(example: Path, tmp_path: Path) -> None:
+    """The bundled model's experts, in types that differ by tensor and layer."""
+    stored, tensors = read_file(example / "model.safetensors"), {}
+    for number, part in itertools.product(range(2), ("gate", "up", "down")):
+        kind = "Q4_0" if (number, part) == (1, "down") else "Q8_0"
+        names = [f"model.layers.{number}.mlp.experts.{expert}.{part}_proj.weight" for expert in range(8)]
+        stacked = np.stack([floats.from_bits(stored[name].bits) for name in names]).astype(np.float32)
+        blocks = gguf_py.quants.quantize(stacked, gguf_py.GGMLQuantizationType[kind])
+        tensors[f"blk.{number}.ffn_{part}_exps.weight"] = (kind, blocks)
+    about = gguf.about(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
+    weights = str(gguf.write(tmp_path / "m.gguf", tensors, about))
+    words = [str(example), "--cpu-weights", weights]
+    done = CliRunner().invoke(run, [*words, "--prompt", "import os", "--max-new-tokens", "4"])
+    assert done.exit_code == 0 and done.stdout.startswith("import os"), done.output
+    text = str(example.parent / "heldout.txt")
+    done = CliRunner().invoke(evaluate, [*words, "--text", text, "--window", "128", "--max-windows", "2", "--json"])
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
+    first, second = (layer["relative_error"] for layer in document["layers"])
+    assert first < 0.01 < 0.02 < second < 0.1
+
+
+def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: str) -> None:
+    """But with F16, which is rounded to BF16 here, and by kt-kernel is not."""
+    runs, cases = {}, {}
+    mixes = [*((kind,) * 3 for kind in TYPES if kind != "F16"), ("Q4_K", "Q5_K", "Q6_K")]
+    for types, limit in [*((types, 0.0) for types in mixes), (("Q4_K",) * 3, 0.25)]:
+        key = f"{'-'.join(types)}.{limit}"
+        path = tmp_path / f"{key}.gguf"
+        given = layer(made(path, types), limit)
+        tensors = {"hidden": ("BF16", given.hidden), "ids": ("I64", given.ids), "weights": ("F32", given.weights)}
+        inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
+        sizes = {"experts": E, "topk": 2, "hidden": H, "width": I, "inputs": str(inputs)}
+        runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit, "alpha": 0.0} | sizes
+        cases[key] = given.truth, forward(Experts.load(path, 0, swiglu_limit=limit), given)
+    job, result = tmp_path / "job.json", tmp_path / "result"
+    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
+    program = str(Path(native.__file__).with_name("native_peer.py"))
+    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    theirs = read_file(result)
+    for key, (truth, ours) in cases.items():
+        assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-4, key
