@@ -121,7 +121,7 @@ def test_other_activations(name: str, limit: float, alpha: float, pool: Pool, tm
     ("name", "swiglu", "message"),
     [
         ("BF16_default", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 must be 0 for method='BF16': only FP8, GPTQ_INT4"),
-        ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only LLAMAFILE, MXFP8"),
+        ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only MXFP8"),
         ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a number from 0 on, not -1.0"),
         ("MXFP8_m3", {"swiglu_alpha": float("nan")}, "swiglu_alpha must be a number from 0 on, not nan"),
     ],

@@ -333,7 +333,7 @@ def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = N
         of_blocks if encoding is None else encoding.tensors,
         reads=reads,
         write=write,
-        swiglu=(LIMIT, ALPHA),
+        swiglu=(LIMIT,),
         type=name,
     )
 
