@@ -19,6 +19,7 @@ from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.experts import Experts
 from rig import conversion
 from rig.files import edit_json
+from rig.golden import FOLDER
 from rig.safetensors import differing, edit_header, metadata_of, read_folder
 from rig.verifying import accepted, row, verified
 
@@ -74,6 +75,7 @@ def wholes(source: Path) -> dict[str, Path]:
         ([*mapped("0=int8"), "--layers", "0"], "every layer would have int8"),
         ([*mapped("0=int8"), "--no-merge-safetensor"], "leave out --no-merge-safetensor"),
         ([*mapped("0=int8"), "--save-backward-weights"], "leave out --save-backward-weights"),
+        ([*mapped("0=int8"), "--resume-layer", "2"], "leave out --resume-layer"),
         ([*mapped("0=int8"), "--quant-method", "fp8", "--layout", "kt"], "--quant-method fp8: KT_FP8 is no method"),
         ([*mapped("0=bf16"), "--quant-method", "fp8", "--scale", "mse"], "leave out --scale"),
         ([*mapped("0=bf16"), "--scale", "imatrix"], "needs the importance of inputs"),
@@ -139,6 +141,18 @@ def test_without_a_manifest_shards_say_the_methods(mix: Path, source: Path, tmp_
     shutil.copytree(mix, tmp_path / "out")
     (tmp_path / "out" / "manifest.json").unlink()
     assert accepted(tmp_path / "out", "--against", source)["methods"]["FP8"] == "3"
+
+
+@pytest.mark.parametrize("scale", ["mse", "imatrix"])
+def test_a_choice_of_scales_works_where_a_method_has_it(
+    scale: str, packed_example: Callable[..., Path], example: Path
+) -> None:
+    """And layers of other methods are what they are without it."""
+    given = ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf")) if scale == "imatrix" else ()
+    out = packed_example("int4", 2, *mapped("1=fp8"), "--scale", scale, *given)
+    accepted(out, "--against", example, *given)
+    alone = read_folder(packed_example("int4", 2, "--scale", scale, *given)) | read_folder(packed_example("fp8", 2))
+    assert {tensor.data for tensor in read_folder(out).values()} <= {tensor.data for tensor in alone.values()}
 
 
 def of_shard(layer: int, **changed: str) -> Callable[[Path], None]:

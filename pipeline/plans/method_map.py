@@ -29,6 +29,7 @@ def of_model(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
     given = (
         (options.no_merge_safetensor, "--no-merge-safetensor", "is in safetensors alone"),
         (options.save_backward_weights, "--save-backward-weights", "has no matrices for fine-tuning"),
+        (options.resume_layer > 0, "--resume-layer", "is resumed without a number"),
     )
     for is_given, flag, why in given:
         if is_given:
