@@ -20,8 +20,8 @@ from ktconvert.pipeline.engine.existing import (
     already_finished,
     nothing_made,
     saved_plan,
+    states_once_begun,
     to_replace,
-    unit_states,
 )
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -72,6 +72,8 @@ def execute(
         plan.conversion.require_ready()
     if len(left) > 1:
         _require_possible(left, overwrite)
+        if executor is None:
+            fit_threads(left)
     for plan, done in zip(plans, finished, strict=True):
         if done:
             tidy(_locate(plan))
@@ -119,15 +121,10 @@ def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
     """Raise what would be raised of any of these plans once its work directory is there, as far as that can be seen
     without one.
     """
-    to_make = []
-    for plan in plans:
-        paths = _locate(plan)
-        old = saved_plan(paths)
-        if old is not None:
-            agree(plan, old, overwrite or nothing_made(paths))
-        to_make.append((plan, paths, [state.unit for state in unit_states(plan, paths) if not state.done]))
-    require_disk(to_make)
-    fit_threads(plans)
+    paths = [_locate(plan) for plan in plans]
+    states = [states_once_begun(plan, where, overwrite) for plan, where in zip(plans, paths, strict=True)]
+    to_make = [[state.unit for state in of_plan if not state.done] for of_plan in states]
+    require_disk([*zip(plans, paths, to_make, strict=True)])
 
 
 def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,24 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
         return done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
 
     return statuses(plan.stages, reason, stored)
+
+
+def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
+    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done.
+
+    Raises OutputError or InputError where the run would be refused, since another plan was begun there.
+    """
+    states, old = unit_states(plan, paths), saved_plan(paths)
+    if old is None:
+        return states
+    dropped, touched = agree(plan, old, overwrite or nothing_made(paths))
+    again = plan.units_reading(touched)
+    return [
+        replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
+        if state.done and (dropped or state.unit in again)
+        else state
+        for state in states
+    ]
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:

@@ -14,10 +14,9 @@ from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
 from ktconvert.pipeline.engine.existing import (
     adopts,
-    agree,
     already_finished,
-    nothing_made,
     saved_plan,
+    states_once_begun,
     to_replace,
     unit_states,
 )
@@ -126,20 +125,9 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
 def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     """Which units will run, and why: as they lie there, or as they will when the run has begun."""
     paths = locate(plan.request.output, adopt=adopts(plan))
-    states = unit_states(plan, paths)
     if finished:
-        return [replace(state, done=True, reason="the output is finished") for state in states]
-    old = saved_plan(paths)
-    if old is not None:
-        dropped, touched = agree(plan, old, overwrite or nothing_made(paths))
-        again = plan.units_reading(touched)
-        states = [
-            replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
-            if state.done and (dropped or state.unit in again)
-            else state
-            for state in states
-        ]
-    return states
+        return [replace(state, done=True, reason="the output is finished") for state in unit_states(plan, paths)]
+    return states_once_begun(plan, paths, overwrite)
 
 
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
