@@ -35,6 +35,8 @@ Array = npt.NDArray[Any]
 
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
+# And with scales of either sign, of 4-bit codes, to float32.
+GROUP_RULES = {**ROUNDINGS, "signed": lib.KTQ_SIGNED}
 
 
 class Geometry(NamedTuple):
@@ -214,23 +216,24 @@ def quantize_groups(
 ) -> None:
     """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
 
-    n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of ROUNDINGS. packed: int32 [n,
-    k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or NaN; packed and scale are
-    then partly written. Equations: NUMERICS.md, section 6.
+    n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of GROUP_RULES ("signed": 4 bits
+    alone). packed: int32 [n, k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or
+    NaN; packed and scale are then partly written. Equations: NUMERICS.md, section 6.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         if bits not in (4, 8):
             raise ValueError(f"bits must be 4 or 8, not {bits}")
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"rounding '{rounding}' is not one of {', '.join(ROUNDINGS)}")
+        rules = GROUP_RULES if bits == 4 else ROUNDINGS
+        if rounding not in rules:
+            raise ValueError(f"rounding '{rounding}' is not one of {', '.join(rules)}")
         if group < 32 or group % 32 or k % group:
             raise ValueError(
                 f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns"
             )
         codes = pointer_to("packed", packed, INT32, (n, k * bits // 32))
         out = codes, pointer_to("scale", scale, UINT16, (n, k // group))
-        return lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, scratch_for(k), *out, bad_row)
+        return lib.ktq_quantize_groups(bits, group, rules[rounding], n, k, source, scratch_for(k), *out, bad_row)
 
     convert(matrix, call)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.native_quant.matrix import Matrix
 
-__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "GROUP_SIZES", "MOE_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
+__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "GROUP_SIZES", "MOE_GRIDS", "ROW_GRIDS", "SIGNED_GRIDS", "Grid", "Matrix"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ GROUP_GRIDS = {
 
 # The columns that may share a scale there; the grids have the first.
 GROUP_SIZES = (128, 64, 32)
+
+# Scales of either sign for groups of columns (NUMERICS.md, section 6b), for kt-kernel's RAWINT4 on a CPU.
+SIGNED_GRIDS = {
+    grid.name: grid for grid in (Grid("rawint4", bits=4, low=-8, high=7, group=32, scales="BF16", version=1),)
+}
 
 # Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
 # bits; of fp8, low..high are numbers.

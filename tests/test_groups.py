@@ -17,6 +17,7 @@ from ktconvert.quantizers import GROUP_GRIDS, groups, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
+RULES = [*((4, rule) for rule in kernels.GROUP_RULES), *((8, rounding) for rounding in kernels.ROUNDINGS)]
 
 
 def ugly(n: int, k: int, seed: int = 0) -> Any:
@@ -73,8 +74,7 @@ def assert_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("rounding", kernels.ROUNDINGS)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("bits", "rounding"), RULES)
 @pytest.mark.parametrize(
     ("n", "k", "group"), [(40, 384, 128), (33, 256, 32), (16, 128, 64), (20, 320, 160), (1, 128, 128)]
 )
@@ -84,16 +84,17 @@ def test_kernels_are_the_definition(bits: int, rounding: str, n: int, k: int, gr
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("bits", BITS)
-def test_every_value_over_every_scale(bits: int) -> None:
-    """All 32640 finite magnitudes as a group's largest, each with values around every tie of its codes."""
+@pytest.mark.parametrize(("bits", "rounding"), RULES)
+def test_every_value_over_every_scale(bits: int, rounding: str) -> None:
+    """All 32640 finite magnitudes as a group's largest, of either sign or of one, and values around every tie."""
     top = np.arange(0x7F80, dtype=np.uint16)
     steps = np.linspace(-1, 1, 31, dtype=np.float32)
     with np.errstate(under="ignore"):
         rest = reference.f32_to_bf16(reference.bf16_to_f32(top)[:, None] * steps)
+    rest[1::2, 0] = top[1::2]
     bf16 = np.concatenate([top[:, None], rest], axis=1)  # groups of 32 columns
-    for rounding in kernels.ROUNDINGS:
-        assert_same(ours(bits, bf16, group=32, rounding=rounding), expected(bits, 32, bf16, rounding))
+    bf16[::4] ^= 0x8000
+    assert_same(ours(bits, bf16, group=32, rounding=rounding), expected(bits, 32, bf16, rounding))
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,15 +102,15 @@ def test_every_value_over_every_scale(bits: int) -> None:
     n=st.integers(1, 70),
     count=st.integers(1, 5),
     group=st.sampled_from([32, 64, 128, 192]),
-    bits=st.sampled_from(BITS),
-    rounding=st.sampled_from(tuple(kernels.ROUNDINGS)),
+    rule=st.sampled_from(RULES),
     kind=st.sampled_from(("bf16", "fp16", "f32", "fp8_e4m3")),
     turned=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_any_shape_encoding_and_orientation(
-    n: int, count: int, group: int, bits: int, rounding: str, kind: str, turned: bool, seed: int
+    n: int, count: int, group: int, rule: tuple[int, str], kind: str, turned: bool, seed: int
 ) -> None:
+    bits, rounding = rule
     rng = np.random.default_rng(seed)
     k = count * group
     options: dict[str, Any] = {}
@@ -198,7 +199,8 @@ def test_wrong_arguments_are_refused() -> None:
     kernels.quantize_groups(**good)
     for change, words in (
         ({"bits": 2}, "bits must be 4 or 8"),
-        ({"rounding": "up"}, "rounding 'up' is not one of library, float32"),
+        ({"rounding": "up"}, "rounding 'up' is not one of library, float32, signed"),
+        ({"bits": 8, "rounding": "signed"}, "rounding 'signed' is not one of library, float32$"),
         ({"group": 0}, "multiple of 32"),
         ({"group": 48}, "multiple of 32"),
         ({"group": 96}, "does not fit 256 columns"),

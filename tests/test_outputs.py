@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.parts import take_part
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.quantizers import fp8, mxfp4, panels, reference
+from ktconvert.quantizers import fp8, groups, mxfp4, panels, reference
 from rig import conversion, encodings, floats, killpoint
 from rig import gguf as ggml
 from rig.encodings import PROJECTIONS, W132
@@ -55,7 +55,7 @@ def made(source: Path, cli: Any) -> Made:
 
 
 NUMA1, NUMA2, KT = ("--threadpool-count", 1), ("--threadpool-count", 2), ("--layout", "kt")
-WAYS = [(method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)]
+WAYS = [*((method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)), ("rawint4", KT)]
 every_way = pytest.mark.parametrize(
     ("method", "how"), WAYS, ids=lambda part: part if isinstance(part, str) else part[1]
 )
@@ -67,6 +67,9 @@ def parts_of(how: tuple[Any, ...]) -> int:
 
 def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
     """The tensors of a linear of these BF16 values, by the definition."""
+    if method == "rawint4":
+        codes, scales = groups.quantize_groups(4, 32, bits, "signed")
+        return [groups.pack_words(4, codes), np.array(bits.shape), scales]
     if method == "bf16":
         return [bits if how == KT else panels.to_panels(bits)]
     codes, scales = (mxfp4 if method == "mxfp4" else fp8).quantize(bits)
@@ -85,6 +88,8 @@ def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection
     if method == "mxfp4":  # DeepSeek-V4's
         return [f"layers.{layer}.ffn.experts.{expert}.{W132[projection]}.{suffix}" for suffix in ("weight", "scale")]
     base = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+    if method == "rawint4":
+        return [f"{base}_{suffix}" for suffix in ("packed", "shape", "scale")]
     return [base, f"{base}_scale_inv"][: 1 if method == "bf16" else 2]
 
 
@@ -111,9 +116,10 @@ def check(
 def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Path, made: Made, cli: Any) -> None:
     out, said = made(method, *how)
     assert (KEPT.format("BF16") in said) == (method == "bf16") and "rounds twice" not in said and "int8" not in said
+    assert ("AVX2 alone" in said) == (method == "rawint4")
     model = recognise(open_checkpoint(source))
     check(out, method, how, model, lambda part: defined(method, how, reference.decode(part)))
-    name = f"{'kt_' if how == KT else ''}{method}"
+    name = f"{'kt_' if how == KT and method != 'rawint4' else ''}{method}"
     options = ("--quant-method", name, "--numa", parts_of(how))
     report = json.loads(cli("verify", out, "--against", source, "--full", "--json", *options).stdout)
     assert report["method"] == name.upper() and name.upper() in cli("inspect", out).stdout
@@ -162,6 +168,18 @@ def _e2m1(values: Any) -> Any:
     """Codes of numbers that E2M1 has."""
     codes = np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8)
     return codes | np.signbit(values).astype(np.uint8) << 3
+
+
+def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
+    """Codes, -8 among them, and scales, bit for bit."""
+    folder, _ = encodings.write("ct 4", tmp_path / "model")
+    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
+    assert KEPT.format("RAWINT4") in said and "rounds twice" not in said
+    source, made = (bits_of(read_folder(path)) for path in (folder, tmp_path / "out"))
+    assert made and {8, 0} <= set((next(v for k, v in made.items() if k.endswith("packed")).view(np.uint8) & 15).flat)
+    for key, tensor in made.items():
+        assert key.startswith("model.layers.") and (tensor == source[key]).all()
+    nothing_is_lost(tmp_path / "out", folder, cli)
 
 
 SAME = {
@@ -257,10 +275,16 @@ def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any
         (2, "FP8 has no matrices for fine-tuning", ("fp8", "--save-backward-weights")),
         (3, "256/4 = 64, is not a multiple of 128", ("fp8", "--threadpool-count", 4)),
         (3, "fp8 (KT_FP8) takes --threadpool-count 1, 2", ("fp8", *KT, "--threadpool-count", 4)),
+        (3, "rawint4 (RAWINT4) takes --threadpool-count 1, 2, 4, 8", ("rawint4", "--threadpool-count", 16)),
+        (2, "--layout numa is for int4, int8, mxfp4, fp8, bf16; rawint4 has", ("rawint4", "--layout", "numa")),
         (2, "BF16 has no loose files; leave out --no-merge-safetensor, or add", ("bf16", "--no-merge-safetensor")),
         (2, "without the experts; add --no-merge-safetensor", ("bf16", "--save-backward-weights")),
         (3, "is not a multiple of 32", ("bf16", "--threadpool-count", 16)),
-        (2, "--layout kt is for mxfp4, fp8, bf16; int4 has the layout numa: leave out --layout", ("int4", *KT)),
+        (
+            2,
+            "--layout kt is for mxfp4, fp8, bf16, rawint4; int4 has the layout numa: leave out --layout",
+            ("int4", *KT),
+        ),
         (2, "--layout kt holds experts alone", ("fp8", *KT, "--non-experts", "keep")),
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
@@ -280,6 +304,8 @@ DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [  # which ten
     ("mxfp4", KT, 1, 3, b"\xff", "is not a number"),
     ("fp8", KT, 0, 8, b"\xff", "is not a number"),
     ("bf16", KT, 0, 2, b"\xff\x7f", "not a number"),
+    ("rawint4", KT, 1, 0, b"\1", "weight_shape says 257 x 256"),
+    ("rawint4", KT, 2, 4, b"\x80\xff", "scale 2 is infinite or not a number"),
 ]
 
 
@@ -313,6 +339,7 @@ def test_damage_is_found(
         ("DeepSeek-V4", "fp8", (*KT, "--threadpool-count", 3)),
         ("gptq 4 v2 order", "int8", NUMA1),
         ("ct NVFP4", "int4", ("--threadpool-count", 3)),
+        ("", "rawint4", KT),
     ],
 )
 def test_killed_and_resumed_to_the_same_bytes(

@@ -231,7 +231,7 @@ def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path)
     assert found.tables["Use of experts"][1] == ["0", "1,787", f"1 ({percent(900 / 1787)})", "1"]
 
 
-@pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("int4", ["--non-experts", "keep"])])  # fmt: skip
+@pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
 def test_other_outputs(method: str, options: list[str], example: Path, tmp_path: Path) -> None:
     made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,37 +147,43 @@ SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in 
 CHUNK = 1 << 14  # bytes of codes that are read at a time
 
 
+def _tensors(grid: Grid, n: int, k: int) -> tuple[TensorInfo, ...]:
+    packed, shape, scale = SUFFIXES
+    assert grid.group is not None
+    groups = k // grid.group
+    return (
+        TensorInfo(packed, "I32", (n, k * grid.bits // 32), n * k * grid.bits // 8),
+        TensorInfo(shape, "I64", (2,), 16),
+        TensorInfo(scale, "BF16", (n, groups), 2 * n * groups),
+    )
+
+
+def typed(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[npt.NDArray[Any]]:
+    """Words, shape, bits of BF16 scales of a matrix [n, k]; views."""
+    described = zip(stored, ("<i4", "<i8", "<u2"), _tensors(grid, n, k), strict=True)
+    return [data.view(dtype).reshape(tensor.shape) for data, dtype, tensor in described]
+
+
 def pack_quantized(grid: Grid, rounding: str) -> Encoding:
-    """The encoding with this grid. rounding: how quotients are rounded, a row of kernels.ROUNDINGS."""
+    """The encoding with this grid. rounding: how scales are chosen and quotients rounded, a row of
+    kernels.GROUP_RULES.
+    """
     bits, group = grid.bits, grid.group
     assert group is not None
 
-    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-        packed, shape, scale = SUFFIXES
-        return (
-            TensorInfo(packed, "I32", (n, k * bits // 32), n * k * bits // 8),
-            TensorInfo(shape, "I64", (2,), 16),
-            TensorInfo(scale, "BF16", (n, k // group), 2 * n * (k // group)),
-        )
-
-    def typed(stored: Sequence[Bytes], n: int, k: int) -> list[npt.NDArray[Any]]:
-        """Words, shape, bits of BF16 scales; views."""
-        described = zip(stored, ("<i4", "<i8", "<u2"), tensors(n, k), strict=True)
-        return [data.view(dtype).reshape(tensor.shape) for data, dtype, tensor in described]
-
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
-        words, shape, scale = typed(out, *matrix.shape)
+        words, shape, scale = typed(grid, out, *matrix.shape)
         shape[:] = matrix.shape
         kernels.quantize_groups(bits, matrix, words, scale, group=group, rounding=rounding)
 
     def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
-        words, shape, scale = typed(out, *codes.shape)
+        words, shape, scale = typed(grid, out, *codes.shape)
         words[:] = groups.pack_words(bits, codes)
         shape[:] = codes.shape
         scale[:] = scales
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        words, _, scale = typed(stored, n, k)
+        words, _, scale = typed(grid, stored, n, k)
         return groups.dequantize_groups(bits, words[rows], scale[rows])
 
     return Encoding(
@@ -184,20 +191,21 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
         version=1,
         grid=grid,
         multiple=group,
-        tensors=tensors,
+        tensors=partial(_tensors, grid),
         quantize=quantize,
         decode=decode,
         is_exact=never_exact,
-        defects=(_all_zeros(bits), _bad_shape, _bad_scale),
+        defects=(all_zeros(bits), bad_shape, _bad_scale),
         pack=pack,
         scales=lambda last, n, k: last.view("<u2").reshape(n, -1),
     )
 
 
-def _all_zeros(bits: int) -> Defect:
+def all_zeros(bits: int) -> Defect:
+    """The defect of codes that would compute nothing."""
     zero = 0x88 if bits == 4 else 0x80  # a byte of codes 0
 
-    def all_zeros(read: Read, n: int, k: int) -> str:
+    def defect(read: Read, n: int, k: int) -> str:
         """No codes are all zeros, unless the scales say that the source was; of others only the beginning is read."""
         starts = range(0, n * k * bits // 8, CHUNK)
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
@@ -206,10 +214,11 @@ def _all_zeros(bits: int) -> Defect:
             return ""
         return "it is all zeros: its expert would compute nothing"
 
-    return all_zeros
+    return defect
 
 
-def _bad_shape(read: Read, n: int, k: int) -> str:
+def bad_shape(read: Read, n: int, k: int) -> str:
+    """weight_shape is the shape."""
     stored = read(1).view("<i8").tolist()
     return "" if stored == [n, k] else f"weight_shape says {' x '.join(map(str, stored))}"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.encodings import amx, fp8, moe_plain, mxfp4, pack_quantized, plain
+from ktconvert.layouts.encodings import amx, fp8, moe_plain, mxfp4, pack_quantized, plain, rawint4
 from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
@@ -39,6 +39,11 @@ BACKWARD_ALONE = (
     "0.7.2 does not load a folder of these files alone"
 )
 
+WITHOUT_VNNI = (
+    "kt-kernel 0.7.2 computes RAWINT4 on a CPU with AVX-512 or AVX-VNNI; with AVX2 alone it ends with a segmentation "
+    "fault"
+)
+
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
@@ -52,6 +57,7 @@ FORMATS: dict[str, Format] = {
         Format("KT_MXFP4", mxfp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
         Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
         Format("KT_BF16", plain.ROWS, NATIVE, cpu_card.KT_BF16),
+        Format("RAWINT4", rawint4.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),

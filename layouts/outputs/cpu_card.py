@@ -126,7 +126,7 @@ def native_card(
         f"{_experts(facts)} as kt-kernel's method {method} reads them, for",
         f"any number of NUMA nodes. The folder holds {CONTENTS[non_experts]}.",
     )
-    rows = (("method", f"{method} ({numbers})"),)
+    rows = (("method", f"{method} ({numbers})"), *_choices(facts))
     use = launch(base_model, method, "NUMA_NODES")
     return _card("kt-kernel", {**facts, "method": method}, base_model, about, rows, use)
 
@@ -204,5 +204,10 @@ BF16 = replace(MXFP4, numbers="16 bits, no scales")
 MIXED = replace(MXFP4, numbers="a method per layer")
 KT_MXFP4 = replace(MXFP4, card=partial(native_card, "MXFP4"))
 KT_FP8 = replace(FP8, card=partial(native_card, "FP8"))
+RAWINT4 = replace(
+    MXFP4,
+    numbers="4 bits, -8 to 7, and a BF16 scale of either sign for each 32 columns of a row",
+    card=partial(native_card, "RAWINT4"),
+)
 KT_BF16 = replace(BF16, card=partial(native_card, "BF16"))
 BACKWARD = replace(BF16, card=backward_card)

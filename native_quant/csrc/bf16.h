@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KT_BF16_INFINITY = 0x7f80, KT_BF16_NAN = 0x7fc0, KT_BF16_MAGNITUDE = 0x7fff };
+enum { KT_BF16_INFINITY = 0x7f80, KT_BF16_NAN = 0x7fc0, KT_BF16_MAGNITUDE = 0x7fff, KT_BF16_SIGN = 0x8000 };
 
 static inline float kt_float(uint32_t bits) {
     float x;

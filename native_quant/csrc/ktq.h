@@ -102,8 +102,9 @@ int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source,
 int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
 
-/* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. */
-enum { KTQ_LIBRARY, KTQ_FLOAT32 };
+/* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. KTQ_SIGNED: to float32,
+   with scales of either sign, by which the largest value of a group gets the code -8; for 4 bits. */
+enum { KTQ_LIBRARY, KTQ_FLOAT32, KTQ_SIGNED };
 
 /* Quantizes to `bits` (4 or 8), one BF16 scale per `group` columns of a row, and packs codes in the order of the
    columns, low bits first. group: a multiple of 32 that divides k; n: any. scratch: 32*k uint16, best on a boundary of

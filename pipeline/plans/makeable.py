@@ -81,7 +81,7 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
 
 def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
     """Bytes of the experts of the whole output."""
-    total = 0
+    total, parts = 0, parts if fmt.arrangement.parted else 1
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
         total += experts * expert_bytes(fmt.encoding, ExpertGrid(layer, hidden, intermediate, parts))

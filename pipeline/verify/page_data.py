@@ -26,7 +26,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
-from ktconvert.quantizers import fp8
+from ktconvert.quantizers import SIGNED_GRIDS, fp8, groups
 from ktconvert.quantizers.differences import source_values
 
 LINEARS = 12  # whose rows are looked at
@@ -34,6 +34,9 @@ CHUNK = 64  # rows in memory as float64 at a time
 STEPS = 16  # bins of scales for each power of two
 LOWEST = -150  # a power of two below every positive float32
 BINS = STEPS * (128 - LOWEST)
+
+# Of encodings that keep codes which BF16 would round: the source's own numbers.
+KEPT_VALUES = {"FP8": fp8.source_values, "RAWINT4": groups.source_values}
 
 Linear = tuple[int, int, str]  # layer, expert, projection
 F32 = npt.NDArray[np.float32]
@@ -129,8 +132,8 @@ def _worst_rows(
     whole_fmt = measure.fmt
     for linear in linears:
         fmt = whole_fmt.of_layer(linear.layer)
-        # BF16 would round codes that are kept
-        source = fp8.source_values if fmt.encoding.is_exact(model) else source_values
+        kept = KEPT_VALUES.get(fmt.encoding.name, source_values)
+        source = kept if fmt.encoding.is_exact(model) else source_values
         whole, found = model.linear(*linear[:3]), []
         for part in _parts(output, measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
@@ -176,8 +179,9 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
 
     def read(linear: Linear, _slot: int) -> list[tuple[Part, F32]]:
         fmt = of_layer[linear[0]]
+        size = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
         return [
-            (part, scale_values(fmt.encoding, stored[0], part.n, part.k))
+            (part, size(scale_values(fmt.encoding, stored[0], part.n, part.k)))
             for part in _parts(output, measure, fmt, linear)
             if (stored := _read(output, fmt, part, slice(-1, None)))
         ]

@@ -6,7 +6,8 @@
 
 int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source,
                         uint16_t *scratch, uint8_t *packed, uint16_t *scale, int64_t *bad_row) {
-    if ((bits != 4 && bits != 8) || (rounding != KTQ_LIBRARY && rounding != KTQ_FLOAT32)) return KTQ_EINVAL;
+    if ((bits != 4 && bits != 8) || rounding < KTQ_LIBRARY || rounding > KTQ_SIGNED) return KTQ_EINVAL;
+    if (rounding == KTQ_SIGNED && bits != 4) return KTQ_EINVAL;
     if (group <= 0 || group % KT_GROUP_COLUMNS || !source || !scratch || !packed || !scale || !bad_row)
         return KTQ_EINVAL;
     int error = kt_check_source(source, n, k);

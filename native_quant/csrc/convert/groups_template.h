@@ -7,10 +7,16 @@ TARGET static inline ints magnitude(const uint8_t *p) {
     return and_si(loadu_si(p), set1_epi16(KT_BF16_MAGNITUDE));
 }
 
-TARGET static inline uint16_t group_amax(const uint8_t *p, int64_t group) {
-    ints a = magnitude(p);
-    for (int64_t c = 2 * LANES; c < group; c += 2 * LANES) a = max_epu16(a, magnitude(p + 2 * c));
-    return reduce_max_epu16(a);
+/* The value of largest magnitude; with its sign, the negative one of two, where that counts. */
+TARGET static inline uint16_t group_largest(int rounding, const uint8_t *p, int64_t group) {
+    ints a = magnitude(p), signs = loadu_si(p);
+    for (int64_t c = 2 * LANES; c < group; c += 2 * LANES) {
+        a = max_epu16(a, magnitude(p + 2 * c));
+        signs = max_epu16(signs, loadu_si(p + 2 * c));
+    }
+    uint16_t amax = reduce_max_epu16(a);
+    if (rounding == KTQ_SIGNED && reduce_max_epu16(signs) == (amax | KT_BF16_SIGN)) amax |= KT_BF16_SIGN;
+    return amax;
 }
 
 /* x / scale, rounded to BF16 if the library does, cut to what the bits hold, and as an unsigned code in the lowest
@@ -29,9 +35,9 @@ row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uin
     /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second
      * time. */
     for (int64_t g = 0; g < k / group; g++) {
-        uint16_t amax = group_amax(row + 2 * g * group, group);
-        if (amax >= KT_BF16_INFINITY) return 0;
-        scale[g] = kt_group_scale(bits, amax);
+        uint16_t largest = group_largest(rounding, row + 2 * g * group, group);
+        if ((largest & KT_BF16_MAGNITUDE) >= KT_BF16_INFINITY) return 0;
+        scale[g] = kt_group_scale(bits, rounding, largest);
     }
     for (int64_t g = 0; g < k / group; g++, row += 2 * group, packed += group * bits / 8) {
         const floats d = set1_ps(kt_from_bf16(scale[g]));
@@ -50,6 +56,7 @@ row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uin
 TARGET int KERNEL_OF(groups)(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                              uint16_t *scale) {
     if (bits == 4 && rounding == KTQ_LIBRARY) return row_of(4, KTQ_LIBRARY, group, row, k, packed, scale);
+    if (bits == 4 && rounding == KTQ_SIGNED) return row_of(4, KTQ_SIGNED, group, row, k, packed, scale);
     if (bits == 4) return row_of(4, KTQ_FLOAT32, group, row, k, packed, scale);
     if (rounding == KTQ_LIBRARY) return row_of(8, KTQ_LIBRARY, group, row, k, packed, scale);
     return row_of(8, KTQ_FLOAT32, group, row, k, packed, scale);
