@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""The experts of a GGUF, ours against llama.cpp's own bench, in turns: milliseconds per layer.
+
+python benchmarks/llama_cpp.py --llama-bench PATH           five types of ggml; half an hour, 2 GB of disk
+python benchmarks/llama_cpp.py --llama-bench PATH --types Q4_K --tokens 1 64
+
+llama-bench computes whole models, so it is given two in the shape of Qwen3-30B-A3B, of three layers: one with the
+experts (128 of 768 columns, 8 for a token) and one that has a linear of 32 columns instead, with the same attention and
+output. A third of the difference of their times is what it takes for the experts of a layer, the router with its choice
+among it (3 % of the operations). Attention adds nothing to a token (its output is zeros), so that random tokens are
+routed as evenly as ours, which computes the same file's layers in turn; for one token, steps of generation are timed.
+In each round llama.cpp's two models, the better of two runs each, and ours, the median of its calls, run one after the
+other; shown are medians of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mixtures
+import numpy as np
+from blocks import random_blocks
+
+from ktconvert.native_quant.matrix import GGML
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+
+SHAPE = mixtures.SHAPES["qwen3"]
+LAYERS, HEADS, KV_HEADS, HEAD = 3, 32, 4, 128
+VOCABULARY = 4096
+TINY = 32  # columns of the linear that takes the experts' place
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4")
+ZEROS = "zeros"  # blocks of Q8_0
+STEPS = 32  # of generation, for one token
+
+
+def main() -> None:
+    """Measure and print a line for each type and number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-bench", type=Path, required=True, help="llama.cpp's program")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
+    options = parser.parse_args()
+    print(f"{options.threads} threads, {options.rounds} rounds; ms per layer, medians (least to most)")
+    print(f"{'type':6} {'tokens':>6} {'ours':>24} {'llama.cpp':>24} {'ratio':>6}")
+    pool = Pool(options.threads)
+    with tempfile.TemporaryDirectory(prefix="ktconvert-llama-", dir=options.dir) as folder:
+        for name in options.types:
+            models = [Path(folder) / f"{name}-{experts}.gguf" for experts in ("experts", "tiny")]
+            for path in models:
+                write_model(path, name, experts=path == models[0])
+            layers = [Experts.load(models[0], layer, memory="copy", pool=pool) for layer in range(LAYERS)]
+            for tokens in options.tokens:
+                batch = mixtures.make_batch(Path(folder), SHAPE, tokens, "balanced").folder
+                inputs = [np.load(batch / f"{what}.npy") for what in ("hidden", "ids", "weights")]
+                ours, theirs = [], []
+                for _ in range(options.rounds):
+                    whole, rest = (bench(options.llama_bench, path, tokens, options.threads) for path in models)
+                    theirs.append((whole - rest) / LAYERS)
+                    ours.append(forward(layers, inputs))
+                ratio = statistics.median(theirs) / statistics.median(ours)
+                print(f"{name:6} {tokens:6} {shown(ours):>24} {shown(theirs):>24} {ratio:6.2f}", flush=True)
+            for path in models:
+                path.unlink()
+
+
+def shown(seconds: list[float]) -> str:
+    """Median, least and most in milliseconds."""
+    low, middle, high = (f"{1e3 * x:.2f}" for x in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{middle} ({low} to {high})"
+
+
+def bench(program: Path, model: Path, tokens: int, threads: int) -> float:
+    """Seconds that llama-bench takes for so many tokens of a prompt, or for one of generation."""
+    sizes = ("-p", 0, "-n", STEPS) if tokens == 1 else ("-p", tokens, "-n", 0)
+    most = max(tokens, 32)
+    more = ("-b", most, "-ub", most, "-t", threads, "-r", 2, "-ngl", 0, "-o", "json")
+    command = [str(each) for each in (program, "-m", model, *sizes, *more)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-1000:]}")
+    (row,) = json.loads(done.stdout)
+    return min(row["samples_ns"]) / 1e9 / (STEPS if tokens == 1 else 1)
+
+
+def forward(layers: list[Experts], inputs: list[Any]) -> float:
+    """Seconds of a layer: the median of calls that last a quarter of a second or are three."""
+    out = np.empty_like(inputs[0][0])
+    walls: list[float] = []
+    for number in range(400):
+        of_layers, variant = layers[number % LAYERS], number // LAYERS % len(inputs[0])
+        begun = time.perf_counter()
+        of_layers.forward(*(array[variant] for array in inputs), out=out)
+        walls.append(time.perf_counter() - begun)
+        if len(walls) > LAYERS and sum(walls) > 0.25:
+            break
+    return statistics.median(walls[LAYERS:])  # the first ones are cold
+
+
+# --- synthetic models -----------------------------------------------------------------------------
+
+
+def write_model(path: Path, name: str, experts: bool) -> None:
+    """A model that llama.cpp loads: experts in this type, or one small linear in their place; attention, embeddings and
+    output in Q8_0.
+    """
+    arch = "qwen3moe" if experts else "qwen3"
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata(experts).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("none")
+    for seed, (tensor, kind, shape) in enumerate(tensors(name, experts)):
+        stored = gguf.GGMLQuantizationType["Q8_0" if kind == ZEROS else kind]
+        writer.add_tensor(tensor, values(kind, shape, seed), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def metadata(experts: bool) -> dict[str, int | float]:
+    """What llama.cpp wants to know of such a model."""
+    common: dict[str, int | float] = {
+        "block_count": LAYERS,
+        "context_length": 4096,
+        "embedding_length": SHAPE.hidden,
+        "feed_forward_length": TINY,
+        "vocab_size": VOCABULARY,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+    }
+    more = {
+        "expert_count": SHAPE.experts,
+        "expert_used_count": mixtures.TOPK,
+        "expert_feed_forward_length": SHAPE.intermediate,
+    }
+    return common | (more if experts else {})
+
+
+def tensors(name: str, experts: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each."""
+    hidden, width, count = SHAPE.hidden, SHAPE.intermediate, SHAPE.experts
+    yield "token_embd.weight", "Q8_0", (VOCABULARY, hidden)
+    yield "output.weight", "Q8_0", (VOCABULARY, hidden)
+    yield "output_norm.weight", "F32", (hidden,)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}"
+        for norm, size in (("attn", hidden), ("ffn", hidden), ("attn_q", HEAD), ("attn_k", HEAD)):
+            yield f"{block}.{norm}_norm.weight", "F32", (size,)
+        for linear, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            yield f"{block}.attn_{linear}.weight", "Q8_0", (heads * HEAD, hidden)
+        yield f"{block}.attn_output.weight", ZEROS, (hidden, HEADS * HEAD)
+        if experts:
+            yield f"{block}.ffn_gate_inp.weight", "F32", (count, hidden)
+            for linear, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+                yield f"{block}.ffn_{linear}_exps.weight", name, (count, *shape)
+        else:
+            for linear, shape in (("gate", (TINY, hidden)), ("up", (TINY, hidden)), ("down", (hidden, TINY))):
+                yield f"{block}.ffn_{linear}.weight", "Q8_0", shape
+
+
+def values(kind: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Numbers of about 1 for norms, of 0.02 for the router; random blocks."""
+    if kind == "F32":
+        drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        return 1 + drawn / 100 if len(shape) == 1 else drawn / 50
+    *rows, columns = shape
+    if kind == ZEROS:
+        return np.zeros((*rows, columns // GGML["Q8_0"].columns * GGML["Q8_0"].items), np.uint8)
+    of_row = columns // GGML[kind].columns
+    return random_blocks(kind, int(np.prod(rows)) * of_row, seed).reshape(*rows, -1)
+
+
+if __name__ == "__main__":
+    main()
