@@ -159,6 +159,16 @@ def test_layouts_of_kt_kernel_are_checkpoints(models: dict[str, Path], tmp_path:
     assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
 
 
+def test_what_rawint4_writes_is_computed(models: dict[str, Path], tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """In as many parts as are asked for, though its config.json has our quant_method."""
+    out = tmp_path / "out"
+    cli("cpu", "-i", models["BF16"], "-o", out, "--quant-method", "rawint4")
+    experts = Experts.load(out, 0, method="RAWINT4", parts=2)
+    assert (experts.method, experts.parts) == ("RAWINT4", 2)
+    report = json.loads(call(verify, out, "--run", "--json").stdout)
+    assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -257,9 +267,8 @@ def test_gguf_is_one_sentence(models: dict[str, Path], tmp_path: Path) -> None:
             (bench, place),
         ):
             error = call(command, *options).exception
-            assert isinstance(error, UnsupportedError), error
-            assert str(error).startswith(f"{place}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no")
-            assert "`ktconvert cpu`" in str(error)
+            assert isinstance(error, InputError), error
+            assert str(error).startswith(f"{tmp_path / 'model.gguf'}: only 4 bytes, too short for a GGUF header; ")
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Quantization:
     ordered: tuple[bool, ...] = ()
 
 
+QUANT_METHOD = "kt_amx"  # of our own outputs for the CPU, whatever their experts are stored in
 QUANTIZE_CONFIG = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
 # Field of Quantization -> its key there.
 KEYS = {

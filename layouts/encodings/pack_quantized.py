@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import (
     FLOATS,
@@ -44,7 +44,7 @@ WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
 def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         """The width of the codes is the config's; of several, the one that fits its groups; else 4."""
-        if quantization.method not in ("", METHOD):
+        if quantization.method not in ("", METHOD, QUANT_METHOD):
             return False
         if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
             return False  # four-bit floats

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD as QUANT_METHOD
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.output import Output
 
-QUANT_METHOD = "kt_amx"
 # transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
 # a weight file of this name, for any model, and prints the name.
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
