@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine import lock
 from ktconvert.pipeline.plans import commands
 from rig import conversion
 
-METHODS = ("int4", "int8", "mxfp4")
+METHODS = ("int4", "int8", "rawint4")
 TOGETHER = ("--quant-method", ",".join(METHODS), "--cpuinfer-threads", "1")
 
 
@@ -110,12 +110,12 @@ def test_where_one_is_impossible_nothing_is_written(case: str, dry: bool, source
 
 
 def occupied(folder: Path, source: Path) -> None:
-    (folder / "out-mxfp4").mkdir()
-    (folder / "out-mxfp4" / "theirs").write_bytes(b"")
+    (folder / "out-rawint4").mkdir()
+    (folder / "out-rawint4" / "theirs").write_bytes(b"")
 
 
 def linked(folder: Path, source: Path) -> None:
-    (folder / "out-mxfp4").symlink_to("out-int8")
+    (folder / "out-rawint4").symlink_to("out-int8")
 
 
 def begun_with_other_options(folder: Path, source: Path) -> None:
@@ -125,16 +125,16 @@ def begun_with_other_options(folder: Path, source: Path) -> None:
 
 
 def in_use(folder: Path, source: Path) -> None:
-    lock.acquire(folder / "out-mxfp4.work", folder / "out-mxfp4")
+    lock.acquire(folder / "out-rawint4.work", folder / "out-rawint4")
 
 
 @pytest.mark.parametrize(
     ("prepare", "code", "word"),
     [
-        (occupied, 7, "out-mxfp4"),
+        (occupied, 7, "out-rawint4"),
         (linked, 2, "a link makes one folder"),
         (begun_with_other_options, 7, "--layers was 0-1"),
-        (in_use, 7, "out-mxfp4"),
+        (in_use, 7, "out-rawint4"),
     ],
 )
 def test_where_one_is_in_the_way_nothing_is_begun(
@@ -162,7 +162,7 @@ def test_the_disk_has_to_hold_all(source: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(machine, "disk_free", lambda path: disk["disk_needed"] - 1)
     done = conversion.here(*command, *TOGETHER)
     assert isinstance(done.exception, ResourceError)
-    assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-mxfp4\.work: ", str(done.exception))
+    assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-rawint4\.work: ", str(done.exception))
     assert conversion.names(tmp_path) == []
     done = conversion.here(*command, "--quant-method", "int4")
     assert done.exit_code == 0
