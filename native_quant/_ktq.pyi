@@ -59,6 +59,19 @@ class Lib:
         scale: Any,
         bad_row: Any,
     ) -> int: ...
+    def ktq_search_groups(
+        self,
+        grid: int,
+        n: int,
+        k: int,
+        rows: Any,
+        row_stride: int,
+        importance: Any,
+        scratch: Any,
+        codes: Any,
+        scales: Any,
+        bad_row: Any,
+    ) -> int: ...
     def ktq_quantize_groups(
         self,
         bits: int,

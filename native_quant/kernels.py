@@ -285,8 +285,40 @@ def search_scales(
     is infinite or NaN. Equations: NUMERICS.md, section 2b.
     """
     _geometry(bits)
-    if bf16.ndim != 2 or bf16.dtype != np.uint16 or 0 in bf16.shape or bf16.shape[1] % LANES:
-        raise ValueError(f"values must be uint16 [n, multiple of {LANES}], not {bf16.dtype} of shape {bf16.shape}")
+    scale = np.empty(len(bf16), np.float32)
+    return _search(lib.ktq_search_scales, bits, LANES, bf16, importance, ffi.from_buffer("float[]", scale)), scale
+
+
+# Grids with a scale for each SEARCHED_GROUP columns: name -> (its number in C, dtype of its scales as they are stored).
+SEARCHED_GROUPS: dict[str, tuple[int, type[np.unsignedinteger[Any]]]] = {"mxfp4": (lib.KTQ_GROUPS_MXFP4, np.uint8)}
+SEARCHED_GROUP = 32
+
+
+def search_groups(
+    grid: str, bf16: npt.NDArray[np.uint16], importance: npt.NDArray[np.float32] | None = None
+) -> tuple[npt.NDArray[np.int8], Array]:
+    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
+
+    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, section 2c.
+    """
+    number, dtype = SEARCHED_GROUPS[grid]
+    n, k = bf16.shape if bf16.ndim == 2 else (0, 0)
+    scales = np.empty((n, k // SEARCHED_GROUP), dtype)
+    out = ffi.from_buffer("uint8_t[]", scales)
+    return _search(lib.ktq_search_groups, number, SEARCHED_GROUP, bf16, importance, out), scales
+
+
+def _search(
+    call: Callable[..., int],
+    what: int,
+    multiple: int,
+    bf16: npt.NDArray[np.uint16],
+    importance: npt.NDArray[np.float32] | None,
+    scales: Any,
+) -> npt.NDArray[np.int8]:
+    """Calls a search for scales, which it writes; returns the codes. Raises ValueError for wrong arguments."""
+    if bf16.ndim != 2 or bf16.dtype != np.uint16 or 0 in bf16.shape or bf16.shape[1] % multiple:
+        raise ValueError(f"values must be uint16 [n, multiple of {multiple}], not {bf16.dtype} of shape {bf16.shape}")
     (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
     if column_stride != 2:
         raise ValueError(f"each row of values must be contiguous, not strides {bf16.strides}")
@@ -299,16 +331,15 @@ def search_scales(
             raise ValueError("importance must be finite, and nowhere negative")
         weights = ffi.from_buffer("float[]", importance)
     read_environment()
-    codes, scale, bad_row = np.empty((n, k), np.int8), np.empty(n, np.float32), ffi.new("int64_t *")
+    codes, bad_row = np.empty((n, k), np.int8), ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     scratch = ffi.cast("float *", scratch_for(k))
-    out = ffi.from_buffer("int8_t[]", codes), ffi.from_buffer("float[]", scale)
-    error = lib.ktq_search_scales(bits, n, k, rows, row_stride, weights, scratch, *out, bad_row)
+    error = call(what, n, k, rows, row_stride, weights, scratch, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
     if error == lib.KTQ_ENONFINITE:
         row = int(bad_row[0])
         raise NonFinite(row, int(np.argmax((bf16[row] & 0x7FFF) >= 0x7F80)))
     raise_error(error)
-    return codes, scale
+    return codes
 
 
 # --- panels of 32 rows (FORMAT.md, Panels) --------------------------------------------------------

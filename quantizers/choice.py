@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ktconvert.native_quant.kernels import search_scales
+from ktconvert.native_quant.kernels import SEARCHED_GROUPS, search_groups, search_scales
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 
@@ -34,7 +34,7 @@ class Quantizer:
     name: str
     version: int
     choose: Choose | None
-    grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS)
+    grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS, *SEARCHED_GROUPS)
     importance: bool = False
     calibrated: bool = False
 
@@ -47,8 +47,10 @@ class Quantizer:
         return self if self.serves(grid) else ABSMAX
 
 
-def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F32]:
-    """The scale of least squared error for each row (NUMERICS.md, section 2b)."""
+def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, npt.NDArray[Any]]:
+    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b and 2c)."""
+    if not grid.per_row:
+        return search_groups(grid.name, bf16, importance)
     codes, scales = search_scales(grid.bits, bf16, importance)
     return codes, scales[:, None]
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
@@ -19,6 +21,8 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
 from ktconvert.quantizers.packed import fields
+from ktconvert.quantizers.reference import E2M1
+from ktconvert.quantizers.scales import e8m0
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
@@ -139,6 +143,16 @@ def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
     kernels.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
 
 
+NIBBLES = np.zeros(256, np.uint8)  # codes as quantizers choose them, as bytes -> codes of E2M1
+NIBBLES[np.rint(2 * E2M1).astype(np.int8).view(np.uint8)[::-1]] = np.arange(16)[::-1]  # 0, and not -0
+
+
+def _codes_matrix(codes: npt.NDArray[np.int8], exponents: npt.NDArray[Any]) -> Matrix:
+    """MXFP4 with codes int8 [n, k], halves of numbers, and exponents uint8 [n, k/32]."""
+    nibbles = NIBBLES[codes.view(np.uint8)]
+    return Matrix(nibbles[:, ::2] | nibbles[:, 1::2] << 4, FP4_E2M1, e8m0(exponents), (1, GROUP))
+
+
 def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
     codes, scales = (each.reshape(n // panels.ROWS, -1) for each in stored)
     return mxfp4.dequantize(
@@ -193,6 +207,7 @@ PANELS = Encoding(
     decode=_decode_panels,
     is_exact=is_exact,
     defects=(None, _bad_scale(_panel_codes)),
+    pack=lambda codes, exponents, out: _quantize_panels(_codes_matrix(codes, exponents), out),
     scales=lambda last, n, k: mxfp4.exponents_from_panels(last.reshape(n // panels.ROWS, k)),
 )
 ROWS = replace(
@@ -202,5 +217,6 @@ ROWS = replace(
     quantize=_quantize_rows,
     decode=_decode_rows,
     defects=(None, _bad_scale(_row_codes)),
+    pack=lambda codes, exponents, out: _quantize_rows(_codes_matrix(codes, exponents), out),
     scales=lambda last, n, k: last.reshape(n, -1),
 )

@@ -90,11 +90,6 @@ typedef void kt_reorder_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stri
    multiple of 32. */
 typedef void kt_e4m3_fn(const uint8_t *values, int64_t count, float scale, uint8_t *codes);
 
-/* The codes of a grid: integers least..most, all of them (precision 0), or those of so many significant bits. */
-typedef struct {
-    int least, most, precision;
-} kt_code_range;
-
 /* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
    [width][KT_PANEL_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that

@@ -102,6 +102,16 @@ int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source,
 int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
 
+/* Grids with a scale for each 32 columns: the number of one for ktq_search_groups. */
+enum { KTQ_GROUPS_MXFP4 };
+
+/* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2c).
+   rows, row_stride (bytes): any alignment. importance: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
+   the grid stores them (MXFP4: E8M0). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
+   and scales are then partly written. */
+int ktq_search_groups(int grid, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
+                      float *scratch, int8_t *codes, uint8_t *scales, int64_t *bad_row);
+
 /* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. KTQ_SIGNED: to float32,
    with scales of either sign, by which the largest value of a group gets the code -8; for 4 bits. */
 enum { KTQ_LIBRARY, KTQ_FLOAT32, KTQ_SIGNED };

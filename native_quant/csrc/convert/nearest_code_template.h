@@ -14,5 +14,6 @@ TARGET static inline __attribute__((always_inline)) floats nearest_codes(floats 
     if (!codes.precision) return round_ps(q);
     ints power = sub_epi32(and_si(castps_si(q), set1_epi32(0x7f800000)), set1_epi32((codes.precision - 1) << 23));
     floats step = max_ps(castsi_ps(power), set1_ps(1.0f)); /* what wrapped around is negative */
-    return mul_ps(round_ps(div_ps(q, step)), step);
+    floats reciprocal = castsi_ps(sub_epi32(set1_epi32(0x7f000000), castps_si(step))); /* of a power of two */
+    return mul_ps(round_ps(mul_ps(q, reciprocal)), step);
 }

@@ -4,13 +4,6 @@
 #include "bf16.h"
 #include "kernels.h"
 
-/* The sum of the lanes, which are overwritten: the upper half is added to the lower one until one is left. */
-static float add_lanes(float *lanes) {
-    for (int half = KT_SUM_LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
-
 void kt_scale_sums_scalar(const kt_scale_search *search, float *products, float *squares) {
     for (int64_t c = 0; c < search->k; c++) {
         uint16_t x = kt_load16(search->row + 2 * c) & KT_BF16_MAGNITUDE;
@@ -25,7 +18,7 @@ void kt_scale_sums_scalar(const kt_scale_search *search, float *products, float 
             product[c % KT_SUM_LANES] = fmaf(h * u, q, product[c % KT_SUM_LANES]);
             square[c % KT_SUM_LANES] = fmaf(h * q, q, square[c % KT_SUM_LANES]);
         }
-        products[i] = add_lanes(product);
-        squares[i] = add_lanes(square);
+        products[i] = kt_add_lanes(product);
+        squares[i] = kt_add_lanes(square);
     }
 }
