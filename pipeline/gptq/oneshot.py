@@ -13,6 +13,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.dataset import first_line
 
 # (layer, expert, projection) -> the linear
@@ -82,6 +83,6 @@ def quantize_model(
         codes = gptq.codes(linear.weight.detach().cpu(), scale, fmt.encoding.grid.code_range)
         n, k = codes.shape
         hidden, width = (n, k) if projection == "down" else (k, n)
-        return packed(fmt.encoding, (expert, projection), codes, scale, ExpertGrid(layer, hidden, width))
+        return packed(fmt.encoding, (expert, projection), codes, bf16.to_bits(scale), ExpertGrid(layer, hidden, width))
 
     return quantized
