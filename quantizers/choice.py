@@ -34,7 +34,7 @@ class Quantizer:
     name: str
     version: int
     choose: Choose | None
-    grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS, *SEARCHED_GROUPS)
+    grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS)
     importance: bool = False
     calibrated: bool = False
 
@@ -55,8 +55,9 @@ def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, np
     return codes, scales[:, None]
 
 
+SEARCHED = (*ROW_GRIDS, *MOE_GRIDS, *SEARCHED_GROUPS)  # the grids of least_squares
 ABSMAX = Quantizer("absmax", 1, None, grids=None)
-MSE = Quantizer("mse", 1, least_squares)
-IMATRIX = Quantizer("imatrix", 1, least_squares, importance=True)
-GPTQ = Quantizer("gptq", 1, least_squares, calibrated=True)
+MSE = Quantizer("mse", 1, least_squares, SEARCHED)
+IMATRIX = Quantizer("imatrix", 1, least_squares, SEARCHED, importance=True)
+GPTQ = Quantizer("gptq", 1, least_squares, SEARCHED, calibrated=True)
 QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX, GPTQ)}

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import ExpertGrid, join_parts
 from rig import calibrated, forks, gguf
 from rig.safetensors import differing, metadata_of, read_file, read_folder
 
@@ -25,6 +30,8 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
 CASES = {
     "bundled int4": ("bundled", ("--threadpool-count", "2")),
     "bundled int8": ("bundled", ("--quant-method", "int8", "--threadpool-count", "1")),
+    "bundled mxfp4": ("bundled", ("--quant-method", "mxfp4", "--threadpool-count", "2")),
+    "bundled mxfp4 rows": ("bundled", ("--quant-method", "mxfp4", "--layout", "kt")),
     "bundled loose": ("bundled", ("--threadpool-count", "2", "--no-merge-safetensor")),
     "bundled few": ("bundled", ("--threadpool-count", "2", "--min-expert-tokens", "60")),
     "bundled all": ("bundled", ("--threadpool-count", "2", "--calibrate", "all")),
@@ -65,8 +72,8 @@ def test_codes_are_in_range(name: str, outputs: Path) -> None:
         stored = [path.read_bytes() for path in (outputs / name).rglob("*_quant_.kt")]
     else:
         stored = list(tensors(outputs / name, ".weight").values())
-    assert stored
-    for data in stored:
+    assert stored or "mxfp4" in name
+    for data in () if "mxfp4" in name else stored:
         codes = np.frombuffer(data, np.uint8)
         if "int8" in name:
             assert not (codes == 0x80).any()
@@ -74,6 +81,20 @@ def test_codes_are_in_range(name: str, outputs: Path) -> None:
             assert not (codes & 15 == 8).any() and not (codes >> 4 == 8).any()
     said = (outputs / f"{name}.verified").read_text()
     assert "have codes within their range, and errors of at most" in said
+
+
+def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs: Path) -> None:
+    """Parts share no scale, and a linear is compensated as a whole."""
+    parted, whole = (open_output(outputs / name) for name in ("bundled mxfp4", "bundled mxfp4 rows"))
+    for expert, projection in product(range(8), ("gate", "up", "down")):
+        numbers = []
+        for output, parts in ((parted, 2), (whole, 1)):
+            encoding, each = FORMATS[output.methods[0]].encoding, []
+            for part in ExpertGrid(1, 256, 256, parts).parts(expert, projection):
+                stored = [output.read(output.tensors[part.place, suffix]) for suffix in suffixes(encoding)]
+                each.append(encoding.decode(stored, part.n, part.k, slice(None)))
+            numbers.append(join_parts(projection, each))
+        np.testing.assert_array_equal(*numbers)
 
 
 def test_how_the_source_stores_experts_does_not_matter(outputs: Path) -> None:
@@ -188,7 +209,7 @@ def test_verify_finds_what_must_not_be(
         (("--layers", "0"), 2, "goes through the whole model: leave out --layers"),
         (("--save-backward-weights",), 2, "has no matrices for fine-tuning"),
         (("--max-shard-size", "1MB"), 2, "leave out --max-shard-size"),
-        (("--quant-method", "mxfp4"), 2, "--scale gptq is for --quant-method int4 and int8"),
+        (("--quant-method", "fp8"), 2, "--scale gptq is for --quant-method int4, int8"),
         (("--imatrix", "x.gguf"), 2, "are for --scale imatrix, not gptq"),
         (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
     ],

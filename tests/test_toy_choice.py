@@ -101,7 +101,7 @@ def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path, kt
         done = ktconvert(
             "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--scale", "toy", *layout, code=2
         )
-        assert "--scale toy is for --quant-method int4 and int8; " in done.stderr and "leave out --scale" in done.stderr
+        assert "--scale toy is for --quant-method int4, int8; " in done.stderr and "leave out --scale" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -131,8 +131,8 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     scale: Annotated[
         str,
         Option(
-            "How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error, imatrix the "
-            "same weighted by the inputs; gptq compensates errors, and runs the model.",
+            "How scales are chosen: absmax by the largest value (kt-kernel's bytes), mse by the least squared error, "
+            "imatrix by the same weighted by the inputs; gptq compensates errors, and runs the model.",
             choice(QUANTIZERS),
             effect=Effect.WEIGHTS,
         ),

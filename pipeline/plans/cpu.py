@@ -63,7 +63,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     model = recognise(source, rows_for(options.arch_row))
     _require_input_type(options.input_type, model)
     fmt = method_map.of_model(options, fmt, model)
-    choice = _choice(options, fmt)
+    choice = _choice(options, fmt, model)
     imatrix = importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
@@ -131,16 +131,22 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     )
 
 
-def _choice(options: CpuOptions, fmt: Format) -> Quantizer:
-    """How codes are chosen. Raises UsageError where the format has one way alone."""
+def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
+    """How codes are chosen. Raises UsageError where the format has one way alone, or nothing is to be chosen."""
     choice = QUANTIZERS[options.scale]
     unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
     if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
-        able = " and ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
+        able = ", ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
         raise UsageError(
             f"--scale {choice.name} is for --quant-method {able}; {unserved[0]} has one way to choose codes: leave "
             "out --scale."
         )
+    for own in fmt.formats:
+        if choice != ABSMAX and choice.serves(own.encoding.grid) and own.encoding.is_exact(model):
+            raise UsageError(
+                f"--scale {choice.name} chooses numbers, but the experts of {model.source.root} are "
+                f"{' and '.join(model.dtypes)} already, and {own.name} keeps every number: leave out --scale."
+            )
     return choice
 
 
@@ -249,9 +255,8 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
 
 def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
     """What other choices of codes would gain; said of a plan, but not in the model card."""
-    if choice != ABSMAX or not any(
-        own.encoding.grid.bits == 4 and MSE.serves(own.encoding.grid) for own in fmt.formats
-    ):
+    grids = [own.encoding.grid for own in fmt.formats]
+    if choice != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.serves(grid) for grid in grids):
         return ()
     return (
         "--scale mse makes the same files with less error: of Gaussian rows of 2048 11 % instead of 15 %, with heavy "
