@@ -299,7 +299,7 @@ def search_groups(
 ) -> tuple[npt.NDArray[np.int8], Array]:
     """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
 
-    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, section 2c.
+    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, section 2d.
     """
     number, dtype = SEARCHED_GROUPS[grid]
     n, k = bf16.shape if bf16.ndim == 2 else (0, 0)

@@ -48,7 +48,7 @@ class Quantizer:
 
 
 def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, npt.NDArray[Any]]:
-    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b and 2c)."""
+    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b and 2d)."""
     if not grid.per_row:
         return search_groups(grid.name, bf16, importance)
     codes, scales = search_scales(grid.bits, bf16, importance)

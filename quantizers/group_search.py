@@ -1,7 +1,7 @@
 """Scales of least squared error, one for each group of columns: the definition in NumPy, which the C kernels must equal
 bit for bit.
 
-Equations: NUMERICS.md, section 2c. BF16 values are their bits (uint16), as in reference.py.
+Equations: NUMERICS.md, section 2d. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
 /* Grids with a scale for each 32 columns: the number of one for ktq_search_groups. */
 enum { KTQ_GROUPS_MXFP4 };
 
-/* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2c).
+/* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2d).
    rows, row_stride (bytes): any alignment. importance: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
    the grid stores them (MXFP4: E8M0). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
    and scales are then partly written. */

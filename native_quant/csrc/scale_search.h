@@ -1,5 +1,5 @@
 /* Scales of least squared error: what the loops (convert/scale_search.c, convert/group_search.c) and their kernels
- * share. NUMERICS.md, sections 2b and 2c. */
+ * share. NUMERICS.md, sections 2b and 2d. */
 #ifndef KT_SCALE_SEARCH_H
 #define KT_SCALE_SEARCH_H
 
