@@ -49,7 +49,11 @@ WAYS = (
     ("int4 gptq", "AMXINT4", "gptq"),
     ("int8 absmax", "AMXINT8", "absmax"),
     ("int8 mse", "AMXINT8", "mse"),
-    ("mxfp4", "MXFP4", "absmax"),
+    ("mxfp4 absmax", "MXFP4", "absmax"),
+    ("mxfp4 mse", "MXFP4", "mse"),
+    ("mxfp4 imatrix", "MXFP4", "imatrix"),
+    ("mxfp4 gptq", "MXFP4", "gptq"),
+    ("rawint4 absmax", "RAWINT4", "absmax"),
 )
 
 
@@ -121,8 +125,13 @@ def command(*words: object) -> str:
     return done.stdout
 
 
+def bits_per_weight(fmt: Format) -> str:
+    """Of a linear of 2048 x 2048, scales included."""
+    return f"{8 * sum(tensor.nbytes for tensor in fmt.encoding.tensors(2048, 2048)) / 2048**2:.2f}"
+
+
 def model(folder: Path) -> list[tuple[str, list[str]]]:
-    """Rows: KL divergence, perplexity, agreement, error of each layer."""
+    """Rows: bits per weight, KL divergence, perplexity, agreement, error of each layer."""
     text = TEXT.read_text()
     halves = [folder / "calibration.txt", folder / "evaluation.txt"]
     for path, half in zip(halves, (text[: len(text) // 2], text[len(text) // 2 :]), strict=True):
@@ -143,6 +152,7 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
         layers = ", ".join(f"{100 * each['relative_error']:.1f}" for each in found["layers"])
         agree = f"{100 * found['top1_agreement']:.1f} %"
         cells = [
+            bits_per_weight(FORMATS[name]),
             f"{found['kl']['mean']:.5f}",
             f"{found['kl']['p99']:.4f}",
             f"{100 * (after / before - 1):+.2f} %",
@@ -172,7 +182,7 @@ def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Se
         left.barh(at + offset, [number(cells[column]) for _, cells in errors], 0.38, label=KINDS[kind], color=color)
     left.set(title="synthetic layers: output error, %", yticks=at, yticklabels=[title for title, _ in errors])
     left.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
-    right.barh(np.arange(len(kl)), [number(cells[0]) for _, cells in kl], 0.6, color="#1f5fa8")
+    right.barh(np.arange(len(kl)), [number(cells[1]) for _, cells in kl], 0.6, color="#1f5fa8")
     right.set(title="bundled model: KL divergence, nats", yticks=np.arange(len(kl)))
     right.set_yticklabels([title for title, _ in kl])
     for axes in (left, right):
@@ -195,7 +205,15 @@ def main() -> None:
             errors,
         ),
         "bundled model": (
-            ("", "KL, nats: mean", "at 99 % of tokens", "perplexity", "top-1 agreement", "output error of each layer"),
+            (
+                "",
+                "bits per weight",
+                "KL, nats: mean",
+                "at 99 % of tokens",
+                "perplexity",
+                "top-1 agreement",
+                "output error of each layer",
+            ),
             kl,
         ),
     }
