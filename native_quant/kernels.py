@@ -464,21 +464,18 @@ def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> 
 def reorder_ggml(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> None:
     """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
 
-    n: a multiple of 32; k: of the columns of a block, none skipped. codes, scales: uint8, one dimension, are written.
-    NonFinite: a scale is infinite or NaN; they are then partly written.
+    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. codes, scales: uint8, one
+    dimension, are written. NonFinite: a scale is infinite or NaN; they are then partly written.
     """
+    if matrix.kind.name.upper() not in BLOCK_FORMATS:
+        raise ValueError(f"no kernel computes with blocks of {matrix.kind.name}")
     n, k = matrix.shape
-    if matrix.skip or n % PANEL_ROWS or k % matrix.kind.columns or matrix.kind.name.upper() not in BLOCK_FORMATS:
-        raise ValueError(
-            f"{matrix.kind.name} [{n}, {k}] after {matrix.skip} columns: rows must be a multiple of {PANEL_ROWS}, "
-            f"columns whole blocks of {matrix.kind.columns}"
-        )
     sizes = weight_bytes(BLOCK_FORMATS[matrix.kind.name.upper()], n, k)
     out = [pointer_to("codes", codes, UINT8, sizes[:1]), pointer_to("scales", scales, UINT8, sizes[1:])]
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         rows = ffi.cast("uint8_t *", source.values)
-        return lib.ktq_reorder_ggml(source.kind, n, k, rows, source.row_stride, out[0], out[1], bad_row)
+        return lib.ktq_reorder_ggml(source.kind, n, k, source.skip, rows, source.row_stride, out[0], out[1], bad_row)
 
     convert(matrix, call)
 

@@ -70,8 +70,8 @@ def forward(experts: Experts, given: Native) -> Any:
 @pytest.mark.parametrize("types", MIXES, ids="-".join)
 def test_it_is_close_to_float64(types: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:
     given = layer(made(tmp_path / "m.gguf", types))
-    whole, cut = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 3))
-    assert whole.method == "LLAMAFILE" and cut.parts == 3
+    whole, cut = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
+    assert whole.method == "LLAMAFILE" and cut.parts == 2
     assert max(distance(forward(experts, given), given.truth) for experts in (whole, cut)) < NEAR_FLOAT64
 
 
@@ -153,7 +153,7 @@ def test_memory_is_near_that_of_the_file(tmp_path: Path) -> None:
     for kind in TYPES:
         tensors = made(tmp_path / f"{kind}.gguf", (kind,) * 3)
         stored = sum(x.nbytes for name, (_, x) in tensors.items() if "_exps" in name)
-        assert stored <= Experts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.03 * stored
+        assert stored <= Experts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.06 * stored
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 def test_parts_are_whole_blocks(tmp_path: Path) -> None:
     made(tmp_path / "m.gguf", ("Q4_0",) * 3)
-    with pytest.raises(UnsupportedError, match=r"768/2 = 384, is not a multiple of 256\. Legal numbers .*: 1, 3"):
-        Experts.load(tmp_path / "m.gguf", 0, parts=2)
+    with pytest.raises(UnsupportedError, match=r"768/4 = 192, is not a multiple of 128\. Legal numbers .*: 1, 2, 3, 6"):
+        Experts.load(tmp_path / "m.gguf", 0, parts=4)
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "MXFP4", "BF16", "F16"])

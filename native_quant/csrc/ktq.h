@@ -164,11 +164,11 @@ int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint
                  float *scales, int64_t *bad_row);
 
 /* Blocks of ggml (KTQ_Q4_0, KTQ_Q8_0, KTQ_Q4_K, KTQ_Q5_K, KTQ_Q6_K) in panels, as KTQ_FORMAT_* of the same name has
-   them: n a multiple of 32, k of a block's columns. rows: n of them, row_stride bytes apart. codes, scales: as
-   ktq_weight_bytes says. KTQ_ENONFINITE: a scale of row *bad_row is infinite or NaN; codes and scales are then partly
-   written. */
-int ktq_reorder_ggml(int kind, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes,
-                     uint8_t *scales, int64_t *bad_row);
+   them, n and k as ktq_weight_bytes wants them. rows: n of them, row_stride bytes apart; `skip` columns, of which the
+   same holds as of k, come before the first. codes, scales: as ktq_weight_bytes says. KTQ_ENONFINITE: a scale of row
+   *bad_row is infinite or NaN; codes and scales are then partly written. */
+int ktq_reorder_ggml(int kind, int64_t n, int64_t k, int64_t skip, const uint8_t *rows, int64_t row_stride,
+                     uint8_t *codes, uint8_t *scales, int64_t *bad_row);
 
 /* Codes of FP8 E4M3 in panels as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
    code of row *bad_row is NaN. */
@@ -215,9 +215,9 @@ void ktq_pool_free(ktq_pool *pool);
    RAWINT4         codes in two's complement; BF16 for each row and 32 columns
    GPTQ_INT4       the same codes; float32 for each row and 128 columns, or 64, or 32
    Q4_0, Q8_0      codes in two's complement, of Q8_0 in the order of FP8; FP16 for each row and 32 columns
-   Q4_K, Q5_K      for each 256 columns of the rows: their FP16 scales, the FP16 scales of least values, and bytes for
-                   each 32 columns that multiply the ones, then those that multiply the others
-   Q6_K            codes + 32; for each 256 columns of the rows: FP16 scales, then signed bytes for each 16 columns
+   Q4_K, Q5_K      for each 128 columns (half a block) of the rows: their FP16 scales, the FP16 scales of least values,
+                   and bytes for each 32 columns that multiply the ones, then those that multiply the others
+   Q6_K            codes + 32; for each 128 columns of the rows: FP16 scales, then signed bytes for each 16 columns
    Of 5 and 6 bits, each 16 rows and 32 columns have their lower bits first, then words of the upper ones (convert/
    reorder_ggml.c). */
 enum {
@@ -239,7 +239,7 @@ enum {
     KTQ_FORMAT_Q5_K,
     KTQ_FORMAT_Q6_K
 };
-enum { KTQ_K_SCALE_BYTES = 2 + 2 + 8 + 8, KTQ_Q6_K_SCALE_BYTES = 2 + 16 }; /* of a row's 256 columns */
+enum { KTQ_K_COLUMNS = 128, KTQ_K_SCALE_BYTES = 2 + 2 + 4 + 4, KTQ_Q6_K_SCALE_BYTES = 2 + 8 };
 enum { KTQ_NVFP4_HEADER = 64 };
 /* Of a layer; experts of a token; the hidden size and the columns of a part: int32 sums hold 255 * 127 per column. */
 enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096, KTQ_MOST_COLUMNS = 65536 };

@@ -338,7 +338,7 @@ def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = N
     )
 
 
-GGML_MULTIPLE = 256  # columns of the largest blocks, by which kt-kernel splits all types
+GGML_MULTIPLE = 128  # columns: half of the largest blocks, so that whatever kt-kernel splits in two can be
 
 
 def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:

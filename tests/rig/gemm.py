@@ -34,9 +34,9 @@ FORMATS: dict[str, tuple[int, int, Callable[[int, int], int]]] = {
     "NVFP4": (lib.KTQ_FORMAT_NVFP4, 4, lambda n, k: n // 32 * lib.KTQ_NVFP4_HEADER + n * k // 16),
     "Q4_0": (lib.KTQ_FORMAT_Q4_0, 4, lambda n, k: n * k // 16),
     "Q8_0": (lib.KTQ_FORMAT_Q8_0, 8, lambda n, k: n * k // 16),
-    "Q4_K": (lib.KTQ_FORMAT_Q4_K, 4, lambda n, k: n * k // 256 * 20),
-    "Q5_K": (lib.KTQ_FORMAT_Q5_K, 5, lambda n, k: n * k // 256 * 20),
-    "Q6_K": (lib.KTQ_FORMAT_Q6_K, 6, lambda n, k: n * k // 256 * 18),
+    "Q4_K": (lib.KTQ_FORMAT_Q4_K, 4, lambda n, k: n * k // 128 * 12),
+    "Q5_K": (lib.KTQ_FORMAT_Q5_K, 5, lambda n, k: n * k // 128 * 12),
+    "Q6_K": (lib.KTQ_FORMAT_Q6_K, 6, lambda n, k: n * k // 128 * 10),
 }
 
 

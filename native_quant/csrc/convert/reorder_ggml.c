@@ -7,7 +7,8 @@
 
 enum { COLUMNS = 32 }; /* of a block of a panel */
 
-/* The formats of a panel: so many bits, and bytes of scales for so many columns of its rows. */
+/* The formats of a panel: so many bits, and bytes of scales for so many columns of its rows, which are those of a block
+   or of half a block. */
 typedef struct {
     int bits;
     int64_t columns, scale_bytes;
@@ -17,9 +18,9 @@ static layout layout_of(int kind) {
     switch (kind) {
     case KTQ_Q4_0: return (layout){4, 32, 2 * KT_PANEL_ROWS};
     case KTQ_Q8_0: return (layout){8, 32, 2 * KT_PANEL_ROWS};
-    case KTQ_Q4_K: return (layout){4, 256, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
-    case KTQ_Q5_K: return (layout){5, 256, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
-    case KTQ_Q6_K: return (layout){6, 256, KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS};
+    case KTQ_Q4_K: return (layout){4, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
+    case KTQ_Q5_K: return (layout){5, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES * KT_PANEL_ROWS};
+    case KTQ_Q6_K: return (layout){6, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS};
     }
     return (layout){0, 1, 0};
 }
@@ -70,14 +71,18 @@ static void put_q8_0(const kt_q8_0 *from, int r, uint8_t *codes, uint8_t *scales
     memcpy(scales + 2 * r, from->d, 2);
 }
 
-/* A kt_q5_k if high is not NULL, else a kt_q4_k. */
-static void put_k(const kt_q4_k *from, const uint8_t *high, const uint8_t *q, int r, uint8_t *codes, uint8_t *scales) {
+enum { GROUPS = KTQ_K_COLUMNS / COLUMNS }; /* of half a block of K types */
+
+/* Groups first .. of a kt_q5_k if high is not NULL, else of a kt_q4_k. */
+static void put_k(const kt_q4_k *from, const uint8_t *high, const uint8_t *q, int first, int r, uint8_t *codes,
+                  uint8_t *scales) {
     int bits = high ? 5 : 4;
     const uint8_t *packed = from->scales;
     memcpy(scales + 2 * r, from->d, 2);
     memcpy(scales + 2 * KT_PANEL_ROWS + 2 * r, from->least, 2);
     scales += 4 * KT_PANEL_ROWS + r;
-    for (int g = 0; g < 8; g++, codes += KT_PANEL_ROWS * COLUMNS * bits / 8) {
+    for (int i = 0; i < GROUPS; i++, codes += KT_PANEL_ROWS * COLUMNS * bits / 8) {
+        int g = first + i;
         uint8_t each[COLUMNS];
         for (int j = 0; j < COLUMNS; j++) {
             each[j] = q[g / 2 * 32 + j] >> g % 2 * 4 & 15;
@@ -86,15 +91,16 @@ static void put_k(const kt_q4_k *from, const uint8_t *high, const uint8_t *q, in
         put_codes(bits, each, r, codes);
         int scale = g < 4 ? packed[g] & 63 : (packed[g + 4] & 15) | packed[g - 4] >> 6 << 4;
         int least = g < 4 ? packed[g + 4] & 63 : packed[g + 4] >> 4 | packed[g] >> 6 << 4;
-        scales[g * KT_PANEL_ROWS] = (uint8_t)scale;
-        scales[(8 + g) * KT_PANEL_ROWS] = (uint8_t)least;
+        scales[i * KT_PANEL_ROWS] = (uint8_t)scale;
+        scales[(GROUPS + i) * KT_PANEL_ROWS] = (uint8_t)least;
     }
 }
 
-static void put_q6_k(const kt_q6_k *from, int r, uint8_t *codes, uint8_t *scales) {
+static void put_q6_k(const kt_q6_k *from, int first, int r, uint8_t *codes, uint8_t *scales) {
     memcpy(scales + 2 * r, from->d, 2);
-    for (int g = 0; g < 16; g++) scales[(2 + g) * KT_PANEL_ROWS + r] = (uint8_t)from->scales[g];
-    for (int g = 0; g < 8; g++, codes += KT_PANEL_ROWS * COLUMNS * 6 / 8) {
+    for (int i = 0; i < 2 * GROUPS; i++)
+        scales[(2 + i) * KT_PANEL_ROWS + r] = (uint8_t)from->scales[2 * first + i];
+    for (int g = first; g < first + GROUPS; g++, codes += KT_PANEL_ROWS * COLUMNS * 6 / 8) {
         uint8_t each[COLUMNS];
         for (int j = 0; j < COLUMNS; j++)
             each[j] = (uint8_t)((from->low[g / 4 * 64 + g % 2 * 32 + j] >> g % 4 / 2 * 4 & 15) |
@@ -103,38 +109,39 @@ static void put_q6_k(const kt_q6_k *from, int r, uint8_t *codes, uint8_t *scales
     }
 }
 
-static void put_block(int kind, const uint8_t *block, int r, uint8_t *codes, uint8_t *scales) {
+/* A block, or of K types its groups first .. */
+static void put_block(int kind, const uint8_t *block, int first, int r, uint8_t *codes, uint8_t *scales) {
     switch (kind) {
     case KTQ_Q4_0: put_q4_0((const kt_q4_0 *)block, r, codes, scales); break;
     case KTQ_Q8_0: put_q8_0((const kt_q8_0 *)block, r, codes, scales); break;
-    case KTQ_Q4_K: put_k((const kt_q4_k *)block, NULL, ((const kt_q4_k *)block)->q, r, codes, scales); break;
+    case KTQ_Q4_K: put_k((const kt_q4_k *)block, NULL, ((const kt_q4_k *)block)->q, first, r, codes, scales); break;
     case KTQ_Q5_K: {
         const kt_q5_k *q5_k = (const kt_q5_k *)block;
-        put_k((const kt_q4_k *)block, q5_k->high, q5_k->q, r, codes, scales);
+        put_k((const kt_q4_k *)block, q5_k->high, q5_k->q, first, r, codes, scales);
         break;
     }
-    case KTQ_Q6_K: put_q6_k((const kt_q6_k *)block, r, codes, scales); break;
+    case KTQ_Q6_K: put_q6_k((const kt_q6_k *)block, first, r, codes, scales); break;
     }
 }
 
-int ktq_reorder_ggml(int kind, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes,
-                     uint8_t *scales, int64_t *bad_row) {
+int ktq_reorder_ggml(int kind, int64_t n, int64_t k, int64_t skip, const uint8_t *rows, int64_t row_stride,
+                     uint8_t *codes, uint8_t *scales, int64_t *bad_row) {
     const layout of = layout_of(kind);
     const kt_block size = kt_block_of(kind);
-    if (!of.bits || !rows || !codes || !scales || !bad_row) return KTQ_EINVAL;
-    if (n < 1 || k < 1 || n % KT_PANEL_ROWS || k % size.columns) return KTQ_ESHAPE;
-    if (row_stride < k / size.columns * size.bytes) return KTQ_EINVAL;
-    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
-        for (int64_t b = 0; b < k / size.columns; b++) {
-            const uint8_t *block = rows + first * row_stride + b * size.bytes;
+    if (!of.bits || !rows || !codes || !scales || !bad_row || skip < 0) return KTQ_EINVAL;
+    if (n < 1 || k < 1 || n % KT_PANEL_ROWS || k % of.columns || skip % of.columns) return KTQ_ESHAPE;
+    if (row_stride < (skip + k + size.columns - 1) / size.columns * size.bytes) return KTQ_EINVAL;
+    for (int64_t row = 0; row < n; row += KT_PANEL_ROWS)
+        for (int64_t c = skip; c < skip + k; c += of.columns) {
+            const uint8_t *block = rows + row * row_stride + c / size.columns * size.bytes;
             for (int r = 0; r < KT_PANEL_ROWS; r++, block += row_stride) {
                 if (!kt_has_finite_scales(kind, block)) {
-                    *bad_row = first + r;
+                    *bad_row = row + r;
                     return KTQ_ENONFINITE;
                 }
-                put_block(kind, block, r, codes, scales);
+                put_block(kind, block, (int)(c % size.columns / COLUMNS), r, codes, scales);
             }
-            codes += size.columns * KT_PANEL_ROWS * of.bits / 8;
+            codes += of.columns * KT_PANEL_ROWS * of.bits / 8;
             scales += of.scale_bytes;
         }
     *bad_row = -1;

@@ -125,15 +125,31 @@ static void chunk_q8_0(const kt_kernels *kernels, const kt_bf16_panel *panel, in
     scales_of_blocks(kernels, panel, first, columns, scale);
 }
 
-enum { K_COLUMNS = 256, K_GROUPS = 8, HALVES = 2 * KT_PANEL_ROWS };
+enum { K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS, HALVES = 2 * KT_PANEL_ROWS };
 
-/* Of Q4_K and Q5_K: the scales (0) or the least values (1) of columns that lie in one block of K_COLUMNS. */
+/* Where columns from `first` on, `columns` at most, have their scales: within one unit of KTQ_K_COLUMNS columns. */
+typedef struct {
+    const uint8_t *scales;
+    int64_t column, columns; /* of the unit */
+} k_unit;
+
+static k_unit k_unit_of(const kt_bf16_panel *panel, int64_t bytes, int64_t first, int64_t columns) {
+    int64_t column = first % KTQ_K_COLUMNS, left = KTQ_K_COLUMNS - column;
+    return (k_unit){panel->scales + first / KTQ_K_COLUMNS * bytes * KT_PANEL_ROWS, column,
+                    columns < left ? columns : left};
+}
+
+/* Of Q4_K and Q5_K: the scales (0) or the least values (1). */
 static void k_scales(int which, const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                      float *out) {
-    const uint8_t *halves = panel->scales + first / K_COLUMNS * (KTQ_K_SCALE_BYTES * KT_PANEL_ROWS);
-    int64_t group = which * K_GROUPS + first % K_COLUMNS / KT_SUM_COLUMNS;
-    kernels->half_scales(halves + which * HALVES, halves + 2 * HALVES + group * KT_PANEL_ROWS,
-                         columns / KT_SUM_COLUMNS, out);
+    for (int64_t end = first + columns; first < end;) {
+        k_unit unit = k_unit_of(panel, KTQ_K_SCALE_BYTES, first, end - first);
+        int64_t group = which * K_GROUPS + unit.column / KT_SUM_COLUMNS;
+        kernels->half_scales(unit.scales + which * HALVES, unit.scales + 2 * HALVES + group * KT_PANEL_ROWS,
+                             unit.columns / KT_SUM_COLUMNS, out);
+        first += unit.columns;
+        out += unit.columns; /* as many scales as columns */
+    }
 }
 
 static void least_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -156,15 +172,19 @@ static void chunk_q5_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
 /* Codes times the scales of 16 columns are rounded to BF16. */
 static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        uint16_t *chunk, float *scale) {
-    const uint8_t *halves = panel->scales + first / K_COLUMNS * (KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS);
-    const uint8_t *factors = halves + HALVES + first % K_COLUMNS / 16 * KT_PANEL_ROWS;
     uint16_t groups[KT_CHUNK_COLUMNS / 16 * KT_PANEL_ROWS];
-    kernels->chunk_integers(8, factors, NULL, columns / 16, groups);
+    for (int64_t done = 0; done < columns;) {
+        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first + done, columns - done);
+        const uint8_t *factors = unit.scales + HALVES + unit.column / 16 * KT_PANEL_ROWS;
+        kernels->chunk_integers(8, factors, NULL, unit.columns / 16, groups + done / 16 * KT_PANEL_ROWS);
+        for (int64_t end = done + unit.columns; done < end; done += KT_SUM_COLUMNS)
+            kernels->half_scales(unit.scales, NULL, 1, scale + done);
+    }
     chunk_integers(kernels, panel, groups, first, columns, chunk);
-    for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS) kernels->half_scales(halves, NULL, 1, scale + i);
 }
 
-static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1}, by_256 = {32, 256, 1};
+static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
+                          by_k = {32, KTQ_K_COLUMNS, 1};
 
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
@@ -181,11 +201,11 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_gptq},
     [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_q4_0},
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_q8_0},
-    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_256, 4, 1, K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q4_k,
+    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q4_k,
                          .least = least_k, .sum_columns = KT_SUM_COLUMNS},
-    [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_256, 5, 1, K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q5_k,
+    [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q5_k,
                          .least = least_k, .sum_columns = KT_SUM_COLUMNS},
-    [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_256, 6, 1, K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k},
+    [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
