@@ -290,7 +290,10 @@ def search_scales(
 
 
 # Grids with a scale for each SEARCHED_GROUP columns: name -> (its number in C, dtype of its scales as they are stored).
-SEARCHED_GROUPS: dict[str, tuple[int, type[np.unsignedinteger[Any]]]] = {"mxfp4": (lib.KTQ_GROUPS_MXFP4, np.uint8)}
+SEARCHED_GROUPS: dict[str, tuple[int, type[np.unsignedinteger[Any]]]] = {
+    "mxfp4": (lib.KTQ_GROUPS_MXFP4, np.uint8),
+    "rawint4": (lib.KTQ_GROUPS_RAWINT4, np.uint16),
+}
 SEARCHED_GROUP = 32
 
 

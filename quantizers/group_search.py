@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ktconvert.native_quant.kernels import SEARCHED_GROUP, CodeRange
 from ktconvert.quantizers import Grid, mxfp4
-from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32
+from ktconvert.quantizers.groups import EMPTY_SCALE
+from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32, f32_to_bf16
 from ktconvert.quantizers.scale_search import LANES, add_lanes, fma
 
 
@@ -33,16 +34,33 @@ class Candidates(NamedTuple):
     zeros: int
 
 
-def powers(amax: U16) -> Candidates:
+def powers(largest: U16) -> Candidates:
     """Of E2M1: the power of two that covers the largest value, the next one, and two that cut values."""
-    covers = np.clip((amax >> 7).astype(np.int64) - 2, mxfp4.LEAST, mxfp4.MOST)
+    covers = np.clip(((largest & 0x7FFF) >> 7).astype(np.int64) - 2, mxfp4.LEAST, mxfp4.MOST)
     exponents = np.clip(covers[..., None] + (0, 1, -1, -2), mxfp4.LEAST, mxfp4.MOST)
     unit = np.ldexp(np.float32(1), (127 - covers).astype(np.int32))
     scales = np.ldexp(np.float32(0.5), (exponents - covers[..., None]).astype(np.int32))
     return Candidates(unit, scales, exponents.astype(np.uint8), mxfp4.OF_ZEROS)
 
 
-CANDIDATES: dict[str, Callable[[U16], Candidates]] = {"mxfp4": powers}
+# Of RAWINT4: codes that the largest value has before it is cut to -8..7; the first is that of absmax.
+CODES_OF_LARGEST = np.array(
+    [-8, -7.75, -7.5, -7, -6.5, -8.25, -8.5, -9, -9.5, -10.5, -12, 7.25, 7.75, 6.75, 8.5, 10], np.float32
+)
+
+
+def signed_steps(largest: U16) -> Candidates:
+    """Of RAWINT4: scales of either sign by which the largest value would have these codes."""
+    exponent = np.clip(((largest & 0x7FFF) >> 7).astype(np.int32), 1, 253)
+    unit = np.ldexp(np.float32(1), 127 - exponent)
+    with np.errstate(under="ignore"):
+        stored = f32_to_bf16(np.divide(bf16_to_f32(largest)[..., None], CODES_OF_LARGEST, dtype=np.float32))
+    stored = np.where(stored & 0x7FFF == 0, EMPTY_SCALE, stored)
+    return Candidates(unit, bf16_to_f32(stored) * unit[..., None], stored, int(EMPTY_SCALE))
+
+
+# By the values of largest magnitude: the negative one of two.
+CANDIDATES: dict[str, Callable[[U16], Candidates]] = {"mxfp4": powers, "rawint4": signed_steps}
 
 
 def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, npt.NDArray[Any]]:
@@ -56,7 +74,8 @@ def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, np
     amax = (groups & 0x7FFF).max(axis=2)
     if (amax >= 0x7F80).any():
         raise ValueError(f"row {int(np.argmax((amax >= 0x7F80).any(axis=1)))} holds a value that is not finite")
-    tried = CANDIDATES[grid.name](amax)
+    negative = (groups == (amax | 0x8000)[..., None]).any(axis=2)
+    tried = CANDIDATES[grid.name](np.where(negative, amax | np.uint16(0x8000), amax).astype(np.uint16))
     with np.errstate(under="ignore"):
         values = (bf16_to_f32(groups) * tried.unit[:, :, None])[:, :, None]
         scales = tried.scales[..., None]

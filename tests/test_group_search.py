@@ -15,15 +15,17 @@ from test_golden import same
 from test_scale_search import IMPORTANCES, rows
 
 from ktconvert.layouts.encodings import mxfp4 as encodings
+from ktconvert.layouts.encodings.rawint4 import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_groups
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
-from ktconvert.quantizers import FLOAT_GRIDS, group_search, mxfp4, reference
+from ktconvert.quantizers import FLOAT_GRIDS, SIGNED_GRIDS, group_search, mxfp4, reference
 from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE
 from ktconvert.quantizers.scales import e8m0
 
 GRID = FLOAT_GRIDS["mxfp4"]
+GRIDS = {"mxfp4": GRID, **SIGNED_GRIDS}
 FORMS = {"panels": encodings.PANELS, "rows": encodings.ROWS}
 
 
@@ -35,16 +37,19 @@ def drawn(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
 
 @settings(deadline=None, max_examples=40)
 @given(
+    grid=st.sampled_from(list(GRIDS)),
     seed=st.integers(0, 1 << 30),
     n=st.integers(1, 30),
     k=st.sampled_from([32, 64, 96, 256]),
     kind=st.sampled_from(["bits", "ugly", "gauss", "t2"]),
     weighted=st.sampled_from(list(IMPORTANCES)),
 )
-def test_every_instruction_set_is_the_definition(seed: int, n: int, k: int, kind: str, weighted: str) -> None:
+def test_every_instruction_set_is_the_definition(
+    grid: str, seed: int, n: int, k: int, kind: str, weighted: str
+) -> None:
     rng = np.random.default_rng(seed)
     bf16, importance = drawn(rng, n, k, kind), IMPORTANCES[weighted](rng, k)
-    codes, scales = group_search.search(GRID, bf16, importance)
+    codes, scales = group_search.search(GRIDS[grid], bf16, importance)
     space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
     spaced = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
     spaced[:] = bf16
@@ -52,7 +57,7 @@ def test_every_instruction_set_is_the_definition(seed: int, n: int, k: int, kind
     try:
         for isa in kernels.available_isas():
             kernels.set_isa(isa)
-            ours = search_groups("mxfp4", spaced, importance)
+            ours = search_groups(grid, spaced, importance)
             same("codes", ours[0], codes)
             same("scales", ours[1], scales)
     finally:
@@ -87,6 +92,23 @@ def test_no_group_is_worse_than_by_its_largest_value(seed: int, weighted: str) -
         stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
         quantize(form, IMATRIX, Matrix(bf16, BF16), stored, importance)
         same("numbers", form.decode(stored, n, k, slice(None)), numbers.reshape(n, k))
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1 << 30), weighted=st.sampled_from(list(IMPORTANCES)))
+def test_no_group_of_rawint4_is_worse_than_by_its_largest_value(seed: int, weighted: str) -> None:
+    rng = np.random.default_rng(seed)
+    n, k = 64, 128
+    bf16 = reference.f32_to_bf16((rng.standard_t(4, (n, k)) * 10.0 ** rng.uniform(-30, 30, (n, 1))).astype(np.float32))
+    importance = IMPORTANCES[weighted](rng, k)
+    weights = group_search.weights(k, importance).astype(np.float64)
+    found = []
+    for choice in (IMATRIX, ABSMAX):
+        stored = [np.empty(tensor.nbytes, np.uint8) for tensor in RAWINT4.tensors(n, k)]
+        quantize(RAWINT4, choice, Matrix(bf16, BF16), stored, importance)
+        found.append(errors(bf16, RAWINT4.decode(stored, n, k, slice(None)), weights))
+    assert (found[0] <= found[1] + 1e-5).all()
+    assert found[0].mean() < 0.98 * found[1].mean()
 
 
 def test_importance_counts() -> None:

@@ -32,6 +32,7 @@ CASES = {
     "bundled int8": ("bundled", ("--quant-method", "int8", "--threadpool-count", "1")),
     "bundled mxfp4": ("bundled", ("--quant-method", "mxfp4", "--threadpool-count", "2")),
     "bundled mxfp4 rows": ("bundled", ("--quant-method", "mxfp4", "--layout", "kt")),
+    "bundled rawint4": ("bundled", ("--quant-method", "rawint4")),
     "bundled loose": ("bundled", ("--threadpool-count", "2", "--no-merge-safetensor")),
     "bundled few": ("bundled", ("--threadpool-count", "2", "--min-expert-tokens", "60")),
     "bundled all": ("bundled", ("--threadpool-count", "2", "--calibrate", "all")),
@@ -72,8 +73,9 @@ def test_codes_are_in_range(name: str, outputs: Path) -> None:
         stored = [path.read_bytes() for path in (outputs / name).rglob("*_quant_.kt")]
     else:
         stored = list(tensors(outputs / name, ".weight").values())
-    assert stored or "mxfp4" in name
-    for data in () if "mxfp4" in name else stored:
+    symmetric = "mxfp4" not in name and "rawint4" not in name
+    assert stored or not symmetric
+    for data in stored if symmetric else ():
         codes = np.frombuffer(data, np.uint8)
         if "int8" in name:
             assert not (codes == 0x80).any()

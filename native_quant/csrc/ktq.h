@@ -103,11 +103,11 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
 
 /* Grids with a scale for each 32 columns: the number of one for ktq_search_groups. */
-enum { KTQ_GROUPS_MXFP4 };
+enum { KTQ_GROUPS_MXFP4, KTQ_GROUPS_RAWINT4 };
 
 /* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2d).
    rows, row_stride (bytes): any alignment. importance: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
-   the grid stores them (MXFP4: E8M0). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
+   the grid stores them (MXFP4: E8M0, RAWINT4: BF16). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
    and scales are then partly written. */
 int ktq_search_groups(int grid, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, uint8_t *scales, int64_t *bad_row);

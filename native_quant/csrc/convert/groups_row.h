@@ -1,4 +1,4 @@
-/* The scale of a group, for every kernel of the family. NUMERICS.md, section 6. */
+/* The scale of a group, for every kernel of the family and the search. NUMERICS.md, sections 6 and 6b. */
 #ifndef KT_GROUPS_ROW_H
 #define KT_GROUPS_ROW_H
 
@@ -7,6 +7,14 @@
 
 /* What a group of zeros gets, or one whose scale rounds to zero: the distance of 1 to the next BF16. */
 #define KT_EMPTY_SCALE 0x1p-7f
+
+/* The value of largest magnitude: the negative one of two. */
+static inline uint16_t kt_group_largest(const uint8_t *row, int64_t group) {
+    uint16_t amax = kt_amax_scalar(row, group);
+    for (int64_t c = 0; c < group; c++)
+        if (kt_load16(row + 2 * c) == (amax | KT_BF16_SIGN)) return amax | KT_BF16_SIGN;
+    return amax;
+}
 
 /* largest: the value of largest magnitude; its sign counts for KTQ_SIGNED alone. */
 static inline uint16_t kt_group_scale(int bits, int rounding, uint16_t largest) {

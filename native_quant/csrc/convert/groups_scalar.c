@@ -3,14 +3,6 @@
 
 #include "groups_row.h"
 
-/* The value of largest magnitude: the negative one of two. */
-static uint16_t largest_of(const uint8_t *row, int64_t group) {
-    uint16_t amax = kt_amax_scalar(row, group);
-    for (int64_t c = 0; c < group; c++)
-        if (kt_load16(row + 2 * c) == (amax | KT_BF16_SIGN)) return amax | KT_BF16_SIGN;
-    return amax;
-}
-
 static unsigned code(int bits, int rounding, float x, float scale) {
     float least = bits == 4 ? -8.0f : -128.0f;
     float q = x / scale;
@@ -22,7 +14,7 @@ static unsigned code(int bits, int rounding, float x, float scale) {
 int kt_groups_scalar(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                      uint16_t *scale) {
     for (int64_t first = 0; first < k; first += group) {
-        uint16_t largest = largest_of(row + 2 * first, group);
+        uint16_t largest = kt_group_largest(row + 2 * first, group);
         if ((largest & KT_BF16_MAGNITUDE) >= KT_BF16_INFINITY) return 0;
         float d = kt_from_bf16(*scale++ = kt_group_scale(bits, rounding, largest));
         for (int64_t c = first; c < first + group; c += 8 / bits) {
