@@ -54,6 +54,9 @@ WAYS = (
     ("mxfp4 imatrix", "MXFP4", "imatrix"),
     ("mxfp4 gptq", "MXFP4", "gptq"),
     ("rawint4 absmax", "RAWINT4", "absmax"),
+    ("rawint4 mse", "RAWINT4", "mse"),
+    ("rawint4 imatrix", "RAWINT4", "imatrix"),
+    ("rawint4 gptq", "RAWINT4", "gptq"),
 )
 
 
