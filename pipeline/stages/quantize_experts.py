@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
@@ -114,13 +115,15 @@ def quantize(
     assert encoding.pack is not None
     n, k = matrix.shape
     step = max(1, CHOSEN // (ROWS * k)) * ROWS
+    chosen: list[tuple[npt.NDArray[np.int8], npt.NDArray[Any]]] = []
     for first in range(0, n, step):
         stop = min(first + step, n)
         try:
-            codes, scales = choice.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance)
+            chosen.append(choice.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
-        encoding.pack(codes, scales, [each[each.size * first // n : each.size * stop // n] for each in out])
+    codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
+    encoding.pack(codes, scales, out)  # at once: not every tensor of every encoding has its share for each row
 
 
 # --- the stage ------------------------------------------------------------------------------------
@@ -220,6 +223,8 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
         chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
+        # The codes of a whole linear, put together, and once more as they are packed.
+        chosen += 0 if work.choice.choose is None else 3 * work.grid.hidden * work.grid.intermediate
         chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
         scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
         measured = max(measured, error_bytes(widest))
