@@ -175,6 +175,10 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
     folder, _ = encodings.write("ct 4", tmp_path / "model")
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
     assert KEPT.format("RAWINT4") in said and "rounds twice" not in said
+    other = cli(
+        "cpu", "-i", folder, "-o", tmp_path / "x", "--quant-method", "int4", "--threadpool-count", 3, "--dry-run"
+    )
+    assert "--quant-method rawint4 keeps every number" in other.stdout + other.stderr
     source, made = (bits_of(read_folder(path)) for path in (folder, tmp_path / "out"))
     assert made and {8, 0} <= set((next(v for k, v in made.items() if k.endswith("packed")).view(np.uint8) & 15).flat)
     for key, tensor in made.items():
