@@ -186,6 +186,14 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
     nothing_is_lost(tmp_path / "out", folder, cli)
 
 
+@pytest.mark.parametrize("method", ["int4", "mxfp4", "rawint4"])
+def test_a_linear_of_more_codes_than_are_chosen_at_once(method: str, tmp_path: Path, cli: Any) -> None:
+    """They are packed as one linear: weight_shape of RAWINT4 has no share for some of the rows."""
+    source = conversion.checkpoint(tmp_path / "source", layers=1, experts=1, hidden=1024, width=384)
+    cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, "--scale", "mse", *NUMA1)
+    cli("verify", tmp_path / "out", "--against", source, "--full")
+
+
 SAME = {
     "fp8": ("FP8 in blocks", "E8M0 of 128x128"),
     "mxfp4": ("DeepSeek-V4", "V4 in unsigned bytes", "ct MXFP4", "blocks"),

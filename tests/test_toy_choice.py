@@ -71,7 +71,7 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     """The output holds the codes of the choice, computed by the NumPy definition."""
     opened = open_output(output)
     measured = measure(opened)
-    assert measured.fmt is FORMATS[measured.method]
+    assert measured.fmt == FORMATS[measured.method]
     place = Place(1, 1, "up", False, 1)
     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
     tensors = read_file(source / "model-00002-of-00003.safetensors")
