@@ -209,6 +209,11 @@ def test_codes_and_scales_are_kept(method: str, name: str, tmp_path: Path, cli: 
     assert KEPT.format(method.upper()) in said and "rounds twice" not in said and "better choice" not in said
     check(tmp_path / "out", method, how, recognise(open_checkpoint(folder)), lambda part: kept(method, part))
     nothing_is_lost(tmp_path / "out", folder, cli)
+    again = ("cpu", "-i", folder, "-o", tmp_path / "x", *how, "--dry-run", "--quant-method")
+    other = cli(*again, "int4")
+    assert f"--quant-method {method} keeps every number" in other.stdout + other.stderr
+    if method == "mxfp4":
+        assert "keeps every number: leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
 
 
 def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:

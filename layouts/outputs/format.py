@@ -136,8 +136,9 @@ class Format:
         """This format with the encoding that a command's settings, or a manifest's facts, choose; if they choose none,
         it stays what it is.
         """
-        values = tuple(settings.get(name) for name in self.settings)
-        return replace(self, encoding=self.variants.get(values, self.encoding))
+        values = tuple(settings.get(name) for name in self.settings)  # of a manifest: of any type, so never a key
+        chosen = (encoding for of, encoding in self.variants.items() if of == values)
+        return replace(self, encoding=next(chosen, self.encoding))
 
     def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
         """The names of tensors: Arrangement.names."""

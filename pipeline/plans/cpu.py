@@ -10,7 +10,6 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.encodings import rawint4
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_complete, loose, mixed
 from ktconvert.layouts.outputs.card import ranges
@@ -274,8 +273,6 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
         notes.append(f"layers {ranges(left)} are left out, as --layers or --resume-layer says")
     if options.kept_layers:
         notes.append(f"layers {_compact(options.kept_layers)} were in the output already and are kept as they are")
-    if options.quant_method != rawint4.GRID.name and rawint4.RAWINT4.is_exact(model):
-        notes.append("--quant-method rawint4 keeps every number of these experts as it is")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
             f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
@@ -307,4 +304,7 @@ def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
             f"that: of Q4_K weights, int8 is 7.2 to 8.6 % off the original ones, int4 {lost}; "
             "--quant-method int8 is the better choice"
         )
+    for name, other in () if kept else formats_of("cpu").items():
+        if other.encoding.grid.bits < BITS_DECODED and other.encoding.is_exact(model):
+            notes.append(f"--quant-method {name} keeps every number of these experts as it is")
     return notes
