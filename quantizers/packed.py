@@ -26,6 +26,11 @@ def fields(bits: int, words: npt.NDArray[Any]) -> U8:
     return data if bits == 8 else np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
 
 
+def lowest_codes(data: U8) -> int:
+    """How many of the signed codes of 4 bits in these bytes are -8."""
+    return int(np.count_nonzero(data & 15 == 8) + np.count_nonzero(data >> 4 == 8))
+
+
 def awq_fields(words: npt.NDArray[Any]) -> U8:
     """The codes of AWQ's words [..., w], in the order of what they stand for: uint8 [..., 8 * w]."""
     stored = fields(4, words).reshape(*words.shape, 8)

@@ -234,6 +234,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         _header(lambda header: header["__metadata__"].update(numa="1")),
         f"{FIRST}: its metadata says numa 1, its tensors have 2",
     ),
+    "codes of -8": (
+        "int4-loose",
+        lambda output: weight_file(output).write_bytes(b"\x88" + weight_file(output).read_bytes()[1:]),
+        "has 2 codes of -8, which kt-kernel misreads",
+    ),
     "NaN": ("int8-loose", _scale(np.nan), "scale of row 5 is nan (layer 1, expert 2, down_proj"),
     "infinity": ("int8-loose", _scale(np.inf), "scale of row 5 is inf (layer 1, expert 2, down_proj"),
     "a negative scale": ("int8-loose", _scale(-1.0), "scale of row 5 is -1.0 (layer 1, expert 2, down_proj"),

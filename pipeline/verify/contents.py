@@ -13,8 +13,10 @@ from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems
+from ktconvert.quantizers.packed import lowest_codes
 
 
 def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckItems) -> Check:
@@ -78,3 +80,29 @@ def _wrong_numbers(output: Output, measure: Measure) -> Iterator[str]:
         for tensor, defect in zip(stored, encoding.defects, strict=True):
             if defect is not None and tensor is not None and (what := defect(read, n, k)):
                 yield f"{tensor.name} in {tensor.file}: {what} ({output.names.describe(place, endings[-1])})"
+
+
+def codes_of_others(output: Output, measure: Measure) -> list[TensorInfo]:
+    """Tensors with codes of 4 bits from -7 to 7 that no manifest vouches for: ktconvert packs no others."""
+    if output.manifest is not None or measure.fmt is None:
+        return []
+    found = []
+    for (place, suffix), tensor in output.tensors.items():
+        encoding = measure.fmt.of_layer(place.layer).encoding
+        if suffix == suffixes(encoding)[0] and encoding.grid.bits == 4 and encoding.grid.per_row:
+            found.append(tensor)
+    return found
+
+
+def check_codes(output: Output, codes: list[TensorInfo], reporter: Reporter) -> Check:
+    """None is -8, which kt-kernel's AMXINT4 takes for another number (NUMERICS.md, section 6b)."""
+    problems = []
+    for tensor in codes:
+        count = 0
+        for start in range(0, tensor.nbytes, CHUNK):
+            data = output.read(tensor, start, min(tensor.nbytes, start + CHUNK))
+            count += lowest_codes(data)
+            reporter.advance(len(data))
+        if count:
+            problems.append(f"{tensor.name} in {tensor.file} has {count} codes of -8, which kt-kernel misreads")
+    return Check("all from -7 to 7", tuple(problems), remedy="convert the model again with `ktconvert cpu`")

@@ -13,13 +13,14 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.against_output import compare_outputs
 from ktconvert.pipeline.verify.against_source import compare_decoded, compare_source, comparison, source_bytes
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, run_checks
-from ktconvert.pipeline.verify.contents import check_hashes, check_numbers
+from ktconvert.pipeline.verify.contents import check_codes, check_hashes, check_numbers, codes_of_others
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
@@ -87,10 +88,15 @@ class Verification:
         bad = unreadable(self.inputs.output)
         return [file for file in listed_files(self.inputs.output) if file.name not in bad]
 
+    @cached_property
+    def codes(self) -> list[TensorInfo]:
+        """Those that `codes` reads."""
+        return codes_of_others(self.inputs.output, self.inputs.measure)
+
     @property
     def nbytes(self) -> int:
         """How many bytes the checks of CONTENTS will report as done."""
-        total: int = sum(file.size for file in self.files)
+        total: int = sum(file.size for file in self.files) + sum(tensor.nbytes for tensor in self.codes)
         if self.inputs.other is not None:
             return total + sum(stored.nbytes for stored in self.inputs.output.tensors.values())
         return total + (0 if self.inputs.source is None else source_bytes(self.inputs))
@@ -161,6 +167,7 @@ CONTENTS = (
         lambda v: v.whole and bool(v.inputs.output.methods),
         lambda v: check_numbers(v.inputs.output, v.inputs.measure),
     ),
+    Row("codes", lambda v: v.whole and bool(v.codes), lambda v: check_codes(v.inputs.output, v.codes, v.reporter)),
     Row("hashes", lambda v: v.inputs.output.manifest is not None, _hashes),
     Row("other", lambda v: v.inputs.other is not None, _other),
     Row("source", lambda v: v.inputs.source is not None and v.whole, _source),
