@@ -113,7 +113,8 @@ def run_check(report: Report, threads: int) -> Check:
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
         return Check("", ("nothing was computed, since weight files are missing or damaged",))
-    unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *COMPUTED})
+    computed = COMPUTED if measure.fmt is not None else ()  # the name alone does not tell the order of opaque codes
+    unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
