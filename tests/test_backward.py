@@ -239,7 +239,7 @@ def test_half_deleted_and_damaged_folders_are_refused(output: Path, tmp_path: Pa
             conversion.refused(conversion.ktconvert("verify", copy), 6, name, "is not what was written")
         report = verified(copy)
         assert any(name in problem for problem in report.problems), what
-        assert look(str(copy))["complete"] == (what in ("byte", "infinite"))
+        assert look(str(copy), Reporter())["complete"] == (what in ("byte", "infinite"))
 
 
 def test_resume_layer_keeps_what_is_whole(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:

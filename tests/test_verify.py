@@ -264,6 +264,17 @@ def test_damage_is_named(which: str, copy: Copy) -> None:
     assert words in refused(without_manifest(output))
 
 
+def test_inspect_counts_the_same_codes(copy: Copy, cli: Any) -> None:
+    name, damage, words = DAMAGE["codes of -8"]
+    output = copy(name)
+    assert json.loads(cli("inspect", output, "--json").stdout)["codes"] is None  # the manifest vouches for them
+    assert "all from -7 to 7" in cli("inspect", without_manifest(output)).stdout
+    damage(output)
+    assert words in cli("inspect", output).stdout
+    found = json.loads(cli("inspect", output, "--json").stdout)
+    assert found["complete"] and found["codes"] == problems(verified(output), "codes")
+
+
 def test_a_tensor_too_many_and_one_misnamed(copy: Copy) -> None:
     output = without_manifest(copy("int4-merged"))
     other = MISNAMED.replace(".3.", ".03.")

@@ -15,28 +15,31 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import joined, size
+from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
 from ktconvert.pipeline.verify.report import facts, facts_rows
-from ktconvert.pipeline.verify.structure import check_structure
+from ktconvert.pipeline.verify.structure import check_structure, weights_whole
 
 
-def look(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
+def look(where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
     """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
 
-    A model that `cpu` and `gpu` cannot convert has "refused" with the reason. Raises InputError for what is damaged or
-    not there.
+    A model that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where
+    any are read. Raises InputError for what is damaged or not there.
     """
     path = Path(where).expanduser()
     unfinished = _unfinished(path)
     if unfinished is not None:
         return look_unfinished(unfinished)
     if is_output(path):
-        return look_output(path)
+        return look_output(path, reporter)
     return look_checkpoint(where, revision, arch_file)
 
 
@@ -111,8 +114,10 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
 # ---- an output ------------------------------------------------------------------------------------------------------
 
 
-def look_output(path: Path) -> dict[str, Any]:
-    """What an output is and whether it is complete, by names, sizes and headers."""
+def look_output(path: Path, reporter: Reporter) -> dict[str, Any]:
+    """What an output is and whether it is complete, by names, sizes and headers; and which of its codes of 4 bits
+    kt-kernel misreads, where no manifest vouches for them.
+    """
     output = open_output(path)
     measured = measure(output)
     checks = check_structure(output, measured)
@@ -127,8 +132,21 @@ def look_output(path: Path) -> dict[str, Any]:
         "settings": output.settings,
         "complete": not problems,
         "problems": problems,
+        "codes": _misread(output, measured, reporter),
         "notes": [note for check in checks for note in check.notes],
     }
+
+
+def _misread(output: Output, measured: Measure, reporter: Reporter) -> list[str] | None:
+    """The tensors with codes that kt-kernel misreads, a sentence each; None where there is nothing to read."""
+    codes = codes_of_others(output, measured) if weights_whole(output) else []
+    if not codes:
+        return None
+    reporter.begin(sum(tensor.nbytes for tensor in codes), 0)
+    try:
+        return list(check_codes(output, codes, reporter).problems)
+    finally:
+        reporter.end()
 
 
 # ---- an unfinished conversion ---------------------------------------------------------------------------------------
@@ -240,11 +258,18 @@ def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     out = facts_rows(document)
     labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
     out += [(label, joined(document[name])) for label, name in labels if document[name]]
+    if document["codes"] is not None:
+        out.append(("codes", _first(document["codes"]) or "all from -7 to 7"))
     if document["complete"]:
         how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
         return [*out, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
-    more = f" (and {len(document['problems']) - 1} more)" if len(document["problems"]) > 1 else ""
-    return [*out, ("complete", f"no: {document['problems'][0]}{more}")]
+    return [*out, ("complete", f"no: {_first(document['problems'])}")]
+
+
+def _first(problems: Sequence[str]) -> str:
+    """The first one, and how many more; "" of none."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return problems[0] + more if problems else ""
 
 
 def _unfinished_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
