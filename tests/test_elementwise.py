@@ -64,7 +64,7 @@ class Layer:
                 self.keep += [codes, scale]
                 setattr(expert, name, ffi.cast("void *", codes.ctypes.data))
                 setattr(expert, name + "_scale", ffi.cast("float *", scale.ctypes.data))
-        sizes = {"experts": EXPERTS, "parts": parts, "hidden": hidden, "width": width}
+        sizes = {"experts": EXPERTS, "parts": parts, "hidden": hidden, "width": [width] * parts}
         formats = dict.fromkeys(("gate_format", "up_format", "down_format"), METHODS[f"AMXINT{bits}"].number)
         self.moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": self.table})
 

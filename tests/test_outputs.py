@@ -21,7 +21,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
-from ktconvert.layouts.outputs.parts import take_part
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, groups, mxfp4, panels, reference
@@ -101,10 +101,10 @@ def check(
     for layer in model.layers:
         for expert in range(model.shape(layer)[0]):
             for projection in PROJECTIONS:
-                for number in range(parts_of(how)):
-                    part = take_part(model.linear(layer, expert, projection), projection, number, parts_of(how))
-                    keys = names(method, how, layer, expert, projection, number)
-                    for key, bits in zip(keys, expected(part), strict=True):
+                for part in ExpertGrid(layer, *model.shape(layer)[1:], parts_of(how)).parts(expert, projection):
+                    keys = names(method, how, layer, expert, projection, part.numa)
+                    linear = part.of(model.linear(layer, expert, projection))
+                    for key, bits in zip(keys, expected(linear), strict=True):
                         assert (tensors.pop(key).view(bits.dtype) == bits).all(), key
     assert not tensors
 

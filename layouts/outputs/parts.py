@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -49,7 +50,9 @@ class Names(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One packed matrix [n, k]: a projection of an expert on a NUMA node; backward: its transpose, for fine-tuning."""
+    """One packed matrix [n, k]: a projection of an expert on a NUMA node; backward: its transpose, for fine-tuning.
+    first: of the intermediate size's columns the first that it has.
+    """
 
     layer: int
     expert: int
@@ -58,39 +61,31 @@ class Part:
     n: int
     k: int
     backward: bool = False
+    first: int = 0
 
     @property
     def place(self) -> Place:
         """Which matrix of the model it is, without its size."""
         return Place(self.layer, self.expert, self.projection, self.backward, self.numa)
 
-    def of(self, linear: Matrix, parts: int) -> Matrix:
+    def of(self, linear: Matrix) -> Matrix:
         """This part of the whole linear; a view."""
-        part = take_part(linear, self.projection, self.numa, parts)
+        n, k = (self.k, self.n) if self.backward else (self.n, self.k)
+        down = self.projection == "down"
+        part = linear.columns(self.first, self.first + k) if down else linear.rows(self.first, self.first + n)
         return part.T if self.backward else part
 
     def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
         """This part of an array with a number for each column of the linear; a view. None of None and a transpose."""
         if whole is None or self.backward:
             return None
-        return whole[self.numa * self.k : (self.numa + 1) * self.k] if self.projection == "down" else whole
+        return whole[self.first : self.first + self.k] if self.projection == "down" else whole
 
 
 def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> tuple[int, int]:
     """(n, k) of one part: gate and up are split by rows, down by columns."""
     width = intermediate // parts
     return (hidden, width) if projection == "down" else (width, hidden)
-
-
-def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
-    """Part number `part` of a whole linear; a view."""
-    if parts == 1:
-        return linear
-    if projection == "down":
-        width = linear.shape[1] // parts
-        return linear.columns(part * width, (part + 1) * width)
-    width = linear.shape[0] // parts
-    return linear.rows(part * width, (part + 1) * width)
 
 
 def join_parts(projection: str, arrays: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
@@ -105,7 +100,11 @@ def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices."""
+    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices.
+
+    unit: parts are whole units of so many columns of I, of which the first parts have one more where they do not divide
+    by T; 0: parts are equal
+    """
 
     layer: int
     hidden: int
@@ -113,15 +112,25 @@ class ExpertGrid:
     numa: int = 1
     backward: bool = False
     forward: bool = True
+    unit: int = 0
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of I that each part has."""
+        if not self.unit:
+            return (self.intermediate // self.numa,) * self.numa
+        each, more = divmod(self.intermediate // self.unit, self.numa)
+        return tuple((each + (part < more)) * self.unit for part in range(self.numa))
 
     def parts(self, expert: int, projection: str) -> tuple[Part, ...]:
         """The parts of one projection of one expert, in file order: forward, then backward, by NUMA node."""
-        n, k = part_shape(projection, self.hidden, self.intermediate, self.numa)
-        nodes = range(self.numa)
-        forward = tuple(Part(self.layer, expert, projection, t, n, k) for t in nodes) if self.forward else ()
-        if not self.backward:
-            return forward
-        return forward + tuple(Part(self.layer, expert, projection, t, k, n, True) for t in nodes)
+        forward, backward, first = [], [], 0
+        for numa, width in enumerate(self.widths):
+            n, k = part_shape(projection, self.hidden, width, 1)
+            forward.append(Part(self.layer, expert, projection, numa, n, k, first=first))
+            backward.append(Part(self.layer, expert, projection, numa, k, n, True, first))
+            first += width
+        return (*(forward if self.forward else ()), *(backward if self.backward else ()))
 
     def is_measured(self, part: Part) -> bool:
         """Whether the error of this part counts: that of the backward matrices only where there are no others."""

@@ -255,11 +255,11 @@ typedef struct {
     const void *gate_scale, *up_scale, *down_scale;
 } ktq_expert;
 
-/* The routed experts of a layer: expert[part * experts + expert], each part with `width` columns of the intermediate
- * size. */
+/* The routed experts of a layer: expert[part * experts + expert]. width: the columns of the intermediate size that each
+ * part has, with int8 activations all the same. */
 typedef struct {
     int gate_format, up_format, down_format; /* KTQ_FORMAT_*: all with int8, where they are one, or all with BF16 */
-    int64_t experts, parts, hidden, width;
+    int64_t experts, parts, hidden, width[KTQ_MOST_PARTS];
     const ktq_expert *expert;
     /* Not with int8 activations. limit > 0: gate = min(gate, limit), up between -limit and limit. alpha > 0: gate is
        limited on both sides, and gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up. */

@@ -72,7 +72,7 @@ class Experts:
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
-                "width": self.intermediate // self.parts,
+                "width": grid.widths,
                 "expert": table,
                 "swiglu_limit": swiglu.limit,
                 "swiglu_alpha": swiglu.alpha,

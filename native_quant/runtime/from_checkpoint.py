@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,20 @@ class Checkpoint:
             count, h, i = model.shape(layer)
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
-            grid = ExpertGrid(layer, h, i, _parts(self.path, rows, h, i, required.parts, len(pool.nodes)))
+            grid = _grid(self.path, rows, ExpertGrid(layer, h, i), required.parts, len(pool.nodes))
             check_limits(method.name, grid)
             sizes = sizes_of(rows, grid, count)
-            each = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
-            warn_of_shortages(str(self.path), [each] * grid.numa, pool.nodes, machine.node_memory_available())
+            needed = [0] * grid.numa
+            for (part, _), size in sizes.items():
+                needed[part.numa] += size * len(model.layers)
+            warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
 
             def one(item: tuple[int, str]) -> None:
                 expert, projection = item
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
                 for part in grid.parts(expert, projection):
                     try:
-                        of_part = StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert))
+                        of_part = StoredPart(part.of(linear), model.source, stored.one(expert))
                         rows[projection].put(of_part, arrays[part])
                     except kernels.NonFinite as bad:
                         info = stored.values
@@ -225,15 +227,17 @@ def _of_integers(weight: Weight, group: int) -> list[str]:
     return [*fields, *["sym false"] * (False in said.symmetric), *["desc_act true"] * (True in said.ordered)]
 
 
-def _parts(
-    path: Path, rows: dict[str, Method], hidden: int, intermediate: int, required: int | None, nodes: int
-) -> int:
-    """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into the required ones."""
-
+def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int | None, nodes: int) -> ExpertGrid:
+    """`whole` in NUMA parts. Raises UnsupportedError where the weights cannot be cut into the required number."""
     name, multiple = rows["gate"].name, max(row.multiple for row in rows.values())
+    unit = rows["gate"].unit and (multiple if whole.intermediate % rows["gate"].unit else rows["gate"].unit)
 
     def reason(parts: int) -> str | None:
-        return why_not_multiple(multiple, hidden, intermediate, parts)
+        why = why_not_multiple(multiple, whole.hidden, whole.intermediate, 1 if unit and parts > 0 else parts)
+        if not why and unit and parts * unit > whole.intermediate:
+            units = whole.intermediate // unit
+            return f"the intermediate size {whole.intermediate} has {units} units of {unit} columns"
+        return why
 
     parts = required if required is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
@@ -242,7 +246,7 @@ def _parts(
             f"{path}: method {name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
             f"(threadpool_count): {legal}."
         )
-    return parts
+    return replace(whole, numa=parts, unit=unit)
 
 
 # --- opening --------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ class Method:
     activations  "int8" (NUMERICS.md, section 5) or "BF16" (5b)
     weights      codes and scales, for documents
     multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
+    unit         of the intermediate size's columns, as ExpertGrid explains it; a size that is no multiple of it is cut
+                 in units of `multiple`
     tensors      (n, k) -> the tensors of a part in memory: codes, and scales if it has any
     encoding     of the part in memory, where outputs hold it, too, or tensors are packed on the spot; None: checkpoints
                  alone hold it
@@ -121,6 +123,7 @@ class Method:
     arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     in_rows: tuple[InRows, ...] = ()
     swiglu: tuple[str, ...] = ()
+    unit: int = 0
     type: str = ""
     others: tuple[Method, ...] = ()
 
@@ -334,11 +337,13 @@ def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = N
         reads=reads,
         write=write,
         swiglu=(LIMIT,),
+        unit=GGML_UNIT,
         type=name,
     )
 
 
-GGML_MULTIPLE = 128  # columns: half of the largest blocks, so that whatever kt-kernel splits in two can be
+GGML_MULTIPLE = 128
+GGML_UNIT = 256  # columns of the largest blocks, and kt-kernel's
 
 
 def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:

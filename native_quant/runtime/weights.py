@@ -115,7 +115,7 @@ def pack(
 
     def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
         part, out = item
-        encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
+        encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), out)
 
     rows = dict.fromkeys(PROJECTIONS, method)
     with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
@@ -131,7 +131,7 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
             f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most; "
             "make fewer (`ktconvert resplit`)."
         )
-    if max(grid.hidden, grid.intermediate // grid.numa) > lib.KTQ_MOST_COLUMNS:
+    if max(grid.hidden, *grid.widths) > lib.KTQ_MOST_COLUMNS:
         raise UnsupportedError(
             f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}; "
             "this runtime cannot compute it."

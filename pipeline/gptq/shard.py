@@ -171,7 +171,7 @@ def error_of_sample(work: GptqWork, made: Path) -> dict[str, Any]:
         sums = np.zeros(4)
         for part in work.grid.parts(expert, projection):
             stored = [read(part, tensor) for tensor in work.fmt.encoding.tensors(part.n, part.k)]
-            sums += error_sums(work.fmt.encoding, part.of(linear, work.grid.numa), stored)
+            sums += error_sums(work.fmt.encoding, part.of(linear), stored)
         return error_figures(sums)
 
     return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)

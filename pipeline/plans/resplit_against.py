@@ -111,14 +111,14 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
     item = work.sampled, "down"
     linear = again.model.linear(work.grid.layer, *item)
     sides = (
-        (errors.before, work.old.numa, work.stored(item)),
-        (errors.after, work.grid.numa, work.make(item)),
-        (errors.again, work.grid.numa, again.make(item)),
+        (errors.before, work.stored(item)),
+        (errors.after, work.make(item)),
+        (errors.again, again.make(item)),
     )
-    for sums, numa, parts in sides:
+    for sums, parts in sides:
         for part, packed in parts:
             if not part.backward:
-                sums += error_sums(work.fmt.encoding, part.of(linear, numa), packed)
+                sums += error_sums(work.fmt.encoding, part.of(linear), packed)
 
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:

@@ -70,7 +70,7 @@ class ExpertsWork:
         for part in self.grid.parts(expert, projection):
             out = empty_tensors(self.fmt.encoding, part, None if place is None else place[at:])
             at += out[0].size
-            matrix = part.of(linear, self.grid.numa)
+            matrix = part.of(linear)
             try:
                 quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
             except kernels.NonFinite as error:
@@ -88,7 +88,7 @@ class ExpertsWork:
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
             if self.grid.is_measured(part):
-                sums += error_sums(self.fmt.encoding, part.of(linear, self.grid.numa), packed)
+                sums += error_sums(self.fmt.encoding, part.of(linear), packed)
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:

@@ -223,7 +223,7 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
-            matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
+            matrix = part.of(work.model.linear(work.grid.layer, work.start, projection))
             sums = np.zeros(4)
             if compared.calibrated:
                 sums, seen, problem = judge(work.fmt.encoding, matrix, stored, expected, whole=measured)

@@ -138,7 +138,7 @@ def _worst_rows(
         for part in _parts(output, measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
                 continue
-            values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole, measure.numa)
+            values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole)
             errors = np.concatenate(
                 [
                     _relative(source(matrix.rows(start, min(start + CHUNK, part.n))), values[start : start + CHUNK])

@@ -30,9 +30,22 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     if (gate->arithmetic != &kt_bf16_arithmetic) {
         if (gate != up || gate != down || moe->swiglu_limit || moe->swiglu_alpha) return KTQ_EINVAL;
     }
-    int error = kt_check_size(gate, moe->width, moe->hidden);
-    if (!error) error = kt_check_size(up, moe->width, moe->hidden);
-    return error ? error : kt_check_size(down, moe->hidden, moe->width);
+    int error = KTQ_OK;
+    for (int64_t part = 0; !error && part < moe->parts; part++) {
+        int64_t width = moe->width[part];
+        if (gate->arithmetic != &kt_bf16_arithmetic && width != moe->width[0]) return KTQ_EINVAL;
+        error = kt_check_size(gate, width, moe->hidden);
+        if (!error) error = kt_check_size(up, width, moe->hidden);
+        if (!error) error = kt_check_size(down, moe->hidden, width);
+    }
+    return error;
+}
+
+static int64_t widest_part(const ktq_moe *moe) {
+    int64_t width = 0;
+    for (int64_t part = 0; part < moe->parts; part++)
+        if (moe->width[part] > width) width = moe->width[part];
+    return width;
 }
 
 /* --- which token goes where ----------------------------------------------------------------------------------------
@@ -116,7 +129,7 @@ static void add_combine(const kt_pass *pass, kt_group *group, int64_t section, i
 }
 
 static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
-    int64_t panels = pass->moe->width / KT_PANEL_ROWS;
+    int64_t widest = pass->width / KT_PANEL_ROWS;
     group->threads = threads;
     group->tasks = 0;
     group->next = 0;
@@ -126,7 +139,8 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
         add(group, (kt_task){KT_QUANTIZE, 0, 0, 0, t, pass->tokens - t < tokens ? pass->tokens - t : tokens});
     for (int64_t part = 0; part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
-            int64_t step = panels_per_task(pass, pass->bucket[b].m, panels * group->parts, threads, KT_MAX_PANELS / 2);
+            int64_t panels = pass->moe->width[group->part[part]] / KT_PANEL_ROWS;
+            int64_t step = panels_per_task(pass, pass->bucket[b].m, widest * group->parts, threads, KT_MAX_PANELS / 2);
             atomic_int *left = &group->gate_up_left[part * pass->buckets + b];
             *left = 0;
             for (int64_t s = 0; s < panels; s += step, ++*left)
@@ -149,7 +163,7 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
 
 /* An upper bound of the tasks that plan_group adds. */
 static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
-    int64_t cells = group->parts * pass->buckets, panels = pass->moe->width / KT_PANEL_ROWS,
+    int64_t cells = group->parts * pass->buckets, panels = pass->width / KT_PANEL_ROWS,
             columns = pass->moe->hidden / KT_PANEL_ROWS;
     return pass->tokens * (1 + pass->sections) + cells * (panels + columns + 1) + group->parts * pass->rows;
 }
@@ -248,7 +262,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
 /* Tokens of a pass, so that its rows stay within ROWS_BUDGET. */
 static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
     const kt_arithmetic *arithmetic = kt_format_of(moe->gate_format)->arithmetic;
-    int64_t row = arithmetic->a_bytes * moe->hidden + arithmetic->h_bytes * moe->width * moe->parts;
+    int64_t row = arithmetic->a_bytes * moe->hidden + arithmetic->h_bytes * widest_part(moe) * moe->parts;
     int64_t tokens = ROWS_BUDGET / row / call->topk;
     return tokens < 1 ? 1 : tokens;
 }
@@ -265,6 +279,7 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
                         .gate = kt_format_of(moe->gate_format),
                         .up = kt_format_of(moe->up_format),
                         .down = kt_format_of(moe->down_format),
+                        .width = widest_part(moe),
                         .call = call,
                         .kernels = kt_current(),
                         .first_token = t,

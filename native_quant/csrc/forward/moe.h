@@ -59,7 +59,7 @@ typedef struct {
 /* Those of BF16 arithmetic. */
 typedef struct {
     uint16_t *a; /* [rows][hidden]: of each row's token */
-    uint16_t *h; /* [parts][rows][width]: silu(gate) * up */
+    uint16_t *h; /* [parts][rows][width of the part], parts as far apart as the widest: silu(gate) * up */
     float *a_sums, *h_sums; /* of each KT_SUM_COLUMNS columns; NULL where no weight has least values */
 } kt_bf16_activations;
 
@@ -93,6 +93,7 @@ typedef struct {
     const kt_arithmetic *arithmetic;
     const ktq_call *call;
     const kt_kernels *kernels;
+    int64_t width; /* of the widest part */
     int64_t first_token, tokens; /* this pass */
     int64_t rows, buckets, sections, section_columns;
     kt_bucket *bucket;
@@ -159,6 +160,10 @@ struct kt_arithmetic {
 
 static inline const ktq_expert *kt_expert_of(const kt_pass *pass, const kt_group *group, const kt_task *task) {
     return &pass->moe->expert[group->part[task->part] * pass->moe->experts + pass->bucket[task->bucket].expert];
+}
+
+static inline int64_t kt_width_of(const kt_pass *pass, const kt_group *group, const kt_task *task) {
+    return pass->moe->width[group->part[task->part]];
 }
 
 /* The first panel of a DOWN task, counted in the weight. */

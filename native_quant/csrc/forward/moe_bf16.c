@@ -6,11 +6,11 @@
 
 static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(group->bf16.a, pass->rows * pass->moe->hidden);
-    KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->moe->width);
+    KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->width);
     if (pass->gate->least || pass->up->least)
         KT_TAKE(group->bf16.a_sums, pass->rows * pass->moe->hidden / KT_SUM_COLUMNS);
     if (pass->down->least)
-        KT_TAKE(group->bf16.h_sums, group->parts * pass->rows * pass->moe->width / KT_SUM_COLUMNS);
+        KT_TAKE(group->bf16.h_sums, group->parts * pass->rows * pass->width / KT_SUM_COLUMNS);
 }
 
 /* Of KT_SUM_COLUMNS activations, added up in halves: 16 sums of two, 8 of four ... */
@@ -69,9 +69,14 @@ static void limit(const ktq_moe *moe, int64_t count, float *gate, float *up) {
     }
 }
 
+/* Where a row of h begins, in a task's part of that width. */
+static int64_t h_row(const kt_pass *pass, const kt_task *task, int64_t row, int64_t width) {
+    return task->part * pass->rows * pass->width + row * width;
+}
+
 /* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = pass->moe->hidden, width = pass->moe->width;
+    int64_t k = pass->moe->hidden, width = kt_width_of(pass, group, task);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     float *c = scratch->c;
@@ -86,7 +91,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
         multiply(pass, m, k, group->bf16.a + row * k, sums, 2 * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
             float *gate = c + 2 * i * m * KT_PANEL_ROWS, *up = gate + m * KT_PANEL_ROWS;
-            int64_t first = (task->part * pass->rows + row) * width + (task->first + i) * KT_PANEL_ROWS;
+            int64_t first = h_row(pass, task, row, width) + (task->first + i) * KT_PANEL_ROWS;
             uint16_t *h = group->bf16.h + first;
             limit(pass->moe, m * KT_PANEL_ROWS, gate, up);
             pass->kernels->swiglu_bf16(m, gate, up, h, width);
@@ -97,10 +102,9 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
 }
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = pass->moe->width, columns = pass->section_columns;
+    int64_t k = kt_width_of(pass, group, task), columns = pass->section_columns;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
-    int64_t first_row = task->part * pass->rows + bucket->first;
     float *y = kt_down_rows(pass, group, task);
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
@@ -109,7 +113,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
-        int64_t first = (first_row + t) * k;
+        int64_t first = h_row(pass, task, bucket->first + t, k);
         const float *sums = group->bf16.h_sums ? group->bf16.h_sums + first / KT_SUM_COLUMNS : NULL;
         multiply(pass, m, k, group->bf16.h + first, sums, task->count, panel, scratch);
         const float *c = scratch->c;

@@ -56,7 +56,7 @@ static kt_code_row place_in(int8_t *tiles, int64_t rows, int64_t k, int64_t t) {
 
 static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     kt_int8_activations *rows = &group->int8;
-    int64_t k = pass->moe->hidden, w = pass->moe->width, blocks = group->parts * blocks_of(pass);
+    int64_t k = pass->moe->hidden, w = pass->width, blocks = group->parts * blocks_of(pass);
     int64_t a = pass->rows + pass->buckets * (KT_MOST_TILE_ROWS - 1), h = group->parts * h_rows(pass);
     KT_TAKE(rows->a, a * k);
     KT_TAKE(rows->a_scale, a);
@@ -126,7 +126,7 @@ static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task
     const kt_task *next = task + group->threads;
     const ktq_expert *expert = kt_expert_of(pass, group, next);
     int bits = pass->gate->bits;
-    int64_t k = next->kind == KT_GATE_UP ? pass->moe->hidden : pass->moe->width;
+    int64_t k = next->kind == KT_GATE_UP ? pass->moe->hidden : pass->width;
     kt_panel panel;
     if (next->kind == KT_GATE_UP) panel = kt_panel_of(bits, expert->gate, k, next->first);
     else if (next->kind == KT_DOWN) panel = kt_panel_of(bits, expert->down, k, kt_first_panel(pass, next));
@@ -181,8 +181,8 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
                               .token_scale = rows->a_scale + a_row + t,
                               .acc = {job.c + 2 * i * job.c_pitch, job.c + (2 * i + 1) * job.c_pitch},
                               .row_scale = {gate_scale + column, up_scale + column},
-                              .out = rows->h + (task->part * pass->rows + bucket->first + t) * moe->width + column,
-                              .out_pitch = moe->width});
+                              .out = rows->h + (task->part * pass->rows + bucket->first + t) * pass->width + column,
+                              .out_pitch = pass->width});
         }
     }
 }
@@ -195,7 +195,7 @@ static int64_t h_block_of(const kt_pass *pass, const kt_task *task, kt_tiling ti
 /* Rows of h as int8; in the default mode coarse ones get a second row for the remainder. */
 static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
     kt_int8_activations *rows = &group->int8;
-    int64_t k = pass->moe->width, sums = column_blocks(k);
+    int64_t k = pass->width, sums = column_blocks(k);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const double *coarse = rows->coarse + bucket->first;
     const kt_tiling tiling = tiling_of(pass, task->bucket);
@@ -220,16 +220,15 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
 }
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    const ktq_moe *moe = pass->moe;
     const kt_int8_activations *rows = &group->int8;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const kt_tiling tiling = tiling_of(pass, task->bucket);
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *row_scale = expert->down_scale;
-    int64_t first = kt_first_panel(pass, task), sums = column_blocks(moe->width);
+    int64_t first = kt_first_panel(pass, task), sums = column_blocks(pass->width);
     kt_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++)
-        panel[i] = kt_panel_of(pass->gate->bits, expert->down, moe->width, first + kt_down_panel(task, i));
+        panel[i] = kt_panel_of(pass->gate->bits, expert->down, pass->width, first + kt_down_panel(task, i));
     float *y = kt_down_rows(pass, group, task);
     for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
         int64_t m = block_tokens(bucket, tiling, t);
@@ -237,8 +236,8 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
         int remainders = atomic_load_explicit(&rows->remainders[block], memory_order_relaxed);
         kt_gemm job = {.m = m + remainders,
-                       .k = moe->width,
-                       .a = rows->hq + row * moe->width,
+                       .k = pass->width,
+                       .a = rows->hq + row * pass->width,
                        .sums = rows->h_sums + row * sums,
                        .panels = task->count,
                        .panel = panel};
