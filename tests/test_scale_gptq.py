@@ -42,6 +42,8 @@ CASES = {
     "fused": ("qwen3_moe fused", ("--threadpool-count", "1")),
     "FP8": ("qwen3_moe FP8", ("--threadpool-count", "1")),
     "decoded": ("qwen3_moe decoded", ("--threadpool-count", "1")),
+    "scrambled": ("bundled scrambled", ("--threadpool-count", "1")),
+    "equalized": ("bundled scrambled", ("--threadpool-count", "1", "--equalize")),
 }
 
 
@@ -104,6 +106,16 @@ def test_how_the_source_stores_experts_does_not_matter(outputs: Path) -> None:
     assert differing(ours["fused"], ours["separate"]) == []
     assert differing(ours["FP8"], ours["decoded"]) == []
     assert differing(ours["FP8"], ours["separate"]) != []
+
+
+def test_experts_are_equalized_before_they_run(outputs: Path) -> None:
+    """The walk reads equalized experts, which compute the same; and what is compensated is nearer."""
+    manifest = json.loads((outputs / "equalized" / "manifest.json").read_bytes())
+    assert manifest["model"]["equalized"] == ["layer 0: 0-7"]
+    assert "8 experts are equalized" in (outputs / "equalized.verified").read_text()
+    ours, theirs = (tensors(outputs / name, ".weight") for name in ("equalized", "scrambled"))
+    gate = {name for name in ours if "blk.0.ffn_gate_" in name}
+    assert gate and all(ours[name] == theirs[name] for name in gate)
 
 
 def test_loose_files_are_the_same(outputs: Path, cli: Any) -> None:

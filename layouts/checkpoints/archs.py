@@ -116,6 +116,7 @@ ACTIVATIONS = {
     "swiglu_softcap": "softcap(gate) * sigmoid(gate) * softcap(up)",
     "situ": "4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)",
 }
+UP_IS_A_FACTOR = ("silu", "gelu", "relu")  # where scaling up scales the product
 # What config.json calls it (hidden_act) -> what that may be, first of a row that has silu: gpt-oss and others say silu,
 # and clamp.
 _SILU = ("silu", "swiglu_limit", "swiglu_oai", "swiglu_softcap")

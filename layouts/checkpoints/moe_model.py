@@ -5,10 +5,11 @@ The tensors decide; the config is compared with them, and where the two disagree
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
@@ -31,9 +32,12 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant.matrix import Matrix
+from ktconvert.native_quant.matrix import BF16, Matrix, decode
+from ktconvert.quantizers import equalizing
+from ktconvert.quantizers.equalizing import Exponents
 
 PROJECTIONS = ("gate", "up", "down")
+EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class MoeModel:
     notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
     quantization what config.json says about quantization.
     refusal      why no output can hold these experts; None if one can.
+    equalized    layers whose experts are read equalized, as `equalize` says.
+    exponents    (layer, expert) -> those of an expert that is read equalized, int8 [I]; None of any other.
     """
 
     arch: Arch
@@ -74,6 +80,8 @@ class MoeModel:
     quantization: Quantization = field(default_factory=Quantization)
     refusal: str | None = None
     moe_layers: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
+    equalized: frozenset[int] = frozenset()
+    exponents: Callable[[int, int], Exponents | None] = field(default=lambda layer, expert: None, repr=False)
 
     @property
     def plain(self) -> bool:
@@ -93,18 +101,28 @@ class MoeModel:
 
     def reading(self, layer: int) -> tuple[object, ...]:
         """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks,
-        encodings that do not follow from the dtype of the values, and the format of GPTQ's and AWQ's words."""
+        encodings that do not follow from the dtype of the values, the format of GPTQ's and AWQ's words, equalizing."""
         moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
         formats = (self.quantization.format,) if self.quantization.format else ()
-        return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats
+        equalized = (("equalized", equalizing.VERSION),) if layer in self.equalized else ()
+        return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats, *equalized
 
     def expert(self, layer: int, expert: int) -> ExpertLinears:
         """Gate, up and down of one expert; the scales are read, the weights are not."""
         return ExpertLinears(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
 
     def linear(self, layer: int, expert: int, projection: str) -> Matrix:
-        """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I)."""
+        """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I); of an equalized one decoded and scaled."""
+        stored = self.stored(layer, expert, projection)
+        exponents = None if projection == "gate" else self.exponents(layer, expert)
+        if exponents is None:
+            return stored
+        each = exponents[:, None] if projection == "up" else -exponents
+        return Matrix(equalizing.scaled(decode(stored), each), BF16, origin=stored.origin)
+
+    def stored(self, layer: int, expert: int, projection: str) -> Matrix:
+        """The same as the checkpoint has it, a view."""
         moe = self.moe_layers[layer]
         stored = self._matrix(moe, part_of(moe.style, projection), expert)
         if not isinstance(moe.style, Fused) or projection == "down":
@@ -130,7 +148,9 @@ class MoeModel:
         """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
         moe = self.moe_layers[layer]
         firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
-        return max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
+        # Of an equalized one: it in BF16, as it was, shifted and both merged by a mask.
+        scaling = 7 * moe.hidden * moe.width if layer in self.equalized else 0
+        return scaling + max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
@@ -160,6 +180,21 @@ class MoeModel:
         weight = moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
         matrix = weight.matrix(self.source, expert, moe.input_major)
         return matrix.T if moe.input_major else matrix
+
+
+def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
+    """The same model with experts of these layers equalized whose columns differ enough (NUMERICS.md, section 10).
+    Its activation must be one of archs.UP_IS_A_FACTOR.
+    """
+    chosen = frozenset(layers)
+
+    @functools.lru_cache(EXPONENTS)
+    def exponents(layer: int, expert: int) -> Exponents | None:
+        if layer not in chosen:
+            return None
+        return equalizing.exponents(*(decode(model.stored(layer, expert, part)) for part in ("up", "down")))
+
+    return replace(model, equalized=chosen, exponents=exponents)
 
 
 def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:

@@ -116,6 +116,7 @@ class ManifestFacts(Struct):
     calibration: CalibrationFacts | msgspec.UnsetType = msgspec.UNSET
     machine: MachineFacts | msgspec.UnsetType = msgspec.UNSET
     too_few_tokens: tuple[str, ...] = ()
+    equalized: tuple[str, ...] = ()
     backward: bool = False
     layers: tuple[Index, ...] = ()
     kept_layers: tuple[Index, ...] = ()

@@ -188,7 +188,13 @@ def _choices(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
         *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
         *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
+        *equalized(facts),
     ]
+
+
+def equalized(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which experts --equalize changed."""
+    return [("equalized", "; ".join(facts["equalized"]) or "no expert")] if "equalized" in facts else []
 
 
 def _resplit(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -113,6 +113,7 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
             ("experts", f"{facts['bits']} bits, {numbers.format(**facts)}"),
             ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
             ("quantized linears", f"{facts['packed_linears']}"),
+            *cpu_card.equalized(facts),
             ("experts per layer", f"{facts['experts']}"),
             ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
             ("activation", f"{facts['activation']}"),

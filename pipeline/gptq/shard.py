@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.stages import expert_files, quantize_experts
+from ktconvert.pipeline.stages import equalized, expert_files, quantize_experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
@@ -167,11 +167,10 @@ def error_of_sample(work: GptqWork, made: Path) -> dict[str, Any]:
         return np.fromfile(made, np.uint8, entry.nbytes, offset=entry.start)
 
     def error(expert: int, projection: str) -> dict[str, float]:
-        linear = work.model.linear(work.layer, expert, projection)
         sums = np.zeros(4)
         for part in work.grid.parts(expert, projection):
             stored = [read(part, tensor) for tensor in work.fmt.encoding.tensors(part.n, part.k)]
-            sums += error_sums(work.fmt.encoding, part.of(linear), stored)
+            sums += error_sums(*equalized.undone(work.model, work.fmt.encoding, part), stored)
         return error_figures(sums)
 
     return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)
@@ -197,4 +196,5 @@ def report(work: GptqWork, tokens: Tokens, done: Compensate, reporter: Reporter)
         "routed_tokens": spread(tokens),
         "rounded_experts": done.too_few,
         "rounded_linears": fell_back,
+        **equalized.figures(work.model, work.layer, 0, len(tokens)),
     }

@@ -57,6 +57,14 @@ class QuantizationOptions(ConversionOptions, frozen=True, kw_only=True):
         int | None,
         Option("Cut shards between experts, e.g. 5GB.", Size(), effect=Effect.FILES, unset="one shard per layer"),
     ] = None
+    equalize: Annotated[
+        bool,
+        Option(
+            "Scale rows of up_proj and columns of down_proj by powers of two, where the columns differ much; the model "
+            "stays the same. `inspect --columns` says whether it is worth it.",
+            effect=Effect.WEIGHTS,
+        ),
+    ] = False
     arch_row: Annotated[str | None, Recorded(Effect.FILES, "--arch-file")] = None
     engine: Annotated[str, Recorded(Effect.WEIGHTS)] = "stream"
     rounding: Annotated[str, Recorded(Effect.WEIGHTS)] = "float32"
@@ -70,6 +78,10 @@ class QuantizationOptions(ConversionOptions, frozen=True, kw_only=True):
     def calibrated(self) -> bool:
         """Whether codes are chosen on a walk through the model."""
         raise NotImplementedError
+
+    def unused(self) -> Mapping[str, str]:
+        """Without --equalize neither plans nor fingerprints name it."""
+        return {} if self.equalize else {"equalize": "changes nothing here"}
 
 
 SEES_ALL = "changes nothing with --calibrate all: every expert sees every token"
@@ -191,7 +203,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
 
     def unused(self) -> Mapping[str, str]:
         """What other formats and choices of scales need."""
-        unused = {}
+        unused = {**super().unused()}
         if self.gptq.calibrate == "all":
             unused["min_expert_tokens"] = SEES_ALL
         if not self.calibrated:
@@ -305,8 +317,13 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
         """What the other method needs."""
         if self.calibrated:
             sees_all = {"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {}
-            return {**sees_all, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
+            return {
+                **super().unused(),
+                **sees_all,
+                "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts"),
+            }
         return {
+            **super().unused(),
             **dict.fromkeys((*CALIBRATION, "engine"), "is for GPTQ only and changes nothing here"),
             "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
             "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",

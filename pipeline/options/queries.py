@@ -107,6 +107,13 @@ class InspectOptions(Options, frozen=True, kw_only=True):
     """Settings of `ktconvert inspect`."""
 
     path: Annotated[str, Option("A checkpoint, an output, or one that was begun.", PathOrHubId(), argument="path")]
+    columns: Annotated[
+        bool,
+        Option(
+            "Of a checkpoint: also how much the columns of down_proj differ, by reading 8 experts of each layer; more "
+            "than 0.5 is what --equalize is for."
+        ),
+    ] = False
     hub: Hub = Hub()
     arch: ArchFile = ArchFile()
     as_json: Annotated[bool, JSON] = False

@@ -30,7 +30,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     with_arch_row,
 )
 from ktconvert.pipeline.plans.importance import facts_of, files_of, importance_for, notes_of
-from ktconvert.pipeline.plans.quantizing import plan_of, rounded
+from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
@@ -64,6 +64,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     _require_input_type(options.input_type, model)
     fmt = method_map.of_model(options, fmt, model)
     choice = _choice(options, fmt, model)
+    model = equalized_for(options, model, fmt)
     imatrix = importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)

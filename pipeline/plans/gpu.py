@@ -26,7 +26,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     with_arch_row,
 )
-from ktconvert.pipeline.plans.quantizing import Quantizing, plan_of, rounded
+from ktconvert.pipeline.plans.quantizing import Quantizing, equalized_for, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
@@ -52,6 +52,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     fmt = formats_of("gpu")[options.quant_type].configured(
         {"rounding": options.rounding, "group_size": options.group_size}
     )
+    model = equalized_for(options, model, fmt)
     loading = loading_notes(fmt, model, sorted({*options.tp_size}))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)

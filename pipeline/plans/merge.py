@@ -37,6 +37,7 @@ KEPT_FACTS = (
     "calibration",
     "machine",
     "too_few_tokens",
+    "equalized",
     "resplit_from",
 )  # facts of the layers' manifest that hold for the merged output, too
 
@@ -179,7 +180,7 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
 
 def _texts(key: str, value: Any) -> Iterable[Any]:
     """What must be printable text of a fact; of an object, its keys and its values as text."""
-    if isinstance(value, list) and key in ("dtypes", "without_counts", "too_few_tokens"):
+    if isinstance(value, list) and key in ("dtypes", "without_counts", "too_few_tokens", "equalized"):
         return value
     if isinstance(value, dict) and key in ("calibration", "machine"):
         return [*value, *map(str, value.values())]

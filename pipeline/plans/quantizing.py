@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, card
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
@@ -27,6 +29,8 @@ from ktconvert.pipeline.plans.checkpoint import (
     source_files,
 )
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
+from ktconvert.pipeline.stages.equalized import FACT, equalized
+from ktconvert.quantizers.equalizing import THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def plan_of(
     """
     side_output = _side_output(request.options)
     source, options = model.source, request.options
+    facts = facts | ({FACT: []} if model.equalized else {})
     stages: list[Stage[Any]] = [quantizing.stage]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
@@ -112,7 +117,7 @@ def plan_of(
         reads=(*source.paths(), *files_named(options), *reads),
         stages=tuple(stages) if loose_files else number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
-        notes=(*card_notes, *quantizing.notes, *machine_notes(options), *notes),
+        notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
         assembly=Assembly(
             companions=companions(source.companion_root, copied),
             config=config,
@@ -147,10 +152,58 @@ def _side_output(options: QuantizationOptions) -> SideOutput | None:
 
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
-    experts that GPTQ did not compensate since too few tokens were routed to them.
+    experts that GPTQ did not compensate since too few tokens were routed to them, and `equalized`.
     """
-    listed = [f"layer {s['layer']}: {ranges(s['rounded_experts'])}" for s in stats if s.get("rounded_experts")]
-    return {"too_few_tokens": listed} if listed else {}
+    few, equalized = (_by_layer(stats, name) for name in ("rounded_experts", "equalized_experts"))
+    return {**({"too_few_tokens": few} if few else {}), **({FACT: equalized} if equalized else {})}
+
+
+def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """The experts that figures name: "layer 3: 0-5, 7"."""
+    experts: dict[int, list[int]] = {}
+    for s in stats:
+        if s.get(name):
+            experts.setdefault(s["layer"], []).extend(s[name])
+    return [f"layer {layer}: {ranges(experts[layer])}" for layer in sorted(experts)]
+
+
+def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
+    """The model as --equalize asks for it.
+
+    Raises UnsupportedError where equalized experts would compute something else, UsageError where no layer is rounded
+    to a format that gains, and for options that read or describe the experts as they are.
+    """
+    if not options.equalize:
+        return model
+    if model.activation not in UP_IS_A_FACTOR:
+        raise UnsupportedError(
+            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which is another "
+            "function of a scaled up; leave out --equalize."
+        )
+    if options.calibrated and options.engine == "oneshot":
+        raise UsageError("--equalize: --engine oneshot reads the checkpoint as it is; leave out one of them.")
+    if options.gptq.save_statistics is not None and options.calibrated:
+        raise UsageError(
+            "--equalize: --save-statistics would describe the equalized experts; leave out one of them, or gather "
+            "statistics with `ktconvert calibrate`."
+        )
+    found = equalized(model, fmt)
+    if not found.equalized:
+        raise UsageError(
+            f"--equalize is for integers and MXFP4 that experts are rounded to: here {fmt.name} keeps every number, or "
+            "scales rows and columns together; leave out --equalize."
+        )
+    return found
+
+
+def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
+    """What a plan, which reads no weights, can say of --equalize."""
+    if not model.equalized:
+        return ()
+    return (
+        f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; "
+        "which, manifest and model card will say",
+    )
 
 
 def _check(assembled: Path, calibrated: bool) -> None:

@@ -20,6 +20,7 @@ from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import rows_for
 from ktconvert.pipeline.plans.resplit import plan_resplit, sample
 from ktconvert.pipeline.stages import copy_tensors
+from ktconvert.pipeline.stages.equalized import FACT, equalized, undone
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
@@ -69,7 +70,8 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
             _require_source_of(work, model, against)
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
-            again = ExpertsWork(model, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
+            read = equalized(model, work.fmt) if FACT in plan.facts else model
+            again = ExpertsWork(read, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
             _measure(errors, work, again)
@@ -109,7 +111,6 @@ def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Pac
 
 def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
     item = work.sampled, "down"
-    linear = again.model.linear(work.grid.layer, *item)
     sides = (
         (errors.before, work.stored(item)),
         (errors.after, work.make(item)),
@@ -118,7 +119,7 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
     for sums, parts in sides:
         for part, packed in parts:
             if not part.backward:
-                sums += error_sums(work.fmt.encoding, part.of(linear), packed)
+                sums += error_sums(*undone(again.model, work.fmt.encoding, part), packed)
 
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:
@@ -129,6 +130,7 @@ def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     for method, layers in facts.get("methods", {}).items():
         words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
     words += ["--scale", facts["scale"]] if "scale" in facts else []
+    words += ["--equalize"] if FACT in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []

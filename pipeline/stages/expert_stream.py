@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.pipeline.ui.progress import Reporter
 
 READ_AHEAD = 64 << 20  # bytes of input that are prefetched
+SAMPLED = 8  # experts per layer that stand for all of them
 
 
 def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
@@ -54,6 +55,11 @@ def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place:
         f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
         f"finite at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
     )
+
+
+def sample(count: int) -> Sequence[int]:
+    """Some of a layer's experts, evenly spread; all where they are few."""
+    return range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
 
 
 def sampled_error(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.stages import equalized
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
@@ -84,11 +84,10 @@ class ExpertsWork:
         """error_figures of one projection, quantized again; what stays as it is, is equal."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
-        linear = self.model.linear(self.grid.layer, expert, projection)
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
             if self.grid.is_measured(part):
-                sums += error_sums(self.fmt.encoding, part.of(linear), packed)
+                sums += error_sums(*equalized.undone(self.model, self.fmt.encoding, part), packed)
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
@@ -102,7 +101,8 @@ class ExpertsWork:
     def figures(self) -> dict[str, object]:
         """The quality figures of one expert."""
         sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
-        return {"layer": self.grid.layer, **sampled}
+        own = equalized.figures(self.model, self.grid.layer, self.start, self.stop)
+        return {"layer": self.grid.layer, **sampled, **own}
 
 
 def quantize(
@@ -152,7 +152,7 @@ def stage(
     for layer in layers:
         own = fmt.of_layer(layer)
         chosen = choice.where_it_serves(own.encoding.grid)
-        importance = importance_of(imatrix, layer) if chosen.importance else None
+        importance = importance_of(model, imatrix, layer) if chosen.importance else None
         experts, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
         each = expert_bytes(own.encoding, grid)
@@ -203,9 +203,21 @@ def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadat
     }
 
 
-def importance_of(imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F32 | None] | None:
-    """ExpertsWork.importance for the experts of a layer."""
-    return None if imatrix is None else partial(imatrix.importance, layer)
+def importance_of(model: MoeModel, imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F32 | None] | None:
+    """ExpertsWork.importance for the experts of a layer: an equalized down reads inputs that are 2^e times as large."""
+    if imatrix is None:
+        return None
+
+    def importance(expert: int, projection: str) -> F32 | None:
+        known = imatrix.importance(layer, expert, projection)
+        exponents = model.exponents(layer, expert) if projection == "down" else None
+        if known is None or exponents is None:
+            return known
+        ratios = exponents.astype(np.int32) - exponents.max()  # only these count; and nothing overflows
+        scaled: F32 = np.ldexp(known, 2 * ratios)
+        return scaled
+
+    return importance
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,40 +14,55 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
-from ktconvert.layouts.errors import KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.native_quant import kernels
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
+from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import joined, size
 from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
 from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_structure, weights_whole
+from ktconvert.quantizers import equalizing
 
 
-def look(where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
+def look(
+    where: str,
+    reporter: Reporter,
+    revision: str | None = None,
+    arch_file: str | None = None,
+    *,
+    columns: bool = False,
+) -> dict[str, Any]:
     """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
 
     A model that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where
-    any are read. Raises InputError for what is damaged or not there.
+    any are read. columns: those of a checkpoint are. Raises InputError for what is damaged or not there, UsageError for
+    columns of what is no checkpoint.
     """
     path = Path(where).expanduser()
     unfinished = _unfinished(path)
+    if columns and (unfinished is not None or is_output(path)):
+        raise UsageError(f"{path}: --columns is for checkpoints, before they are converted; leave it out.")
     if unfinished is not None:
         return look_unfinished(unfinished)
     if is_output(path):
         return look_output(path, reporter)
-    return look_checkpoint(where, revision, arch_file)
+    return look_checkpoint(where, revision, arch_file, columns=columns)
 
 
 # ---- a checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def look_checkpoint(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
+def look_checkpoint(
+    where: str, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
+) -> dict[str, Any]:
     """What a checkpoint is, by its headers, and which outputs can be made of it."""
     rows: Sequence[Arch] = ARCHS
     if arch_file is not None:
@@ -61,6 +77,8 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
         except UnsupportedError as error:
             return document | {"refused": str(error)}
         document |= _experts(model, source)
+        if columns:
+            document |= {"columns": {str(layer): _columns(model, layer) for layer in model.layers}}
         if model.refusal is not None:
             return document | {"refused": model.refusal}
         document |= {"methods": methods(model), "convert": commands(model, where), "gpu": (gpu := gpu_types(model))}
@@ -108,6 +126,24 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "mtp_bytes": mtp,
         "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
         "notes": list(model.notes),
+    }
+
+
+def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
+    """How much the columns of down differ (NUMERICS.md, section 10), in some experts of a layer."""
+    found = {}
+    for expert in sample(model.shape(layer)[0]):
+        down = kernels.decode(model.linear(layer, expert, "down"))
+        found[expert] = equalizing.center_and_spread(equalizing.levels(down))[1]
+        for info in model.expert_tensors(layer, expert):
+            model.source.release(info)
+    worst = max(found, key=lambda expert: found[expert])
+    return {
+        "experts": len(found),
+        "median": round(statistics.median(found.values()), 3),
+        "most": round(found[worst], 3),
+        "of_expert": worst,
+        "above": sum(spread > equalizing.THRESHOLD for spread in found.values()),
     }
 
 
@@ -239,6 +275,7 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("activation", f"{document['activation']}: {document['activation_formula']}"),
         ("routing weights", f"on the {document['weights_on']} of an expert"),
         ("routed experts", size(document["routed_bytes"])),
+        *_column_rows(document.get("columns", {})),
         *([("MTP experts", size(document["mtp_bytes"]))] if document["mtp_bytes"] else []),
         ("all the rest", size(document["rest_bytes"])),
     ]
@@ -252,6 +289,14 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         what = f"the whole model, {size(kind['bytes'])}" if why is None else f"not possible: {why}"
         out.append((f"{kind['quant_type']} (GPU)", what))
     return out
+
+
+def _column_rows(layers: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    label = "columns of down"
+    for layer, c in layers.items():
+        what = f"{c['above']} of {c['experts']} sampled experts above {equalizing.THRESHOLD:g}"
+        yield label, f"layer {layer}: {c['median']:.2f} (median), {c['most']:.2f} (expert {c['of_expert']}); {what}"
+        label = ""
 
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.encodings.encoding import Bytes, error_sums
+from ktconvert.layouts.encodings.encoding import Bytes, error_sums, scale_values
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
@@ -22,8 +22,8 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.pipeline.stages import copy_tensors
-from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages import copy_tensors, equalized
+from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit_experts import resplit
 from ktconvert.pipeline.ui.progress import Reporter
@@ -42,17 +42,19 @@ from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
 # the same.
 METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
-SAMPLED = 8  # experts per layer whose error is measured, unless all are
 
 
 @dataclass
 class ExpertFindings:
-    """What comparing experts gave. equal: how many tensors are; calibrated: what was seen of calibrated linears."""
+    """What comparing experts gave. equal: how many tensors are; calibrated: what was seen of calibrated linears;
+    equalized: how many experts are.
+    """
 
     problems: list[str] = field(default_factory=list)
     equal: int = 0
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     calibrated: list[Calibrated] = field(default_factory=list)
+    equalized: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,9 @@ class Comparison:
         fmt = self.fmt.of_layer(layer)
         choice = self.choice.where_it_serves(fmt.encoding.grid)
         grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, fmt.forward)
-        importance = importance_of(self.imatrix, layer) if choice.importance else None
+        importance = importance_of(self.model, self.imatrix, layer) if choice.importance else None
         work = ExpertsWork(self.model, fmt, choice, grid, expert, expert + 1, {}, importance)
-        sample = range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
-        return _compare_expert(self, work, measured=self.full or expert in sample)
+        return _compare_expert(self, work, measured=self.full or expert in sample(count))
 
     @cached_property
     def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
@@ -165,6 +166,9 @@ def compare_source(
     if compared.calibrated:
         summary = calibrated_summary(total.calibrated, compared.same_scales)
         notes += calibrated_notes(total.calibrated)
+    if model.equalized:
+        proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
+        summary += f"; {total.equalized} experts are equalized{proved}"
     summary += f"; {len(compared.other_tensors)} other tensors are the source's" if compared.other_tensors else ""
     return Check(summary, tuple(problems), tuple(notes)), errors
 
@@ -180,6 +184,7 @@ def _compare_experts(
         total.problems += found.problems
         total.equal += found.equal
         total.calibrated += found.calibrated
+        total.equalized += found.equalized
         for projection, sums in found.sums.items():
             own = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
             own.sums += sums
@@ -223,20 +228,39 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
-            matrix = part.of(work.model.linear(work.grid.layer, work.start, projection))
+            encoding, matrix = equalized.undone(work.model, work.fmt.encoding, part)
             sums = np.zeros(4)
             if compared.calibrated:
-                sums, seen, problem = judge(work.fmt.encoding, matrix, stored, expected, whole=measured)
+                of_codes = work.fmt.encoding
+                sums, seen, problem = judge(of_codes, matrix, stored, expected, whole=measured, measured=encoding)
                 found.calibrated.append(seen)
                 here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].name]
                 found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
-                sums = error_sums(work.fmt.encoding, matrix, stored)
+                sums = error_sums(encoding, matrix, stored)
             if measured:
                 found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
+    if work.model.exponents(work.grid.layer, work.start) is not None:
+        found.equalized = 1
+        found.problems += [] if compared.calibrated else _other_codes(compared, work)
     for info in work.model.expert_tensors(work.grid.layer, work.start):
         work.model.source.release(info)
     return found
+
+
+def _other_codes(compared: Comparison, work: ExpertsWork) -> list[str]:
+    """What is wrong with up of an equalized expert: it has its codes without --equalize, and their scales times 2^e."""
+    item, encoding = (work.start, "up"), work.fmt.encoding
+    plain = compared.expected(replace(work, model=equalize(work.model, ())), item)
+    for (part, scaled), (_, tensors) in zip(compared.expected(work, item), plain, strict=True):
+        exponents = equalized.share_of(work.model, part)
+        if part.backward or exponents is None:
+            continue
+        ours, theirs = (scale_values(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))
+        same = all(np.array_equal(a, b) for a, b in zip(scaled[:-1], tensors[:-1], strict=True))
+        if not same or not np.array_equal(ours, np.ldexp(theirs, exponents[:, None])):
+            return [f"up of expert {work.start} of layer {part.layer} has other codes than without --equalize"]
+    return []
 
 
 def _compare_part(

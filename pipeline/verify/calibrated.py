@@ -38,13 +38,20 @@ class Calibrated(NamedTuple):
 
 
 def judge(
-    encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
+    encoding: Encoding,
+    matrix: Matrix,
+    stored: Sequence[Bytes],
+    rounded: Sequence[Bytes],
+    *,
+    whole: bool,
+    measured: Encoding | None = None,
 ) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
     """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its
     codes ("": nothing).
 
-    stored and rounded: its tensors as they are, and as rounding to nearest makes them. Columns that are zero
-    throughout, though rounding has codes there, were never seen in calibration: they are left out.
+    stored and rounded: its tensors as they are, and as rounding to nearest makes them. measured: the encoding that the
+    error is measured with, where that is another. Columns that are zero throughout, though rounding has codes there,
+    were never seen in calibration: they are left out.
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
@@ -52,7 +59,7 @@ def judge(
     if outside:
         return np.zeros(4), Calibrated(np.inf, False, False), outside
     x = bf16_to_f32(kernels.decode(matrix)[rows])
-    ours, theirs = (encoding.decode(tensors, n, k, rows) for tensors in (stored, rounded))
+    ours, theirs = ((measured or encoding).decode(tensors, n, k, rows) for tensors in (stored, rounded))
     unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"

@@ -16,6 +16,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.plans.importance import open_for
+from ktconvert.pipeline.stages.equalized import FACT, equalized
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
 
@@ -57,7 +58,8 @@ class Inputs:
     """An output, and what it is compared with.
 
     other   another output; None where there is none
-    model   the experts of its source; None where there is none, or the output is a checkpoint without experts of ours
+    model   the experts of its source, equalized if the output is; None where there is none, or the output is a
+            checkpoint without experts of ours
     source  the source itself
     """
 
@@ -113,6 +115,8 @@ def open_inputs(options: VerifyInputs) -> Inputs:
             model = _open_source(options, output)
             if measured.fmt is None:
                 measured = measure(output, hidden=model.shape(model.layers[0])[1])
+            if FACT in output.facts and measured.fmt is not None:
+                model = equalized(model, measured.fmt)
     imatrix = _open_imatrix(options, output, model)
     return Inputs(options, output, measured, other, model, None if model is None else model.source, imatrix)
 

@@ -23,6 +23,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import COUNTS, counts_of
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.stages.equalized import undone
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
@@ -134,11 +135,12 @@ def _worst_rows(
         fmt = whole_fmt.of_layer(linear.layer)
         kept = KEPT_VALUES.get(fmt.encoding.name, source_values)
         source = kept if fmt.encoding.is_exact(model) else source_values
-        whole, found = model.linear(*linear[:3]), []
+        found = []
         for part in _parts(output, measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
                 continue
-            values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole)
+            encoding, matrix = undone(model, fmt.encoding, part)
+            values = encoding.decode(stored, part.n, part.k, slice(None))
             errors = np.concatenate(
                 [
                     _relative(source(matrix.rows(start, min(start + CHUNK, part.n))), values[start : start + CHUNK])

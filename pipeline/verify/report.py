@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ktconvert.layouts.outputs import decoded
+from ktconvert.layouts.outputs import cpu_card, decoded
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
@@ -37,7 +37,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "command": manifest.command if manifest else None,
         "arrangement": _arrangement(output),
         **sizes_of(measure),
-        **({"scale": output.facts["scale"]} if "scale" in output.facts else {}),
+        **{name: output.facts[name] for name in ("scale", "equalized") if name in output.facts},
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
         "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
@@ -66,6 +66,7 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("method", document["method"]),
         *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
+        *cpu_card.equalized(document),
         *([("NUMA parts", joined(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
         ("experts", joined(document["experts"])),

@@ -116,6 +116,7 @@ def sources(folder: Path) -> dict[str, Path]:
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": stored.FP8}))
     changed("qwen3_moe decoded", "qwen3_moe", lambda tensors: from_fp8(to_fp8(tensors)))
+    changed("bundled scrambled", "bundled", scrambled)
     return models
 
 
@@ -146,6 +147,19 @@ def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448
         converted[name] = (blocks / scale).reshape(x.shape).to(torch.float8_e4m3fn)
         converted[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    return converted
+
+
+def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Almost the same function, with columns of down_proj of very different sizes in layer 0."""
+    import torch
+
+    generator, converted = torch.Generator().manual_seed(0), dict(tensors)
+    for name in (name for name in tensors if "layers.0." in name and "experts" in name and "down_proj" in name):
+        sizes = torch.exp(torch.randn(tensors[name].shape[1], generator=generator) / 2)
+        up = name.replace("down_proj", "up_proj")
+        converted[name] = (tensors[name] * sizes).to(torch.bfloat16)
+        converted[up] = (tensors[up] / sizes[:, None]).to(torch.bfloat16)
     return converted
 
 

@@ -1,0 +1,70 @@
+"""Equalizing: powers of two between the rows of up and the columns of down, so that the columns of down become alike
+while their expert computes the same (NUMERICS.md, section 10).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.quantizers.reference import U16, bf16_to_f32
+
+VERSION = 1
+THRESHOLD = 0.5  # spread of the columns above which an expert is equalized
+LEAST, MOST = 64, 190  # exponent fields of BF16 that values keep to: sums of their squares are normal float32 numbers
+ROWS = 64  # in memory as float64 at a time
+
+Exponents = npt.NDArray[np.int8]
+F64 = npt.NDArray[np.float64]
+
+
+def levels(down: U16) -> F64:
+    """log2 of the norm of each column of BF16 bits [n, k], linear between powers of two: float64 [k]. NaN or infinite
+    for a column of zeros, or with a value that is not finite.
+
+    No logarithm is computed: libraries differ in its last bit.
+    """
+    squares = np.zeros(down.shape[1])
+    for first in range(0, len(down), ROWS):
+        values = bf16_to_f32(down[first : first + ROWS]).astype(np.float64)
+        squares += np.square(values, out=values).sum(axis=0)
+    mantissa, exponent = np.frexp(squares)
+    return np.where(squares > 0, exponent + 2 * mantissa, np.nan) / 2
+
+
+def center_and_spread(levels: F64) -> tuple[float, float]:
+    """Mean and standard deviation of those levels that are finite; 0 of none."""
+    finite = levels[np.isfinite(levels)]
+    if not finite.size:
+        return 0.0, 0.0
+    center = math.fsum(finite) / finite.size  # in no order that a library might change
+    return center, math.sqrt(math.fsum(np.square(finite - center)) / finite.size)
+
+
+def exponents(up: U16, down: U16) -> Exponents | None:
+    """e [I] of an expert with up [I, H] and down [H, I], BF16 bits; None where it is left as it is."""
+    height = levels(down)
+    center, spread = center_and_spread(height)
+    if spread <= THRESHOLD:
+        return None
+    nearest = np.rint(np.where(np.isfinite(height), height - center, 0))
+    (up_least, up_most), (down_least, down_most) = _fields(up, 1), _fields(down, 0)
+    low, high = np.maximum(LEAST - up_least, down_most - MOST), np.minimum(MOST - up_most, down_least - LEAST)
+    found = np.where((low <= 0) & (high >= 0), np.clip(nearest, low, high), 0).astype(np.int8)
+    return found if found.any() else None
+
+
+def _fields(bits: U16, axis: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """The least and the largest exponent field along an axis; zeros count for neither."""
+    sizes = bits & np.uint16(0x7FFF)
+    most = sizes.max(axis).astype(np.intp) >> 7
+    sizes -= np.uint16(1)  # a zero becomes the largest
+    return (sizes.min(axis).astype(np.intp) + 1) >> 7, most
+
+
+def scaled(bits: U16, exponents: npt.NDArray[np.int8]) -> U16:
+    """BF16 bits times 2^exponents, which must leave normal numbers normal; zeros stay."""
+    shifted: U16 = bits + (exponents.astype(np.int16) << 7).view(np.uint16)
+    return np.where(bits & 0x7FFF, shifted, bits)

@@ -1,0 +1,288 @@
+"""`--equalize`: the same model with columns of down that are alike. Which experts it changes, that they compute the same,
+what it gains, that `verify` proves it, and where it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints import moe_model
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import ExpertGrid, join_parts
+from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
+from ktconvert.pipeline.stages.quantize_experts import importance_of
+from ktconvert.quantizers import equalizing
+from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
+from rig import conversion
+from rig.files import edit_json
+from rig.safetensors import read_file, write_file
+from rig.verifying import accepted, refused, row
+
+EXPERTS, HIDDEN, WIDTH = 3, 256, 256
+SCRAMBLED = "layer 0: 0, 2"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers; the columns of down of experts 0 and 2 of the first differ, and the rows of up make up for it."""
+    sizes = {"layers": 2, "experts": EXPERTS, "hidden": HIDDEN, "width": WIDTH}
+    folder = conversion.checkpoint(tmp_path_factory.mktemp("equalize") / "source", **sizes)
+    path, rng = folder / "model-00001-of-00003.safetensors", np.random.default_rng(0)
+    tensors: dict[str, Any] = {name: (t.dtype, t.bits) for name, t in read_file(path).items()}
+    for expert in (0, 2):
+        sizes_of_columns = np.exp(rng.normal(0, 0.7, WIDTH)).astype(np.float32)
+        for projection, factor in (("up", 1 / sizes_of_columns[:, None]), ("down", sizes_of_columns)):
+            name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
+            tensors[name] = ("BF16", f32_to_bf16(bf16_to_f32(tensors[name][1]) * factor))
+    write_file(path, tensors, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imatrix(source: Path) -> Path:
+    shapes = dict.fromkeys((0, 1), (EXPERTS, HIDDEN, WIDTH))
+
+    def load(layer: int) -> LayerSums:
+        rng = np.random.default_rng(layer)
+        inputs, middle = (10.0 ** rng.uniform(-3, 3, (EXPERTS, k)) for k in (HIDDEN, WIDTH))
+        return LayerSums(np.ones(EXPERTS, np.int64), inputs.astype(np.float32), middle.astype(np.float32))
+
+    path = source.parent / "imatrix.gguf"
+    write_imatrix(path, shapes, load, datasets=["made up"], chunks=1, chunk_size=9)
+    return path
+
+
+def convert(source: Path, output: Path, *options: object, command: str = "cpu") -> Path:
+    done = conversion.here(command, "-i", source, "-o", output, *options)
+    assert done.exception is None, done.exception
+    return output
+
+
+def decoded(output: Path, layer: int, expert: int) -> list[Any]:
+    """Gate, up and down as the output holds them, float32."""
+    opened = open_output(output)
+    measured = measure(opened)
+    assert measured.fmt is not None
+    grid, encoding = ExpertGrid(layer, HIDDEN, WIDTH, measured.numa), measured.fmt.of_layer(layer).encoding
+    linears = []
+    for projection in moe_model.PROJECTIONS:
+        parts = []
+        for part in grid.parts(expert, projection):
+            suffixes = [tensor.name for tensor in encoding.tensors(part.n, part.k)]
+            stored = [opened.read(opened.tensors[part.place, suffix]) for suffix in suffixes]
+            parts.append(encoding.decode(stored, part.n, part.k, slice(None)))
+        linears.append(join_parts(projection, parts))
+    return linears
+
+
+# --- the exponents --------------------------------------------------------------------------------
+
+EXTREMES = np.array([0, 0x8000, 1, 0x0080, 0x2000, 0x5F00, 0x7F7F, 0xFF80, 0x7FC0], np.uint16)  # 0 to NaN
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 20), st.booleans())
+def test_an_equalized_expert_is_the_same(seed: int, spread: float, extremes: bool) -> None:
+    """Every product of a number of row i of up and one of column i of down stays, exactly."""
+    rng = np.random.default_rng(seed)
+    sizes = 2.0 ** rng.normal(0, spread, 32)
+    up, down = (
+        f32_to_bf16((rng.standard_normal(shape) * 2.0 ** rng.integers(-40, 40) * each).astype(np.float32))
+        for shape, each in (((32, 16), 1), ((16, 32), sizes))
+    )
+    if extremes:
+        for bits in (up, down):
+            bits[rng.random(bits.shape) < 0.01] = rng.choice(EXTREMES)
+    found = equalizing.exponents(up, down)
+    level = equalizing.levels(down)
+    center, before = equalizing.center_and_spread(level)
+    if found is None:
+        clamped = extremes or spread > 10  # then there may be nothing that stays normal
+        assert before <= equalizing.THRESHOLD or clamped
+        return
+    assert before > equalizing.THRESHOLD
+    pairs = ((up, found[:, None]), (down, -found))
+    for bits, exponents in pairs:
+        x, y = (bf16_to_f32(each).astype(np.float64) for each in (bits, equalizing.scaled(bits, exponents)))
+        np.testing.assert_array_equal(y, x * 2.0**exponents)
+        changed = np.abs(y[(y != x) & np.isfinite(y)])
+        assert not changed.size or (changed.min() >= 2.0**-63 and changed.max() < 2.0**64)
+    if not extremes and spread < 5:
+        left = equalizing.levels(equalizing.scaled(down, -found))
+        assert np.abs(left - center).max() <= 0.5 + 1e-9
+
+
+def test_levels_are_those_of_the_definition() -> None:
+    """Computed with integers: exact."""
+    rng = np.random.default_rng(1)
+    down = f32_to_bf16((rng.standard_normal((200, 16)) * 2.0 ** rng.normal(0, 1, 16)).astype(np.float32))
+    values = bf16_to_f32(down).astype(np.float64)
+    squares = [sum(int(v * 2**40) ** 2 for v in column) for column in values.T]
+    expected = [(s.bit_length() - 80 + s / 2 ** (s.bit_length() - 1)) / 2 for s in squares]
+    np.testing.assert_allclose(equalizing.levels(down), expected, rtol=0, atol=1e-12)
+
+
+# --- conversions ----------------------------------------------------------------------------------
+
+PAIR: dict[str, tuple[str, ...]] = {"plain": (), "equalized": ("--equalize",)}
+WAYS: dict[str, tuple[object, ...]] = {
+    "int4": (),
+    "int8": ("--quant-method", "int8", "--threadpool-count", 1),
+    "mse": ("--scale", "mse", "--max-shard-size", "100KB"),
+    "imatrix": ("--scale", "imatrix", "--imatrix", "IMATRIX"),
+    "mxfp4": ("--quant-method", "mxfp4", "--scale", "mse"),
+    "rawint4": ("--quant-method", "rawint4"),
+    "moe_int4": ("--quant-method", "moe_int4", "--layout", "plain"),
+    "loose": ("--no-merge-safetensor",),
+    "mix": ("--method-map", "1=fp8"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verify_proves_it(way: str, source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """Layers that are alike have the bytes of a conversion without it; so has gate. Of what differs, verify says why."""
+    options = [imatrix if word == "IMATRIX" else word for word in WAYS[way]]
+    plain, output = (convert(source, tmp_path / name, *options, *more) for name, more in PAIR.items())
+    given = ("--imatrix", imatrix) if way == "imatrix" else ()
+    report = accepted(output, "--against", source, "--full", *given)
+    assert "2 experts are equalized, up with the codes that it has otherwise" in row(report, "source")["result"]
+    assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()
+    without = accepted(plain, "--against", source, "--full", *given)
+    errors, before = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
+    assert errors[0, "up"] == before[0, "up"] and errors[0, "down"] != before[0, "down"]
+    assert {at: e for at, e in errors.items() if at != (0, "down")} == {
+        at: e for at, e in before.items() if at != (0, "down")
+    }
+    for expert in range(EXPERTS):
+        same = [np.array_equal(*pair) for pair in zip(*(decoded(p, 0, expert) for p in (plain, output)), strict=True)]
+        assert same == [True, expert == 1, expert == 1]
+    manifest = json.loads((output / "manifest.json").read_bytes())
+    assert manifest["settings"]["equalize"] is True
+    assert "equalize" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
+
+
+def test_its_outputs_are_nearer(source: Path, tmp_path: Path) -> None:
+    """Of an expert whose small columns read large inputs. The checkpoint says what it computes."""
+    tensors = read_file(source / "model-00001-of-00003.safetensors")
+    name = "model.layers.0.mlp.experts.2.{}_proj.weight"
+    exact = [bf16_to_f32(tensors[name.format(projection)].bits) for projection in moe_model.PROJECTIONS]
+    x = np.random.default_rng(0).standard_normal((64, HIDDEN)).astype(np.float32)
+
+    def computed(gate: Any, up: Any, down: Any) -> Any:
+        g = x @ gate.T
+        return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+
+    outputs = {name: convert(source, tmp_path / name, "--scale", "mse", *more) for name, more in PAIR.items()}
+    errors = {name: np.linalg.norm(computed(*decoded(path, 0, 2)) - computed(*exact)) for name, path in outputs.items()}
+    assert errors["equalized"] < 0.5 * errors["plain"]
+
+
+def test_importance_grows_with_the_inputs(source: Path) -> None:
+    with open_checkpoint(str(source)) as opened:
+        model = moe_model.equalize(moe_model.recognise(opened), (0, 1))
+        of_layer = [importance_of(model, Known(), layer) for layer in (0, 1)]  # type: ignore[arg-type]
+        exponents = model.exponents(0, 2)
+    assert exponents is not None
+    importance = [of and of(2, "down") for of in of_layer]
+    ratio = importance[0] / 4.0**exponents
+    assert (ratio == ratio[0]).all() and ratio[0] > 0 and importance[0].max() == 1 == importance[1].max()
+    assert (of_layer[0](2, "up") == 1).all()  # type: ignore[misc]
+
+
+class Known:
+    """An importance matrix that knows each column as well as any other."""
+
+    def importance(self, layer: int, expert: int, projection: str) -> Any:
+        return np.ones(WIDTH, np.float32)
+
+
+def test_it_outlives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path) -> None:
+    whole = convert(source, tmp_path / "whole", "--equalize", "--threadpool-count", 1)
+    done = conversion.here("resplit", whole, tmp_path / "two", "--threadpool-count", 2, "--against", source)
+    assert done.exception is None, done.exception
+    assert "--equalize" in done.output or "resplit is as good" in done.output
+    assert accepted(tmp_path / "two", "--against", source)["equalized"] == [SCRAMBLED]
+    options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--equalize")
+    gpu = convert(source, tmp_path / "gpu", *options, command="gpu")
+    assert accepted(gpu, "--against", source, "--no-load")["equalized"] == [SCRAMBLED]
+    assert f"| equalized | {SCRAMBLED} |" in (gpu / "README.md").read_text()
+
+
+# --- what verify finds ----------------------------------------------------------------------------
+
+
+def test_a_wrong_exponent_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = equalizing.exponents
+
+    def wrong(up: Any, down: Any) -> Any:
+        found = right(up, down)
+        return found if found is None else found + (np.arange(len(found)) == 7).astype(np.int8)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(equalizing, "exponents", wrong)
+        output = convert(source, tmp_path / "out", "--equalize")
+    assert "quantizing the source gives" in refused(output, "--against", source)
+
+
+def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were factors no powers of two, neither conversion nor verify would differ; the codes would."""
+    monkeypatch.setattr(equalizing, "scaled", lambda bits, e: f32_to_bf16((bf16_to_f32(bits) * 1.4**e).astype("f4")))
+    output = convert(source, tmp_path / "out", "--equalize")
+    assert "up of expert 0 of layer 0 has other codes than without --equalize" in refused(output, "--against", source)
+
+
+# --- what is refused, and what is said ------------------------------------------------------------
+
+
+def changed_config(source: Path, folder: Path, **entries: Any) -> Path:
+    shutil.copytree(source, folder)
+    edit_json(folder / "config.json", lambda config: config.update(entries))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("cpu", "--quant-method", "fp8"), 2, "FP8 keeps every number, or scales rows and columns together"),
+        (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
+        (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),
+        (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the checkpoint as it is"),
+    ],
+)
+def test_what_is_refused(options: tuple[str, ...], code: int, says: str, source: Path, tmp_path: Path) -> None:
+    command, *more = options
+    if "gptq" in more or command == "gpu":
+        pytest.importorskip("llmcompressor")
+        more += ["--dataset", str(source / "tokenizer.json")]
+    done = conversion.here(command, "-i", source, "-o", tmp_path / "out", "--equalize", *more)
+    assert getattr(done.exception, "exit_code", None) == code and says in str(done.exception), done.exception
+
+
+def test_a_clamped_up_is_refused(source: Path, tmp_path: Path) -> None:
+    clamped = changed_config(source, tmp_path / "clamped", swiglu_limit=7.0)
+    done = conversion.here("cpu", "-i", clamped, "-o", tmp_path / "out", "--quant-method", "mxfp4", "--equalize")
+    assert getattr(done.exception, "exit_code", None) == 3 and "another function of a scaled up" in str(done.exception)
+
+
+def test_inspect_shows_how_much_columns_differ(source: Path, tmp_path: Path) -> None:
+    done = conversion.here("inspect", source, "--columns", "--json")
+    layers = json.loads(done.output)["columns"]
+    assert [(layers[at]["experts"], layers[at]["above"]) for at in "01"] == [(EXPERTS, 2), (EXPERTS, 0)]
+    assert layers["0"]["most"] > 0.8 and layers["0"]["of_expert"] in (0, 2) and layers["1"]["most"] < 0.3
+    said = conversion.here("inspect", source, "--columns").output
+    assert "2 of 3 sampled experts above 0.5" in said and "0 of 3 sampled experts above 0.5" in said
+    plan = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", "--equalize", "--dry-run").output
+    assert "columns of down_proj differ by more than 0.5" in " ".join(plan.split())
+    assert (
+        getattr(conversion.here("inspect", convert(source, tmp_path / "out"), "--columns").exception, "exit_code", 0)
+        == 2
+    )
