@@ -14,7 +14,7 @@ from ktconvert.quantizers.reference import U16, bf16_to_f32
 VERSION = 1
 THRESHOLD = 0.5  # spread of the columns above which an expert is equalized
 LEAST, MOST = 64, 190  # exponent fields of BF16 that values keep to: sums of their squares are normal float32 numbers
-ROWS = 64  # in memory as float64 at a time
+ROWS = 64  # that are computed at a time, in the cache
 
 Exponents = npt.NDArray[np.int8]
 F64 = npt.NDArray[np.float64]
@@ -35,12 +35,12 @@ def levels(down: U16) -> F64:
 
 
 def center_and_spread(levels: F64) -> tuple[float, float]:
-    """Mean and standard deviation of those levels that are finite; 0 of none."""
+    """Median of those levels that are finite, and root mean square of their distances from it; 0 of none."""
     finite = levels[np.isfinite(levels)]
     if not finite.size:
         return 0.0, 0.0
-    center = math.fsum(finite) / finite.size  # in no order that a library might change
-    return center, math.sqrt(math.fsum(np.square(finite - center)) / finite.size)
+    center = float(np.median(finite))
+    return center, math.sqrt(math.fsum(np.square(finite - center)) / finite.size)  # in no order that may change
 
 
 def exponents(up: U16, down: U16) -> Exponents | None:
@@ -64,7 +64,9 @@ def _fields(bits: U16, axis: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.
     return (sizes.min(axis).astype(np.intp) + 1) >> 7, most
 
 
-def scaled(bits: U16, exponents: npt.NDArray[np.int8]) -> U16:
-    """BF16 bits times 2^exponents, which must leave normal numbers normal; zeros stay."""
-    shifted: U16 = bits + (exponents.astype(np.int16) << 7).view(np.uint16)
-    return np.where(bits & 0x7FFF, shifted, bits)
+def scale(bits: U16, exponents: npt.NDArray[np.int8]) -> None:
+    """Multiply BF16 bits in place by 2^exponents, which must leave normal numbers normal; zeros stay."""
+    each = np.broadcast_to((exponents.astype(np.int16) << 7).view(np.uint16), bits.shape)
+    for first in range(0, len(bits), ROWS):
+        rows = bits[first : first + ROWS]
+        rows += np.where(rows & 0x7FFF, each[first : first + ROWS], np.uint16(0))

@@ -118,8 +118,9 @@ class MoeModel:
         exponents = None if projection == "gate" else self.exponents(layer, expert)
         if exponents is None:
             return stored
-        each = exponents[:, None] if projection == "up" else -exponents
-        return Matrix(equalizing.scaled(decode(stored), each), BF16, origin=stored.origin)
+        bits = decode(stored)
+        equalizing.scale(bits, exponents[:, None] if projection == "up" else -exponents)
+        return Matrix(bits, BF16, origin=stored.origin)
 
     def stored(self, layer: int, expert: int, projection: str) -> Matrix:
         """The same as the checkpoint has it, a view."""
@@ -148,8 +149,8 @@ class MoeModel:
         """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
         moe = self.moe_layers[layer]
         firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
-        # Of an equalized one: it in BF16, as it was, shifted and both merged by a mask.
-        scaling = 7 * moe.hidden * moe.width if layer in self.equalized else 0
+        # Of an equalized one: up, down and its sizes, in BF16.
+        scaling = 6 * moe.hidden * moe.width if layer in self.equalized else 0
         return scaling + max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
