@@ -31,6 +31,7 @@ SHAPES = {
     "GPTQ_INT4": ((128, 128), (128, 384)),
     "GPTQ_INT4_64": ((64, 64), (128, 448)),
     "GPTQ_INT4_32": ((32, 32), (64, 352)),
+    "F16": ((32, 128), (64, 640)),
 }
 SCALE_COLUMNS = {"MXFP4": 32, "MXFP8": 32, **floats.INTEGERS}  # that end a sum in tiles
 CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
@@ -55,8 +56,12 @@ def chain(a: Any, weights: Any, columns: Iterable[int]) -> Any:
 def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool = False) -> Any:
     """Section 5b for numbers whose products and sums are exact in float64. in_tiles: in the order of AMX."""
     a, scale = floats.from_bits(activations), scale_of(name, weight)
-    k = a.shape[1]
     weights = weight.numbers / np.repeat(scale, 32, axis=1)
+    if name == "F16":  # 128 columns of the first terms, then of the second ones, with the same activations
+        upper = floats.from_bits(floats.to_bits(weights))
+        weights, a = (in_turn(x, y) for x, y in ((upper, weights - upper), (a, a)))
+        scale = np.tile(scale, 2)
+    k = a.shape[1]
     step = min(128, SCALE_COLUMNS.get(name, 128)) if in_tiles else 32
     total = np.zeros((len(a), len(weights)))
     for first in range(0, k, step):
@@ -69,6 +74,11 @@ def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool
             group = chain(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
         total = flushed(scale[:, first // 32] * group + total)
     return total.astype(np.float32)
+
+
+def in_turn(x: Any, y: Any) -> Any:
+    """Of two arrays 128 columns each in turn."""
+    return np.stack([z.reshape(len(z), -1, 128) for z in (x, y)], axis=2).reshape(len(x), -1)
 
 
 def scale_of(name: str, weight: Weight) -> Any:

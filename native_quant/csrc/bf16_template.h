@@ -25,6 +25,11 @@ TARGET static inline floats upper_half(ints x) {
     return castsi_ps(and_si(x, set1_epi32(0xffff0000)));
 }
 
+/* BF16 in the upper halves of the words of two vectors, in order. */
+TARGET static inline ints kt_upper_halves(ints first, ints second) {
+    return after_pack(packus_epi32(srli_epi32(first, 16), srli_epi32(second, 16)));
+}
+
 /* 16 bits each: codes below 128, less `offset` - 128, as BF16, if that is a small integer: 128 and a code are one. */
 TARGET static inline ints bf16_of_codes(ints codes, floats offset) {
     ints above = or_si(codes, set1_epi16(0x4300));

@@ -268,8 +268,9 @@ enum {
 typedef struct kt_kernels kt_kernels;
 
 /* A chunk is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
-   (FORMAT.md). chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes; scale
-   [columns / KT_SUM_COLUMNS][32 rows]: normal numbers that the sums of products are to be multiplied with. */
+   (FORMAT.md). chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes; of weights in several terms one
+   chunk after the other; scale [columns / KT_SUM_COLUMNS][32 rows]: normal numbers that the sums of products are to be
+   multiplied with. */
 typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                          uint16_t *chunk, float *scale);
 
@@ -279,11 +280,11 @@ typedef void kt_least_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, 
                          float *least);
 
 /* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
-   a multiple of it on, have one scale. chunk: how codes become chunks; NULL: they are chunks. least: NULL where there
-   are no least values. */
+   a multiple of it on, have one scale. terms: so many chunks add up to the weights. chunk: how codes become chunks;
+   NULL: they are chunks. least: NULL where there are no least values. */
 struct kt_bf16_panel {
     const uint8_t *codes, *scales;
-    int bits;
+    int bits, terms;
     int64_t sum_columns;
     kt_chunk_fn *chunk;
     kt_least_fn *least;
@@ -304,6 +305,9 @@ typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *ch
 typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, const uint16_t *scales, int64_t columns,
                                   uint16_t *chunk);
 
+/* FP16 in the order of BF16 to two chunks, whose sum it is: the first 8 bits of a number, and the others. */
+typedef void kt_chunk_halves_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);
+
 /* Scales in FP16 to float32: out[groups][32 rows] = halves[groups][32], or halves[32] * factors[groups][32]. */
 typedef void kt_half_scales_fn(const uint8_t *halves, const uint8_t *factors, int64_t groups, float *out);
 
@@ -318,8 +322,7 @@ typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least,
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `panels` and their order.
    sums[t * k / KT_SUM_COLUMNS + g]: of row t's activations in group g, for panels with least values; else NULL.
-   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
-   64. */
+   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64. */
 typedef struct {
     int64_t m, k;
     const uint16_t *a;
@@ -334,8 +337,10 @@ typedef struct {
 } kt_bf16_gemm;
 typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
 
-/* out[t * out_pitch + r] = silu(gate) * up as BF16, gate and up [m][32]. */
-typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, int64_t out_pitch);
+/* out[t * out_pitch + r] = silu(gate) * up as BF16, gate and up [m][32]. rest: likewise what is missing then, as BF16;
+   NULL: it is not wanted. */
+typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, uint16_t *rest,
+                               int64_t out_pitch);
 
 #define FAMILY(family, type) type kt_##family##_scalar;
 #include "kernels.def"

@@ -218,6 +218,7 @@ void ktq_pool_free(ktq_pool *pool);
    Q4_K, Q5_K      for each 128 columns (half a block) of the rows: their FP16 scales, the FP16 scales of least values,
                    and bytes for each 32 columns that multiply the ones, then those that multiply the others
    Q6_K            codes + 32; for each 128 columns of the rows: FP16 scales, then signed bytes for each 16 columns
+   F16             FP16 in the order of BF16; no scales
    Of 5 and 6 bits, each 16 rows and 32 columns have their lower bits first, then words of the upper ones (convert/
    reorder_ggml.c). */
 enum {
@@ -237,7 +238,8 @@ enum {
     KTQ_FORMAT_Q8_0,
     KTQ_FORMAT_Q4_K,
     KTQ_FORMAT_Q5_K,
-    KTQ_FORMAT_Q6_K
+    KTQ_FORMAT_Q6_K,
+    KTQ_FORMAT_F16
 };
 enum { KTQ_K_COLUMNS = 128, KTQ_K_SCALE_BYTES = 2 + 2 + 4 + 4, KTQ_Q6_K_SCALE_BYTES = 2 + 8 };
 enum { KTQ_NVFP4_HEADER = 64 };

@@ -23,7 +23,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.matrix import FP4_E2M1, INT4_WORDS, Matrix
+from ktconvert.native_quant.matrix import BF16, FP4_E2M1, INT4_WORDS, Matrix
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers import mxfp4 as mxfp4_codes
 from ktconvert.quantizers import panels
@@ -309,23 +309,33 @@ def _not_plain(stored: StoredPart, role: str, what: str) -> UnsupportedError:
     return UnsupportedError.of_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
 
 
-def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = None) -> Method:
-    """LLAMAFILE with weights of a type of ggml. encoding: how such a weight lies in memory; None: as KTQ_FORMAT_* of
-    the type has it.
-    """
+def _write_blocks(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    kernels.reorder_ggml(stored.part, out[0], out[1])
+
+
+def _write_packed(encoding: Encoding) -> Callable[[StoredPart, Sequence[Bytes]], None]:
+    return lambda stored, out: encoding.quantize(stored.part, out)
+
+
+def _write_halves(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    bits = stored.part.values.view(np.uint16)
+    if (infinite := (bits & 0x7C00) == 0x7C00).any():
+        raise kernels.NonFinite(*np.argwhere(infinite)[0].tolist())
+    n, k = bits.shape
+    kernels.pack_bf16(Matrix(bits, BF16), out[0].view(np.uint16).reshape(n // panels.ROWS, panels.ROWS * k))
+
+
+def _of_type(
+    name: str, number: int, weights: str, write: Callable[[StoredPart, Sequence[Bytes]], None] = _write_blocks
+) -> Method:
+    """LLAMAFILE with weights of a type of ggml."""
 
     def reads(weight: Weight, layer: MoeLayer) -> bool:
         return layer.style in GGUF_STYLES and weight.encoding.name == name
 
-    def of_blocks(n: int, k: int) -> tuple[TensorInfo, ...]:
+    def tensors_of(n: int, k: int) -> tuple[TensorInfo, ...]:
         sizes = zip(("codes", "scales"), kernels.weight_bytes(number, n, k), strict=True)
         return tuple(TensorInfo(tensor, "U8", (size,), size) for tensor, size in sizes)
-
-    def write(stored: StoredPart, out: Sequence[Bytes]) -> None:
-        if encoding is None:
-            kernels.reorder_ggml(stored.part, out[0], out[1])
-        else:
-            encoding.quantize(stored.part, out)
 
     return Method(
         "LLAMAFILE",
@@ -333,7 +343,7 @@ def _of_type(name: str, number: int, weights: str, encoding: Encoding | None = N
         "BF16",
         weights,
         GGML_MULTIPLE,
-        of_blocks if encoding is None else encoding.tensors,
+        tensors_of,
         reads=reads,
         write=write,
         swiglu=(LIMIT,),
@@ -460,9 +470,9 @@ METHODS: dict[str, Method] = _by_name(
             "5-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
         ),
         _of_type("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
-        _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", mxfp4.PANELS),
-        _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", plain.PANELS),
-        _of_type("F16", lib.KTQ_FORMAT_BF16, "rounded to BF16", plain.PANELS),
+        _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_packed(mxfp4.PANELS)),
+        _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_packed(plain.PANELS)),
+        _of_type("F16", lib.KTQ_FORMAT_F16, "FP16", _write_halves),
     )
 )
 

@@ -104,6 +104,11 @@ def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
     return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
+def f16(halves: npt.NDArray[np.float16]) -> Weight:
+    """FP16 [n, k]."""
+    return Weight(as_bytes(panels.to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
+
+
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).copy()
 
@@ -113,6 +118,8 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
     rng = np.random.default_rng([seed, n, k])
     if name == "BF16":
         return bf16(to_bits(rng.standard_normal((n, k)) * size))
+    if name == "F16":
+        return f16((rng.standard_normal((n, k)) * size * 2.0 ** rng.integers(-20, 2, (n, k))).astype(np.float16))
     e4m3 = rng.integers(0, 256, (n, k), np.uint8)
     e4m3[e4m3 & 0x7F == 0x7F] = 0
 

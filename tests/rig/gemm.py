@@ -37,6 +37,7 @@ FORMATS: dict[str, tuple[int, int, Callable[[int, int], int]]] = {
     "Q4_K": (lib.KTQ_FORMAT_Q4_K, 4, lambda n, k: n * k // 128 * 12),
     "Q5_K": (lib.KTQ_FORMAT_Q5_K, 5, lambda n, k: n * k // 128 * 12),
     "Q6_K": (lib.KTQ_FORMAT_Q6_K, 6, lambda n, k: n * k // 128 * 10),
+    "F16": (lib.KTQ_FORMAT_F16, 16, lambda n, k: 0),
 }
 
 

@@ -183,6 +183,12 @@ static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
     chunk_integers(kernels, panel, groups, first, columns, chunk);
 }
 
+static void chunk_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                      uint16_t *chunk, float *scale) {
+    kernels->chunk_halves(panel->codes + first * KT_PANEL_ROWS * 2, columns, chunk);
+    for (int64_t i = 0; i < columns; i++) scale[i] = 1;
+}
+
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
                           by_k = {32, KTQ_K_COLUMNS, 1};
 
@@ -206,6 +212,7 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q5_k,
                          .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k},
+    [KTQ_FORMAT_F16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .chunk = chunk_f16, .two_terms = 1},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 

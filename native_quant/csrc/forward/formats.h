@@ -19,6 +19,7 @@ typedef struct {
     kt_chunk_fn *chunk;                             /* BF16 arithmetic; NULL: codes are chunks */
     kt_least_fn *least;                             /* of each row and KT_SUM_COLUMNS columns; NULL: there are none */
     int64_t sum_columns; /* kt_bf16_panel's, where scale_columns do not say it; else 0 */
+    int two_terms;       /* 1: kt_bf16_panel's terms are 2, and h has as many where down is so; else 0 */
 } kt_format;
 
 enum { KT_MOST_SUM_COLUMNS = 128 };
@@ -32,6 +33,10 @@ static inline int64_t kt_sum_columns(const kt_format *format) {
     return power >= KT_SUM_COLUMNS && power < KT_MOST_SUM_COLUMNS ? power : KT_MOST_SUM_COLUMNS;
 }
 
+static inline int kt_terms(const kt_format *format) {
+    return 1 + format->two_terms;
+}
+
 /* NULL: there is none of this number. */
 const kt_format *kt_format_of(int format);
 
@@ -43,7 +48,7 @@ static inline kt_bf16_panel kt_bf16_panel_of(const kt_format *format, const void
                                              int64_t k, int64_t index) {
     int64_t row = index * KT_PANEL_ROWS;
     kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales, format->bits,
-                           kt_sum_columns(format), format->chunk, format->least};
+                           kt_terms(format), kt_sum_columns(format), format->chunk, format->least};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

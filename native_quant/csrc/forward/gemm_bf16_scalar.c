@@ -18,25 +18,31 @@ static float sum_of_products(const uint16_t *a, const uint8_t *chunk, int64_t r)
     return sum;
 }
 
+/* Of KT_SUM_COLUMNS columns from `first` on with a panel, whose sums are c. */
+static void add_products(const kt_bf16_gemm *job, int64_t first, const uint8_t *chunk, const float *scale, float *c) {
+    for (int64_t t = 0; t < job->m; t++)
+        for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {
+            float *sum = &c[t * KT_PANEL_ROWS + r];
+            *sum = fmaf(scale[r], sum_of_products(job->a + t * job->a_pitch + first, chunk, r), *sum);
+        }
+}
+
 void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
-    uint16_t *decoded = (uint16_t *)job->scratch;
-    float scale[KT_PANEL_ROWS];
+    float scale[KT_CHUNK_COLUMNS];
     for (int64_t s = 0; s < job->panels; s++) {
         const kt_bf16_panel *panel = &job->panel[s];
-        for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[r] = 1;
-        float *c = job->c + s * job->c_pitch;
+        const int64_t at_once = kt_chunk_columns(panel);
+        for (int64_t i = 0; i < KT_CHUNK_COLUMNS; i++) scale[i] = 1;
         kt_begin_bf16_sums(job, s, (float *)job->scratch);
-        for (int64_t j = 0; j < job->k; j += KT_SUM_COLUMNS) {
-            const uint8_t *chunk = panel->codes + j * KT_PANEL_ROWS * 2;
+        for (int64_t first = 0, columns; first < job->k; first += columns) {
+            columns = job->k - first < at_once ? job->k - first : at_once;
+            const uint8_t *chunk = panel->codes + first * KT_PANEL_ROWS * 2;
             if (panel->chunk) {
-                panel->chunk(job->kernels, panel, j, KT_SUM_COLUMNS, decoded, scale);
+                panel->chunk(job->kernels, panel, first, columns, (uint16_t *)job->scratch, scale);
                 chunk = job->scratch;
             }
-            for (int64_t t = 0; t < job->m; t++)
-                for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {
-                    float *sum = &c[t * KT_PANEL_ROWS + r];
-                    *sum = fmaf(scale[r], sum_of_products(job->a + t * job->a_pitch + j, chunk, r), *sum);
-                }
+            for (int64_t i = 0; i < panel->terms * columns; i += KT_SUM_COLUMNS, chunk += KT_SUM_COLUMNS * KT_PANEL_ROWS * 2)
+                add_products(job, first + i % columns, chunk, scale + i % columns, job->c + s * job->c_pitch);
         }
     }
 }

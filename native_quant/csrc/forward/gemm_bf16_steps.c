@@ -45,24 +45,28 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
-    const uint8_t *chunk = codes_of(panel, first);
-    if (panel->chunk) {
-        panel->chunk(job->kernels, panel, first, columns, with->chunk, with->scale);
-        chunk = (const uint8_t *)with->chunk;
-    }
-    int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, step = bytes / blocks / (columns / 2);
-    for (int64_t b = 0; b < blocks; b++, ahead += bytes / blocks) {
-        int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
-        steps->block(&(kt_bf16_block){.tokens = to - from,
-                                      .chunk = chunk,
-                                      .columns = columns,
-                                      .sum_columns = panel->sum_columns,
-                                      .scale = panel->chunk ? with->scale : ones,
-                                      .scale_step = panel->chunk ? KT_PANEL_ROWS : 0,
-                                      .a = with->a + from * KT_CHUNK_COLUMNS * steps->item_bytes,
-                                      .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
-                                      .ahead = ahead,
-                                      .step = step});
+    const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
+    const int64_t at_once = kt_chunk_columns(panel), each = bytes / (blocks * terms), step = each / (columns / 2);
+    for (int64_t j = 0, some; j < columns; j += some) {
+        some = least(columns - j, at_once);
+        const uint8_t *chunk = codes_of(panel, first + j);
+        if (panel->chunk) {
+            panel->chunk(job->kernels, panel, first + j, some, with->chunk, with->scale);
+            chunk = (const uint8_t *)with->chunk;
+        }
+        for (int64_t b = 0; b < blocks * terms; b++, ahead += each * some / columns) {
+            int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
+            steps->block(&(kt_bf16_block){.tokens = to - from,
+                                          .chunk = chunk + b / blocks * some * KT_PANEL_ROWS * 2,
+                                          .columns = some,
+                                          .sum_columns = panel->sum_columns,
+                                          .scale = panel->chunk ? with->scale : ones,
+                                          .scale_step = panel->chunk ? KT_PANEL_ROWS : 0,
+                                          .a = with->a + (from * KT_CHUNK_COLUMNS + j) * steps->item_bytes,
+                                          .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
+                                          .ahead = ahead,
+                                          .step = step});
+        }
     }
 }
 

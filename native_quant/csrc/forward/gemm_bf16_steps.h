@@ -39,6 +39,11 @@ typedef struct {
    a boundary of 64 bytes. */
 void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
 
+/* Columns of which a chunk is made at a time: those of all terms have the room of one. */
+static inline int64_t kt_chunk_columns(const kt_bf16_panel *panel) {
+    return KT_CHUNK_COLUMNS / panel->terms;
+}
+
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps);
 
 #endif

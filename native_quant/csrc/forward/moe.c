@@ -261,8 +261,9 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
 
 /* Tokens of a pass, so that its rows stay within ROWS_BUDGET. */
 static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
-    const kt_arithmetic *arithmetic = kt_format_of(moe->gate_format)->arithmetic;
-    int64_t row = arithmetic->a_bytes * moe->hidden + arithmetic->h_bytes * widest_part(moe) * moe->parts;
+    const kt_format *down = kt_format_of(moe->down_format);
+    int64_t h_bytes = down->arithmetic->h_bytes * kt_terms(down);
+    int64_t row = down->arithmetic->a_bytes * moe->hidden + h_bytes * widest_part(moe) * moe->parts;
     int64_t tokens = ROWS_BUDGET / row / call->topk;
     return tokens < 1 ? 1 : tokens;
 }

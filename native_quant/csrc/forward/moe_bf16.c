@@ -6,7 +6,7 @@
 
 static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(group->bf16.a, pass->rows * pass->moe->hidden);
-    KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->width);
+    KT_TAKE(group->bf16.h, group->parts * kt_terms(pass->down) * pass->rows * pass->width);
     if (pass->gate->least || pass->up->least)
         KT_TAKE(group->bf16.a_sums, pass->rows * pass->moe->hidden / KT_SUM_COLUMNS);
     if (pass->down->least)
@@ -69,9 +69,9 @@ static void limit(const ktq_moe *moe, int64_t count, float *gate, float *up) {
     }
 }
 
-/* Where a row of h begins, in a task's part of that width. */
+/* Where the block of tokens that begins with a row begins in h, in a task's part of that width. */
 static int64_t h_row(const kt_pass *pass, const kt_task *task, int64_t row, int64_t width) {
-    return task->part * pass->rows * pass->width + row * width;
+    return kt_terms(pass->down) * (task->part * pass->rows * pass->width + row * width);
 }
 
 /* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
@@ -94,7 +94,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
             int64_t first = h_row(pass, task, row, width) + (task->first + i) * KT_PANEL_ROWS;
             uint16_t *h = group->bf16.h + first;
             limit(pass->moe, m * KT_PANEL_ROWS, gate, up);
-            pass->kernels->swiglu_bf16(m, gate, up, h, width);
+            pass->kernels->swiglu_bf16(m, gate, up, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
                 group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_of(h + j);
         }
@@ -102,7 +102,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
 }
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = kt_width_of(pass, group, task), columns = pass->section_columns;
+    int64_t k = kt_width_of(pass, group, task), columns = pass->section_columns, terms = kt_terms(pass->down);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     float *y = kt_down_rows(pass, group, task);
@@ -115,12 +115,14 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         int64_t first = h_row(pass, task, bucket->first + t, k);
         const float *sums = group->bf16.h_sums ? group->bf16.h_sums + first / KT_SUM_COLUMNS : NULL;
-        multiply(pass, m, k, group->bf16.h + first, sums, task->count, panel, scratch);
-        const float *c = scratch->c;
-        for (int64_t i = 0; i < task->count; i++)
+        multiply(pass, terms * m, k, group->bf16.h + first, sums, task->count, panel, scratch);
+        float *c = scratch->c;
+        for (int64_t i = 0; i < task->count; i++, c += (terms - 1) * m * KT_PANEL_ROWS) {
+            for (int64_t j = 0; terms > 1 && j < m * KT_PANEL_ROWS; j++) c[j] += c[m * KT_PANEL_ROWS + j];
             for (int64_t row = t; row < t + m; row++, c += KT_PANEL_ROWS)
                 memcpy(y + row * columns + (task->first + kt_down_panel(task, i)) * KT_PANEL_ROWS, c,
                        KT_PANEL_ROWS * sizeof *c);
+        }
     }
 }
 

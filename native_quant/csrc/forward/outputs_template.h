@@ -37,9 +37,4 @@ TARGET static inline floats kt_silu(floats x) {
     return mul_ps(x, div_ps(one, add_ps(one, kt_exp(minus))));
 }
 
-/* BF16 in the upper halves of the words of two vectors, in order. */
-TARGET static inline ints kt_upper_halves(ints first, ints second) {
-    return after_pack(packus_epi32(srli_epi32(first, 16), srli_epi32(second, 16)));
-}
-
 #endif
