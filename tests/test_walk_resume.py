@@ -36,8 +36,8 @@ def gpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
 
 
 def cpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
-    statistics = ("--save-statistics", f"{output}.statistics", "--threadpool-count", "1")
-    return calibrated.scale_gptq(model, output, dataset, *statistics, *more)
+    options = ("--quant-method", "mxfp4", "--save-statistics", f"{output}.statistics", "--threadpool-count", "1")
+    return calibrated.scale_gptq(model, output, dataset, *options, *more)
 
 
 CHAINS = {"calibrate": (calibrated.calibrate, "calibrate"), "gpu": (gpu, "gptq"), "cpu": (cpu, "gptq")}
