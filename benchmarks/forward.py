@@ -6,6 +6,7 @@ python benchmarks/forward.py --quick            one shape, a minute
 python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
 python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4 rawint4 gptq_int4     those of checkpoints alone
 python benchmarks/forward.py --methods gguf_q4_k gguf_q6_k gguf_q8_0 gguf_q4_0     LLAMAFILE, by types of ggml
+python benchmarks/forward.py --methods int4 moe_int4 int8 moe_int8     ours alone has moe_*: the same kernels
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone. On a CPU
@@ -242,6 +243,10 @@ def make_weights(
     checkpoint, theirs = folder / "checkpoint", folder / f"{method}-kt"
     mixtures.write_checkpoint(source, checkpoint, shape, layers)
     convert = ("cpu", "-i", checkpoint, "--quant-method", method, "--threadpool-count", 1)
+    if mixtures.METHODS[method].made == "plain":  # which kt-kernel has no code for on x86-64
+        mixtures.ktconvert(*convert, "-o", ours, "--layout", "plain")
+        shutil.rmtree(checkpoint)
+        return {side.name: ours for side in sides}
     mixtures.ktconvert(*convert, "-o", ours)
     if method == "bf16":
         checkpoint.rename(theirs)

@@ -118,7 +118,9 @@ class Result:
 def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
     """Print every target that has figures; those for AMX machines get no verdict elsewhere."""
     amx = any("amx" in cell.ceilings for cell in cells)
-    floats, cells = ([c for c in cells if (METHODS[c.method].made == "tensors") == ints] for ints in (False, True))
+    floats, cells = (
+        [c for c in cells if (METHODS[c.method].made in ("tensors", "plain")) == ints] for ints in (False, True)
+    )
     rows = [*_varied([*cells, *floats]), *_loads(loads), *_floats(floats)]
     rows += [] if amx else _without_amx(cells)
     if rows:

@@ -27,7 +27,7 @@ class Method:
     bits    per weight, with its scales, those of whole rows aside
     rows    whether it has a float32 scale for each row
     made    "tensors": by our runtime; "cpu": from a checkpoint; "stored": in a checkpoint, which both sides load;
-            "gguf": so too
+            "gguf": so too; "plain": from a checkpoint, for ours alone
     env     of kt-kernel's process
     """
 
@@ -41,6 +41,8 @@ class Method:
 METHODS = {
     "int4": Method("AMXINT4", 4, rows=True, made="tensors"),
     "int8": Method("AMXINT8", 8, rows=True, made="tensors"),
+    "moe_int4": Method("MOE_INT4", 4, rows=True, made="plain"),
+    "moe_int8": Method("MOE_INT8", 8, rows=True, made="plain"),
     "bf16": Method("BF16", 16),
     "fp8": Method("FP8", 8 + 32 / 128**2),
     "mxfp4": Method("MXFP4", 4 + 8 / 32),
