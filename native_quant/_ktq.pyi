@@ -99,6 +99,20 @@ class Lib:
         value: Any,
         error: Any,
     ) -> int: ...
+    def ktq_descend(
+        self,
+        least: int,
+        most: int,
+        precision: int,
+        n: int,
+        k: int,
+        group: int,
+        hessian: Any,
+        scale: Any,
+        codes: Any,
+        gradient: Any,
+        changed: Any,
+    ) -> int: ...
     def ktq_decode(self, n: int, k: int, source: Any, out: Any) -> int: ...
     def ktq_dequantize(self, bits: int, n: int, k: int, weight: Any, scale: Any, out: Any) -> int: ...
     def ktq_error_sums(

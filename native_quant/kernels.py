@@ -67,9 +67,15 @@ class NonFinite(ValueError):
 
 
 # (as NumPy has it, as C has it); these checks run for every expert, so types are looked up here, once.
-UINT8, INT32, UINT16, FLOAT32 = (
+UINT8, INT8, INT32, UINT16, FLOAT32 = (
     (np.dtype(numpy), ffi.typeof(f"{c}[]"))
-    for numpy, c in ((np.uint8, "uint8_t"), (np.int32, "uint8_t"), (np.uint16, "uint16_t"), (np.float32, "float"))
+    for numpy, c in (
+        (np.uint8, "uint8_t"),
+        (np.int8, "int8_t"),
+        (np.int32, "uint8_t"),
+        (np.uint16, "uint16_t"),
+        (np.float32, "float"),
+    )
 )
 
 
@@ -542,15 +548,9 @@ def gptq_block(
     width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
     MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: NUMERICS.md, section 7.
     """
-    least, most, precision = code_range
-    if not -128 <= least <= 0 <= most <= 127:
-        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
-    if not 0 <= precision <= 7:
-        raise ValueError(f"precision must be 0 to 7, not {precision}")
+    _require_codes(code_range, threads)
     if kind not in _RESULTS:
         raise ValueError(f"kind '{kind}' is not one of bf16, f32")
-    if threads < 1:
-        raise ValueError(f"threads must be 1 or more, not {threads}")
     if weight.ndim != 2 or not weight.shape[0] or not 1 <= weight.shape[1] <= MAX_COLUMNS:
         raise ValueError(f"weight must have rows and 1 to {MAX_COLUMNS} columns, not shape {weight.shape}")
     n, width = weight.shape
@@ -562,18 +562,72 @@ def gptq_block(
         if np.may_share_memory(a, b):
             raise ValueError("no two of the arrays may share memory")
     read_environment()
-    panels = -(-n // PANEL_ROWS)  # the kernel works on one at a time: a thread gets whole ones
-    step = -(-panels // threads) * PANEL_ROWS
 
-    def part(first: int) -> int:
-        """Quantizes rows first .. first + step - 1, or up to the last row; returns the error code of C."""
-        rows = slice(first, first + step)
+    def part(rows: slice) -> int:
+        """Quantizes these rows; returns the error code of C."""
         pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
         return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
 
+    _by_rows(part, n, threads)
+
+
+def descend(
+    code_range: CodeRange,
+    hessian: Floats,
+    scale: Floats,
+    codes: npt.NDArray[np.int8],
+    gradient: Floats,
+    *,
+    threads: int = 1,
+) -> int:
+    """One sweep of coordinate descent over codes; returns how many changed.
+
+    code_range as in gptq_block. hessian float32 [k, k], symmetric; scale float32 [n, k / group], 0 where codes stay;
+    codes int8 [n, k] and gradient float32 [n, k], which is (weight - codes * scale) @ hessian: both are kept up. The
+    number of threads changes no bit. Equations: NUMERICS.md, section 7b.
+    """
+    _require_codes(code_range, threads)
+    if codes.ndim != 2 or not codes.size or scale.ndim != 2 or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
+        raise ValueError(f"codes {codes.shape} do not fall into groups of scales {scale.shape}")
+    n, k = codes.shape
+    metric = pointer_to("hessian", hessian, FLOAT32, (k, k), writable=False)
+    pointer_to("scale", scale, FLOAT32, (n, scale.shape[1]), writable=False)
+    pointer_to("codes", codes, INT8, (n, k))
+    pointer_to("gradient", gradient, FLOAT32, (n, k))
+    read_environment()
+    changed: list[int] = []
+
+    def part(rows: slice) -> int:
+        """A sweep over these rows; returns the error code of C."""
+        count = ffi.new("int64_t *")
+        pointers = (ffi.from_buffer("float[]", scale[rows]), ffi.from_buffer("int8_t[]", codes[rows]))
+        group = k // scale.shape[1]
+        held = ffi.from_buffer("float[]", gradient[rows])
+        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, *pointers, held, count)
+        changed.append(count[0])
+        return result
+
+    _by_rows(part, n, threads)
+    return sum(changed)
+
+
+def _require_codes(code_range: CodeRange, threads: int) -> None:
+    least, most, precision = code_range
+    if not -128 <= least <= 0 <= most <= 127:
+        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
+    if not 0 <= precision <= 7:
+        raise ValueError(f"precision must be 0 to 7, not {precision}")
+    if threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
+
+
+def _by_rows(part: Callable[[slice], int], n: int, threads: int) -> None:
+    """Run a function of rows, which returns C's error code, on all of n rows, in whole panels for each thread."""
+    panels = -(-n // PANEL_ROWS)
+    step = -(-panels // threads) * PANEL_ROWS
     if step >= n:
-        raise_error(part(0))
+        raise_error(part(slice(0, n)))
         return
     with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=use_own_cpus) as pool:
-        for result in list(pool.map(part, range(0, n, step))):
+        for result in list(pool.map(part, (slice(first, first + step) for first in range(0, n, step)))):
             raise_error(result)

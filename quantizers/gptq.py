@@ -45,14 +45,19 @@ class Hessian:
 
         return cls(torch.zeros((width, width), dtype=torch.float32, device=device))
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add a batch of inputs [T, k]; T may be 0, which counts as a batch too, as in llmcompressor."""
+    def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
+        """Add a batch of inputs [T, k]; T may be 0, which counts as a batch too, as in llmcompressor.
+
+        shares  [T], by which inputs are multiplied: so the errors of a token count by the square of its share
+        """
         import torch
 
         self.batches += 1
         if len(inputs):
             # The root before the product: the library's bits.
             x = math.sqrt(2) * inputs.t().to(self.sum.device, torch.float32)
+            if shares is not None:
+                x *= shares.to(x)
             self.sum += x.matmul(x.t())
 
 

@@ -28,6 +28,11 @@ def e8m0(exponents: U8) -> F32:
     return bits.view(np.float32)
 
 
+def e8m0_exponents(numbers: F32) -> U8:
+    """The exponents of powers of two that e8m0 gives."""
+    return (np.ascontiguousarray(numbers).view(np.uint32) >> 23).astype(np.uint8)
+
+
 def nvfp4(scales: U8, tensor_scale: np.float32, divides: bool) -> F32:
     """The scales of groups: their E4M3 codes times (or by) the scale of the whole tensor, rounded to float32."""
     each: F32 = E4M3.take(scales)

@@ -124,9 +124,8 @@ def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, s
 
 
 def test_experts_without_enough_tokens_are_searched() -> None:
-    """An expert without tokens has the codes of mse where nothing is known of its inputs, one with few those weighted by
-    what it read, as with gate and up, of which all tokens are known; with a floor of 1 one token is compensated for.
-    """
+    """Down of an expert without tokens has the codes of mse, of one with few those weighted by what it read; gate and
+    up, of which all tokens are known, are compensated; with a floor of 1 one token is compensated for."""
     rng = np.random.default_rng(5)
     experts = [weights_of(rng, "gauss") for _ in range(4)]
     tokens = [0, 1, 3, 400]
@@ -147,7 +146,7 @@ def test_experts_without_enough_tokens_are_searched() -> None:
 
     for expert in range(4):
         for projection in SHAPES:
-            check(stored, expert, projection, expert != 3)
+            check(stored, expert, projection, expert != 3 and projection == "down")
     one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
     assert one.too_few == [0]
     check(stored, 1, "down", False)

@@ -63,7 +63,7 @@ def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples
     assert footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
     assert footprint(replace(shape, length=1024)).disk * 2 == estimate.disk
     assert footprint(replace(shape, length=1024)).host < estimate.host
-    assert footprint(replace(shape, group=2 * shape.group)).working > estimate.working
+    assert footprint(replace(shape, group=2 * shape.group)).working == estimate.working  # of one expert at a time
 
 
 def test_deepseek_stays_below_one_layer_of_it() -> None:

@@ -49,7 +49,7 @@ class Magnitudes:
         def __init__(self, width: int, device: Any) -> None:
             self.tokens, self.sum = 0, torch.zeros(width, dtype=torch.float64, device=device)
 
-        def add(self, inputs: torch.Tensor) -> None:
+        def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
             self.tokens += len(inputs)
             self.sum += inputs.double().abs().sum(0)
 

@@ -103,6 +103,9 @@ typedef struct {
 } kt_gptq;
 typedef void kt_gptq_fn(const kt_gptq *job);
 
+/* to[i] += factor * from[i], rounded twice. Any alignment. */
+typedef void kt_add_scaled_fn(int64_t count, float factor, const float *from, float *to);
+
 /* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any
    alignment) and goes to out + r * out_pitch (values). */
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,

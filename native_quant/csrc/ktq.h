@@ -134,6 +134,13 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
                    const float *scale, float *weight, float *value, float *error);
 
+/* One sweep of coordinate descent over the codes of a linear (NUMERICS.md, section 7b), columns from left to right. Codes as
+   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric; scale[n][k / group], where 0 and columns whose
+   diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale) * hessian, which is kept up. *changed:
+   how many codes changed. Rows do not depend on each other. */
+int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
+                const float *scale, int8_t *codes, float *gradient, int64_t *changed);
+
 /* What n and k of a weight in panels of 32 rows (FORMAT.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 

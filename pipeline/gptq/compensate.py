@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,9 @@ from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
-from ktconvert.quantizers import gptq
+from ktconvert.quantizers import descent, gptq
 from ktconvert.quantizers.reference import F32
+from ktconvert.quantizers.scales import e8m0_exponents
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ class Nearest(Protocol):
 
 @dataclass
 class Compensate:
-    """Quantizes one layer's experts to an encoding with scales and codes, with the scales of rounding to nearest.
+    """Quantizes one layer's experts to an encoding with scales and codes, beginning with the scales of rounding to
+    nearest.
 
     parts      NUMA parts of a linear
     dampening  fraction of mean(diag(H)) that is added to the diagonal
@@ -44,10 +46,11 @@ class Compensate:
                which moves one
                8-bit code in 400 by one; "float32": the codes that GPTQ chose
     sees       which tokens an expert is calibrated on, as Evidence says
-    floor      unless every expert sees all tokens: an expert with fewer is rounded to nearest
+    floor      a linear that fewer tokens than these reached is rounded to nearest
     nearest    rounds a linear to nearest
     write      takes the linears, in file order
-    too_few    experts that were rounded to nearest since too few tokens were routed to them
+    descends   whether scales and codes are improved after GPTQ, for errors weighted by routing weights
+    too_few    experts of which linears were rounded to nearest since too few tokens were routed to them
     fell_back  linears whose Hessian could not be factorized, and that were rounded to nearest
     """
 
@@ -59,48 +62,55 @@ class Compensate:
     nearest: Nearest
     write: Write
     parts: int = 1
+    descends: bool = False
     too_few: list[int] = field(default_factory=list)
     fell_back: list[Item] = field(default_factory=list)
     replaces = True
-    _shared: gptq.Factor | None = None  # of the Hessian that gate and up of all experts share
+    _shared: _Metric | None = None  # of the Hessian that gate and up of all experts share
 
     @property
     def evidence(self) -> Evidence:
         """The Hessians of all linears."""
-        return Evidence(gptq.Hessian.empty, self.sees)
+        return Evidence(gptq.Hessian.empty, self.sees, self.descends)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights.
 
         Raises VerificationError, naming the layer, where a Hessian or a loss is not finite.
         """
-        few = [e for e in group.weights if self.sees != "all" and group.tokens[e] < self.floor]
-        enough = [e for e in group.weights if e not in few]
-        stored: dict[Item, Stored] = {}
-        rounded: dict[int, ExpertWeights] = {}
-        for batch in [enough] if self.evidence.shared else [[e] for e in enough]:
-            if batch:
-                rounded |= self._compensate_experts(group, batch, stored)
-        for expert in few:
-            rounded[expert] = self._round(group, expert, stored)
-        self.too_few += few
+        rounded = {}
         for expert in group.weights:
+            made = self._quantize(group, expert)
             for projection in PROJECTIONS:
-                self.write(expert, projection, stored.pop((expert, projection)))
+                self.write(expert, projection, made[projection][0])
+            rounded[expert] = ExpertWeights(*(made[projection][1] for projection in PROJECTIONS))
         return rounded
 
-    def _round(self, group: ExpertGroup, expert: int, stored: dict[Item, Stored]) -> ExpertWeights:
-        """Round an expert to nearest."""
+    def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
+        """Each linear of an expert, and the BF16 values that its codes stand for."""
+        few = group.tokens[expert] < self.floor
+        made: dict[str, tuple[Stored, torch.Tensor]] = {}
+        # Gate and up read the same: they are quantized as one tall matrix.
+        for projections, enough in (
+            (("gate", "up"), self.evidence.shared or not few),
+            (("down",), not self.evidence.routed or not few),
+        ):
+            if enough:
+                made |= self._compensate(group, expert, projections)
+            else:
+                made |= {projection: self._round(group, expert, projection) for projection in projections}
+        if few and self.evidence.routed:
+            self.too_few.append(expert)
+        return made
+
+    def _round(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Stored, torch.Tensor]:
+        """Round a linear to nearest."""
         import torch
 
-        values = []
-        for projection in PROJECTIONS:
-            linear = self._nearest(group, expert, projection)
-            decoded = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
-            weight = getattr(group.weights[expert], projection)
-            values.append(torch.from_numpy(join_parts(projection, decoded)).to(weight))
-            stored[expert, projection] = linear
-        return ExpertWeights(*values)
+        linear = self._nearest(group, expert, projection)
+        decoded = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
+        weight = getattr(group.weights[expert], projection)
+        return linear, torch.from_numpy(join_parts(projection, decoded)).to(weight)
 
     def _nearest(self, group: ExpertGroup, expert: int, projection: str) -> Stored:
         """A linear rounded to nearest, by the mean square of each input column up to a common factor, if any."""
@@ -108,33 +118,6 @@ class Compensate:
 
         diagonal: F32 = torch.diagonal(_hessian(group, expert, projection).sum).float().cpu().numpy().copy()
         return self.nearest(expert, projection, diagonal if diagonal.any() else None)
-
-    def _compensate_experts(
-        self, group: ExpertGroup, batch: Sequence[int], stored: dict[Item, Stored]
-    ) -> dict[int, ExpertWeights]:
-        """Experts whose gate and up share a Hessian: these as one tall matrix, down expert by expert."""
-        import torch
-
-        items = [(e, p) for e in batch for p in ("gate", "up")]
-        scales = [self._scales(group, *item) for item in items]
-        tall = torch.cat([getattr(group.weights[e], p) for e, p in items])
-        both, codes = self._compensate(group, items, tall, np.concatenate(scales), _hessian(group, *items[0]))
-        for item, chosen, scale in zip(items, codes.chunk(len(items)), scales, strict=True):
-            stored[item] = packed(self.encoding, item, chosen, scale, self._grid(group))
-        values = both.chunk(len(items))
-        rounded = {}
-        for n, e in enumerate(batch):
-            scale = self._scales(group, e, "down")
-            down, of_down = self._compensate(
-                group, [(e, "down")], group.weights[e].down, scale, _hessian(group, e, "down")
-            )
-            stored[e, "down"] = packed(self.encoding, (e, "down"), of_down, scale, self._grid(group))
-            rounded[e] = ExpertWeights(values[2 * n], values[2 * n + 1], down)
-        return rounded
-
-    def _grid(self, group: ExpertGroup) -> ExpertGrid:
-        width, hidden = next(iter(group.weights.values())).gate.shape
-        return ExpertGrid(group.layer, hidden, width, self.parts)
 
     def _scales(self, group: ExpertGroup, expert: int, projection: str) -> Scales:
         """The scales of rounding a linear to nearest, [n, groups]."""
@@ -144,41 +127,63 @@ class Compensate:
         return join_parts(projection, own)
 
     def _compensate(
-        self,
-        group: ExpertGroup,
-        items: Sequence[Item],
-        weight: torch.Tensor,
-        scales: Scales,
-        hessian: gptq.Hessian,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize stacked linears with the same inputs, BF16 [n, k]: rounded values in BF16, codes, int8 [n, k]."""
+        self, group: ExpertGroup, expert: int, projections: Sequence[str]
+    ) -> dict[str, tuple[Stored, torch.Tensor]]:
+        """Quantize linears with the same inputs."""
         import torch
 
-        code_range = self.encoding.grid.code_range
-        scale = steps(self.encoding, scales).to(weight.device)
+        items = [(expert, projection) for projection in projections]
+        weight = torch.cat([getattr(group.weights[expert], projection) for projection in projections])
+        scales = np.concatenate([self._scales(group, *item) for item in items])
+        grid, scale = self.encoding.grid, steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
-                factor = self._factor(hessian, shared=items[0][1] == "gate" and self.evidence.shared)
-                values = gptq.compensate(weight, factor, scale, code_range).values
+                metric = self._metric(
+                    _hessian(group, *items[0]), shared=projections[0] == "gate" and self.evidence.shared
+                )
+                values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
                 rounded = values.to(weight.dtype)
                 exact = self.rounding == "float32"
-                codes = gptq.codes(values if exact else rounded, scale.float() if exact else scale, code_range)
+                codes = gptq.codes(values if exact else rounded, scale.float() if exact else scale, grid.code_range)
+                if metric.errors is not None:
+                    better = descent.refine(weight, metric.errors, descent.Chosen(codes, scale.float()), grid)
+                    rounded, codes = better.values.to(weight.dtype), better.codes
+                    scales = stored_scales(self.encoding, better.scale)
         except gptq.NotFinite as error:
             raise VerificationError(
-                f"layer {group.layer}, {_names(items)}: {error}; the model gives NaN or infinity on this data set. Try "
-                "another --dataset, or what needs none: --quant-method RTN (gpu), --scale mse (cpu)."
+                f"layer {group.layer}, {' and '.join(projections)} of expert {expert}: {error}; the model gives NaN or "
+                "infinity on this data set. Try another --dataset, or what needs none: --quant-method RTN (gpu), "
+                "--scale mse (cpu)."
             ) from error
-        if factor.fell_back:
+        if metric.factor.fell_back:
             self.fell_back += items
-        return rounded, codes
+        width, hidden = group.weights[expert].gate.shape
+        grid_of = ExpertGrid(group.layer, hidden, width, self.parts)
+        n = len(items)
+        return {
+            item[1]: (packed(self.encoding, item, own, own_scales, grid_of), values)
+            for item, own, own_scales, values in zip(
+                items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True
+            )
+        }
 
-    def _factor(self, hessian: gptq.Hessian, *, shared: bool) -> gptq.Factor:
-        """The factor of a Hessian; a Hessian that all experts of a layer share is factorized once."""
-        if not shared:
-            return gptq.factorize(hessian, self.dampening)
-        if self._shared is None:
-            self._shared = gptq.factorize(hessian, self.dampening)
-        return self._shared
+    def _metric(self, hessian: gptq.Hessian, *, shared: bool) -> _Metric:
+        """What follows from a Hessian; one that all experts of a layer share is factorized once."""
+        if shared and self._shared is not None:
+            return self._shared
+        factor = gptq.factorize(hessian, self.dampening)
+        descends = self.descends and not factor.fell_back
+        metric = _Metric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
+        if shared:
+            self._shared = metric
+        return metric
+
+
+class _Metric(NamedTuple):
+    """The factor of a Hessian, and what errors cost, float32 [k, k]; None where codes stay as GPTQ gives them."""
+
+    factor: gptq.Factor
+    errors: torch.Tensor | None
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:
@@ -188,6 +193,15 @@ def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:
     if scales.dtype == np.uint16:
         return bf16.to_tensor(scales) * encoding.grid.step
     return torch.from_numpy(scale_numbers(scales)) * encoding.grid.step
+
+
+def stored_scales(encoding: Encoding, steps: torch.Tensor) -> Scales:
+    """The inverse of `steps` for float32 numbers that can be stored: scales as Encoding.scales gives them."""
+    scales = steps / encoding.grid.step
+    if encoding.grid.scales == "BF16":
+        return bf16.to_bits(scales.bfloat16())
+    numbers = np.ascontiguousarray(scales.cpu().numpy())
+    return e8m0_exponents(numbers) if encoding.grid.scales == "U8" else numbers
 
 
 def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Stored:
@@ -206,10 +220,3 @@ def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, 
 def _hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
     hessian: gptq.Hessian = (group.down if projection == "down" else group.gate_up)[expert]
     return hessian
-
-
-def _names(items: Sequence[Item]) -> str:
-    """The linears that are quantized together, for messages."""
-    first, last = items[0][0], items[-1][0]
-    which = f"expert {first}" if first == last else f"experts {first} to {last}"
-    return f"{' and '.join(dict.fromkeys(p for _, p in items))} of {which}"

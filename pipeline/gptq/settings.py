@@ -32,6 +32,7 @@ class Settings:
     rounding: str
     sees: str
     floor: int
+    descends: bool
     group: int
     engine: str
     trust_remote_code: bool
@@ -50,6 +51,7 @@ def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
         rounding=options.rounding,
         sees=gptq.calibrate,
         floor=gptq.min_expert_tokens,
+        descends=gptq.gptq_steps == "descent",
         group=group_size(model, int(machine["group_bytes"]), gptq.calibrate == "routed"),
         engine=options.engine,
         trust_remote_code=options.machine.trust_remote_code,
@@ -64,8 +66,7 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     def bytes_of(hidden: int, width: int) -> int:
         weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
         hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-        working = 0 if routed else footprint.working_bytes(2 * width, hidden) - footprint.working_bytes(0, hidden)
-        return weights + hessians + working
+        return weights + hessians
 
     return footprint.experts_at_a_time(model, budget, bytes_of)
 
@@ -77,6 +78,7 @@ def facts(options: QuantizationOptions) -> dict[str, Any]:
             **Calibration.of(options.samples).facts(),
             "dampening": options.gptq.dampening_frac,
             "calibrate": options.gptq.calibrate,
+            "steps": options.gptq.gptq_steps,
             "engine": options.engine,
         }
     }

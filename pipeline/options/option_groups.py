@@ -250,14 +250,23 @@ class Gptq(Options, frozen=True, kw_only=True):
             effect=Effect.WEIGHTS,
         ),
     ] = "all"
+    gptq_steps: Annotated[
+        str,
+        Option(
+            "GPTQ alone (plain); or errors weighted by routing weights, scales that are fitted again after GPTQ, and "
+            "codes that go where the error is least (descent).",
+            click.Choice(["plain", "descent"], case_sensitive=False),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = "plain"
     min_expert_tokens: Annotated[
         int,
         Option(
-            "Experts with fewer routed tokens are not compensated, and listed; unless --calibrate all.",
+            "Linears that fewer tokens reached are not compensated; their experts are listed. Unless --calibrate all.",
             Number(min=1),
             effect=Effect.WEIGHTS,
         ),
-    ] = 128
+    ] = 32
     save_statistics: Annotated[
         Path | None,
         Option(

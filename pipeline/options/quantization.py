@@ -151,7 +151,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     ] = ABSMAX.name
     importance: ImportanceFile = ImportanceFile()
     imatrix_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--imatrix")] = None
-    gptq: Gptq = Gptq(calibrate="mixed")
+    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="descent")
     threadpool_count: Annotated[
         int,
         Option(
@@ -316,12 +316,10 @@ class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     def unused(self) -> Mapping[str, str]:
         """What the other method needs."""
         if self.calibrated:
-            sees_all = {"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {}
-            return {
-                **super().unused(),
-                **sees_all,
-                "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts"),
-            }
+            unused = {**super().unused(), **({"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {})}
+            if self.engine == "oneshot":
+                unused["gptq_steps"] = "changes nothing with --engine oneshot: the library has GPTQ alone"
+            return {**unused, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
         return {
             **super().unused(),
             **dict.fromkeys((*CALIBRATION, "engine"), "is for GPTQ only and changes nothing here"),

@@ -21,7 +21,7 @@ from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.footprint import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
-from ktconvert.quantizers import gptq
+from ktconvert.quantizers import descent, gptq
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 NAME = "gptq"
@@ -73,7 +73,7 @@ def stage(
             Unit(
                 stage=NAME,
                 key=step.key,
-                versions=(VERSION, gptq.VERSION, own.encoding.grid.version, own.encoding.version),
+                versions=(VERSION, gptq.VERSION, descent.VERSION, own.encoding.grid.version, own.encoding.version),
                 params=(
                     ("after", units[-1].fingerprint),
                     ("format", own.name),
@@ -122,7 +122,9 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
     settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa)
+        compensate = Compensate(
+            work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa, settings.descends
+        )
         gathered = (gathering.counts,) if link.side is None else gathering.consumers
         consumers = (*gathered, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)

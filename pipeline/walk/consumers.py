@@ -23,8 +23,11 @@ Tokens = npt.NDArray[np.int64]  # tokens routed to each expert of a layer, over 
 class Accumulator(Protocol):
     """Statistics of the inputs of a linear; quantizers.gptq.Hessian is one."""
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add a sequence's inputs, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert."""
+    def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
+        """Add a sequence's inputs, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert.
+
+        shares  float32 [T], the routing weights of tokens, if the evidence is weighted
+        """
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,13 @@ class Evidence:
     sees   which tokens an expert sees. "all": every token; gate and up of all experts of a layer share one accumulator.
            "routed": those routed to it; each has accumulators of its own. "mixed": gate and up as with "all", down as
            with "routed".
+    weighted  whether what an expert's own tokens give is weighted by their shares: an error of an expert's output
+              reaches the model times the token's routing weight
     """
 
     empty: Callable[[int, Any], Accumulator]
     sees: str = "all"
+    weighted: bool = False
 
     @property
     def shared(self) -> bool:
@@ -118,8 +124,8 @@ class Squares:
 
         return cls(torch.zeros(width, dtype=torch.float64, device=device))
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add a sequence's inputs, BF16 [T, k]. Their squares are exact in float32."""
+    def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
+        """Add a sequence's inputs, BF16 [T, k]. Their squares are exact in float32; shares do not count."""
         import torch
 
         if len(inputs):

@@ -110,9 +110,9 @@ class Footprint:
 def working_bytes(rows: int, width: int) -> int:
     """Bytes that quantizing a linear [rows, width] takes at most beside itself and its Hessian; a CPU takes less.
 
-    Three float32 copies of the linear, its BF16 and codes; three float32 copies of the Hessian; the matrices of a block
+    Five float32 copies of the linear, its BF16 and codes; four float32 copies of the Hessian; the matrices of a block
     of columns."""
-    return rows * width * (3 * FLOAT + 2 * HALF) + 3 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
+    return rows * width * (5 * FLOAT + 2 * HALF) + 4 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
 
 
 def footprint(shape: WalkShape) -> Footprint:
@@ -123,9 +123,7 @@ def footprint(shape: WalkShape) -> Footprint:
     shared = h * h * FLOAT if shape.quantizes else 0
     hessians = (group * shared if shape.calibrate == "routed" else shared) + group * i * i * FLOAT * shape.quantizes
     squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
-    # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by
-    # expert.
-    tall = 2 * i * (1 if shape.calibrate == "routed" else group) * shape.quantizes
+    tall = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
     working = max(working_bytes(tall, h), working_bytes(h, i)) if shape.quantizes else 0
     scores = shape.heads * shape.length**2 * SCORE
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
@@ -133,11 +131,11 @@ def footprint(shape: WalkShape) -> Footprint:
     # float64 copies.
     added = shared + (2 * FLOAT if shape.quantizes else FLOAT + DOUBLE) * shape.length * h
     attention = shape.rest + scores + sequence + shared + added
-    codes = group * 3 * h * i * shape.bits // 8 * shape.quantizes
-    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both
-    # ways.
+    codes = 2 * 3 * h * i * shape.bits // 8 * shape.quantizes
+    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes of
+    # an expert by both ways.
     copies = (1 if shape.on_gpu else 2) + shape.quantizes
-    held = copies * group * expert + tall * h * HALF + 2 * codes
+    held = copies * group * expert + tall * h * HALF + codes
     quantizing = held + hessians + squares + max(working, sequence + added)
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF

@@ -175,17 +175,19 @@ def _gather(
         gate_up = {e: inputs.shared[kind] if kind.shared else kind.empty(hidden, walk.lm.device) for e in weights}
         gathered[kind] = gate_up, {e: kind.empty(width, walk.lm.device) for e in weights}
     with torch.inference_mode():
-        for (_, x), ids in zip(walk.sequences(inputs.rows), inputs.ids, strict=True):
+        for (_, x), ids, shares in zip(walk.sequences(inputs.rows), inputs.ids, inputs.shares, strict=True):
             for routed in sorted({kind.routed for kind in kinds}):
                 for e, own in weights.items():
-                    seen = x[torch.where(ids == e)[0].to(walk.lm.device)] if routed else x
+                    tokens, choice = torch.where(ids == e)
+                    seen = x[tokens.to(walk.lm.device)] if routed else x
                     middle = walk.middle(seen, own)
                     for kind, (gate_up, down) in gathered.items():
                         if kind.routed != routed:
                             continue
+                        share = shares[tokens, choice].float() if kind.weighted and routed else None
                         if not kind.shared:
-                            gate_up[e].add(seen)
-                        down[e].add(middle)
+                            gate_up[e].add(seen, share)
+                        down[e].add(middle, share)
     return gathered
 
 
