@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Number
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -108,7 +109,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        msgspec.convert(self.stats, Stats)
+        documents.as_type(self.stats, Stats)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 import click
 import msgspec
 
+from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
 
 NONE = msgspec.NODEFAULT
@@ -192,14 +193,14 @@ def checked(leaf: Leaf, value: Any) -> Any:
             return None
         if isinstance(leaf.declared, Recorded):
             if leaf.declared.shape is not None:
-                msgspec.convert(value, leaf.declared.shape)
-            return msgspec.convert(value, leaf.annotation)
+                documents.as_type(value, leaf.declared.shape)
+            return documents.as_type(value, leaf.annotation)
         several = leaf.kind is tuple
         kind = get_args(leaf.annotation)[0] if several else leaf.kind
         stored: Any = str if kind is Path else kind
         read = [
-            leaf.type.convert(msgspec.convert(one, stored), None, None)
-            for one in (msgspec.convert(value, list[Any]) if several else [value])
+            leaf.type.convert(documents.as_type(one, stored), None, None)
+            for one in (documents.as_type(value, list[Any]) if several else [value])
         ]
     except msgspec.ValidationError as error:
         raise ValueError(f"{leaf.name}: {error}") from error
