@@ -287,8 +287,9 @@ def search_scales(
     """Codes int8 [n, k] (4 bits: -7..7, 8 bits: -127..127) and scales float32 [n] of least squared error.
 
     bf16: bits of BF16 values, uint16 [n, k], each row contiguous, at any address; k: a multiple of 64. importance: how
-    much a squared error counts in each column, float32 [k], finite, none negative; None: all alike. NonFinite: a value
-    is infinite or NaN. Equations: NUMERICS.md, section 2b.
+    much a squared error counts in each column, float32 [k], finite, none negative; or second moments, float32 [k, k],
+    symmetric, finite, whose diagonal is that; None: all alike. NonFinite: a value is infinite or NaN. Equations:
+    NUMERICS.md, sections 2b and 2e.
     """
     _geometry(bits)
     scale = np.empty(len(bf16), np.float32)
@@ -308,7 +309,8 @@ def search_groups(
 ) -> tuple[npt.NDArray[np.int8], Array]:
     """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
 
-    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, section 2d.
+    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, sections
+    2d and 2e.
     """
     number, dtype = SEARCHED_GROUPS[grid]
     n, k = bf16.shape if bf16.ndim == 2 else (0, 0)
@@ -331,19 +333,30 @@ def _search(
     (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
     if column_stride != 2:
         raise ValueError(f"each row of values must be contiguous, not strides {bf16.strides}")
-    weights = ffi.NULL
+    weights = moments = vectors = ffi.NULL
+    moments_stride = 0
     if importance is not None:
-        if importance.shape != (k,) or importance.dtype != np.float32:
-            raise ValueError(f"importance must be float32 [{k}], not {importance.dtype} of shape {importance.shape}")
-        importance = np.ascontiguousarray(importance)
-        if not (importance >= 0).all() or not np.isfinite(importance).all():
+        if importance.shape not in ((k,), (k, k)) or importance.dtype != np.float32:
+            raise ValueError(
+                f"importance must be float32 [{k}] or [{k}, {k}], not {importance.dtype} of shape {importance.shape}"
+            )
+        if importance.ndim == 2:
+            if importance.strides[1] != 4 or importance.strides[0] % 4:
+                raise ValueError(f"each row of second moments must be contiguous, not strides {importance.strides}")
+            moments = ffi.cast("float *", importance.__array_interface__["data"][0])
+            moments_stride = importance.strides[0] // 4
+            kept = np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32)
+            vectors = ffi.from_buffer("float[]", kept)
+        diagonal = np.ascontiguousarray(np.diagonal(importance) if importance.ndim == 2 else importance)
+        if not (diagonal >= 0).all() or not np.isfinite(importance).all():
             raise ValueError("importance must be finite, and nowhere negative")
-        weights = ffi.from_buffer("float[]", importance)
+        weights = ffi.from_buffer("float[]", diagonal)
     read_environment()
     codes, bad_row = np.empty((n, k), np.int8), ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     scratch = ffi.cast("float *", scratch_for(k))
-    error = call(what, n, k, rows, row_stride, weights, scratch, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
+    how = weights, moments, moments_stride, scratch, vectors
+    error = call(what, n, k, rows, row_stride, *how, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
     if error == lib.KTQ_ENONFINITE:
         row = int(bad_row[0])
         raise NonFinite(row, int(np.argmax((bf16[row] & 0x7FFF) >= 0x7F80)))

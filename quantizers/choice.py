@@ -13,8 +13,9 @@ from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 
 # BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],
-# finite, none negative; None: all alike) -> codes int8 [n, k] within its range, and scales [n, k / group] (float32, or
-# BF16 bits). Rows do not depend on each other. Raises kernels.NonFinite for values that are infinite or NaN.
+# finite, none negative; or second moments, float32 [k, k]; None: all alike) -> codes int8 [n, k] within its range, and
+# scales [n, k / group] (float32, or BF16 bits). Rows do not depend on each other. Raises kernels.NonFinite for values
+# that are infinite or NaN.
 Choose = Callable[[U16, Grid, F32 | None], tuple[I8, npt.NDArray[Any]]]
 
 
@@ -27,6 +28,7 @@ class Quantizer:
                 pass
     grids       the names of the grids that it chooses codes of; None: all of them
     importance  whether it asks for an importance matrix
+    moments     whether it searches in the metric of second moments, where there are any
     calibrated  whether codes come from a walk through the model, which compensates each rounding error in the columns
                 that are left; `choose` gives the scales
     """
@@ -36,6 +38,7 @@ class Quantizer:
     choose: Choose | None
     grids: tuple[str, ...] | None = (*ROW_GRIDS, *MOE_GRIDS)
     importance: bool = False
+    moments: bool = False
     calibrated: bool = False
 
     def serves(self, grid: Grid) -> bool:
@@ -48,7 +51,7 @@ class Quantizer:
 
 
 def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, npt.NDArray[Any]]:
-    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b and 2d)."""
+    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b, 2d and 2e)."""
     if not grid.per_row:
         return search_groups(grid.name, bf16, importance)
     codes, scales = search_scales(grid.bits, bf16, importance)
@@ -57,7 +60,7 @@ def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, np
 
 SEARCHED = (*ROW_GRIDS, *MOE_GRIDS, *SEARCHED_GROUPS)  # the grids of least_squares
 ABSMAX = Quantizer("absmax", 1, None, grids=None)
-MSE = Quantizer("mse", 1, least_squares, SEARCHED)
+MSE = Quantizer("mse", 1, least_squares, SEARCHED, moments=True)
 IMATRIX = Quantizer("imatrix", 1, least_squares, SEARCHED, importance=True)
 GPTQ = Quantizer("gptq", 1, least_squares, SEARCHED, calibrated=True)
 QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX, GPTQ)}

@@ -1,7 +1,7 @@
 """Scales of least squared error, one for each group of columns: the definition in NumPy, which the C kernels must equal
 bit for bit.
 
-Equations: NUMERICS.md, section 2d. BF16 values are their bits (uint16), as in reference.py.
+Equations: NUMERICS.md, sections 2d and 2e. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ktconvert.native_quant.kernels import SEARCHED_GROUP, CodeRange
 from ktconvert.quantizers import Grid, mxfp4
 from ktconvert.quantizers.groups import EMPTY_SCALE
 from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32, f32_to_bf16
-from ktconvert.quantizers.scale_search import LANES, add_lanes, fma
+from ktconvert.quantizers.scale_search import LANES, add_lanes, fma, times, unit_of, upper
 
 
 class Candidates(NamedTuple):
@@ -66,9 +66,12 @@ CANDIDATES: dict[str, Callable[[U16], Candidates]] = {"mxfp4": powers, "rawint4"
 def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, npt.NDArray[Any]]:
     """Codes int8 [n, k] and scales [n, k/32], as the grid stores them.
 
-    importance: how much a squared error counts in each column, float32 [k], finite, none negative; None: all alike.
+    importance: how much a squared error counts in each column, float32 [k], finite, none negative; or second moments,
+    float32 [k, k], finite, symmetric; None: all alike.
     ValueError: a value is not finite.
     """
+    moments = importance if importance is not None and importance.ndim == 2 else None
+    importance = importance if moments is None else np.diagonal(moments)
     n, k = bf16.shape
     groups = bf16.reshape(n, k // SEARCHED_GROUP, SEARCHED_GROUP)
     amax = (groups & 0x7FFF).max(axis=2)
@@ -87,10 +90,43 @@ def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, np
             columns = slice(first, first + LANES)
             sums = fma(weighted[..., columns], errors[..., columns], sums)
         best = add_lanes(sums).argmin(axis=2)[:, :, None]  # the first of the least
+        if moments is not None:
+            best = in_metric(best, errors, np.where(amax == 0, np.float32(0), tried.unit), moments)
     chosen = np.take_along_axis(codes, best[..., None], axis=2).astype(np.int8).reshape(n, k)
     return chosen, np.where(
         amax == 0, tried.stored.dtype.type(tried.zeros), np.take_along_axis(tried.stored, best, 2)[..., 0]
     )
+
+
+def in_metric(best: npt.NDArray[Any], errors: F32, units: F32, moments: F32) -> npt.NDArray[Any]:
+    """The choice of each group [n, groups, 1] again, one group after the other, in the metric of second moments [k, k],
+    while the errors of the other groups are what they are.
+
+    errors: of each candidate, in its group's unit, float32 [n, groups, c, 32]; units: 0 for groups of zeros
+    """
+    least = np.where(units == 0, np.float32(np.inf), units).min(axis=1, keepdims=True)
+    ratios = np.maximum(np.divide(least, units, out=np.zeros_like(units), where=units != 0), np.float32(2.0**-60))
+    ratios = np.where(units == 0, np.float32(0), ratios)[..., None]
+    scaled = moments * unit_of(moments)
+    best = best.copy()
+    left = np.take_along_axis(errors, best[..., None], axis=2)[:, :, 0] * ratios
+    for g in range(left.shape[1]):
+        own = slice(g * SEARCHED_GROUP, (g + 1) * SEARCHED_GROUP)
+        if not np.diagonal(scaled)[own].any():
+            continue
+        others = scaled[:, own].copy()
+        others[own] = 0
+        twice = np.divide(np.float32(2), ratios[:, g], out=np.zeros_like(ratios[:, g]), where=ratios[:, g] != 0)
+        y = (times(left.reshape(len(left), -1), others) * twice)[:, None]
+        for i, row in enumerate(upper(scaled[own, own])):
+            y = fma(errors[:, g, :, i, None], row, y)
+        sums = np.zeros((*y.shape[:-1], LANES), np.float32)
+        for first in range(0, SEARCHED_GROUP, LANES):
+            columns = slice(first, first + LANES)
+            sums = fma(errors[:, g, :, columns], y[..., columns], sums)
+        best[:, g] = add_lanes(sums).argmin(axis=1)[:, None]
+        left[:, g] = np.take_along_axis(errors[:, g], best[:, g, :, None], axis=1)[:, 0] * ratios[:, g]
+    return best
 
 
 def weights(k: int, importance: F32 | None) -> F32:

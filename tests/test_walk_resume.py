@@ -40,7 +40,11 @@ def cpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
     return calibrated.scale_gptq(model, output, dataset, *options, *more)
 
 
-CHAINS = {"calibrate": (calibrated.calibrate, "calibrate"), "gpu": (gpu, "gptq"), "cpu": (cpu, "gptq")}
+def calibrate(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
+    return calibrated.calibrate(model, output, dataset, "--second-moments", *more)
+
+
+CHAINS = {"calibrate": (calibrate, "calibrate"), "gpu": (gpu, "gptq"), "cpu": (cpu, "gptq")}
 only_gpu = pytest.mark.parametrize("attempts", ["gpu"], indirect=True)
 
 

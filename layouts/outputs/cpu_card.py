@@ -187,6 +187,7 @@ def _choices(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
         *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
+        *([("second moments", f"sha256 `{facts['second_moments']}`")] if "second_moments" in facts else []),
         *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
         *equalized(facts),
     ]

@@ -76,10 +76,13 @@ class Part:
         return part.T if self.backward else part
 
     def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
-        """This part of an array with a number for each column of the linear; a view. None of None and a transpose."""
+        """This part of an array with a number for each column of the linear, or two of them; a view. None of None and
+        a transpose.
+        """
         if whole is None or self.backward:
             return None
-        return whole[self.first : self.first + self.k] if self.projection == "down" else whole
+        own = slice(self.first, self.first + self.k)
+        return whole[(own,) * whole.ndim] if self.projection == "down" else whole
 
 
 def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
-"""A folder with the statistics of one model's experts: imatrix.gguf, counts.safetensors, and statistics.json, which
-says what they are of. Written by `ktconvert calibrate` and by GPTQ with --save-statistics.
+"""A folder with the statistics of one model's experts: imatrix.gguf, counts.safetensors, maybe second moments of each
+layer, and statistics.json, which says what they are of. Written by `ktconvert calibrate` and by GPTQ with
+--save-statistics.
 
 The numbers of experts that a layer does not have are zeros in counts.safetensors. The blocks of an MTP part are in
 neither file.
@@ -22,6 +23,7 @@ from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.statistics.imatrix import I64, Imatrix, Shapes, open_imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
 
 COUNTS, KEY = "counts.safetensors", "counts"
 FORM = f"a tensor {KEY!r}, int64 [decoder layers, experts], is needed, as `ktconvert calibrate` writes it"
@@ -82,6 +84,9 @@ class _Document(_Listing):
     settings: dict[str, Any]
 
 
+InputStatistics = Imatrix | SecondMoments  # what says how important inputs are
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What a folder holds. document: statistics.json; counts: int64 [decoder layers, experts]."""
@@ -97,6 +102,12 @@ class Statistics:
         if opened.sha256 != self._recorded(IMATRIX)["sha256"]:
             raise InputError(f"{opened.path}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
         return opened
+
+    def second_moments(self, model: str, shapes: Shapes) -> SecondMoments:
+        """The second moments, for a model of these layers; arguments and errors as of open_second_moments."""
+        self.require_model(model, shapes)
+        files = {file["name"]: file["sha256"] for file in self.document["files"]}
+        return open_second_moments(self.folder / DOCUMENT, files, model, shapes)
 
     def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
         """Raise InputError, naming both, where the statistics are of a model with other layers or experts.
@@ -135,7 +146,7 @@ def read_statistics(folder: Path) -> Statistics:
         documents.read(data, _Document)
         document = documents.parse(data)
         recorded = {file["name"]: file for file in document["files"]}
-        for name in (IMATRIX, COUNTS):
+        for name in {IMATRIX: 0, COUNTS: 0} | recorded:
             size = (folder / name).stat().st_size
             if name not in recorded or recorded[name]["size"] != size:
                 says = recorded.get(name, {}).get("size", "no")

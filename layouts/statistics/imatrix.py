@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,11 @@ class Imatrix:
     size: int
     mtime_ns: int
     sums: Mapping[tuple[int, str], Sums]
+    fact: ClassVar[str] = "imatrix"  # under which its sha256 is recorded
+
+    def memory(self, threads: int) -> int:
+        """Bytes that so many threads take to read it: a linear's values as they are read, as numbers, divided."""
+        return threads * 12 * max(sums.columns for sums in self.sums.values())
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
         """The mean square of each input, float32 [columns]; None without tokens. InputError if the file changed."""

@@ -96,21 +96,26 @@ int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source,
 
 /* Chooses codes and a scale for each row of n x k BF16 values by least squared error (NUMERICS.md, section 2b). rows,
    row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64.
-   importance[k]: of each column, none negative; NULL: all alike. scratch: 2*k floats on a boundary of 64 bytes.
+   importance[k]: of each column, none negative; NULL: all alike. moments: second moments [k][k] whose rows begin
+   moments_stride floats apart, and whose diagonal is `importance`: section 2e; NULL: none. scratch: 3*k floats on a
+   boundary of 64 bytes. vectors: with moments, KTQ_VECTOR_FLOATS * k floats.
    codes[n][k]: -7..7 or -127..127, for ktq_pack_codes; scale: n floats. KTQ_ENONFINITE: *bad_row is the first row that
    holds an infinity or a NaN; codes and scale are then partly written. */
 int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
-                      float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
+                      const float *moments, int64_t moments_stride, float *scratch, float *vectors, int8_t *codes,
+                      float *scale, int64_t *bad_row);
+enum { KTQ_VECTOR_FLOATS = 128 };
 
 /* Grids with a scale for each 32 columns: the number of one for ktq_search_groups. */
 enum { KTQ_GROUPS_MXFP4, KTQ_GROUPS_RAWINT4 };
 
 /* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2d).
-   rows, row_stride (bytes): any alignment. importance: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
+   rows, row_stride (bytes): any alignment. importance, moments, vectors: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
    the grid stores them (MXFP4: E8M0, RAWINT4: BF16). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
    and scales are then partly written. */
 int ktq_search_groups(int grid, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
-                      float *scratch, int8_t *codes, uint8_t *scales, int64_t *bad_row);
+                      const float *moments, int64_t moments_stride, float *scratch, float *vectors, int8_t *codes,
+                      uint8_t *scales, int64_t *bad_row);
 
 /* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. KTQ_SIGNED: to float32,
    with scales of either sign, by which the largest value of a group gets the code -8; for 4 bits. */

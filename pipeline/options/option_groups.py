@@ -190,7 +190,8 @@ class ImportanceFile(Options, frozen=True, kw_only=True):
     statistics: Annotated[
         Path | None,
         Option(
-            "Instead: a folder with imatrix.gguf, as `calibrate` writes it.",
+            "Instead: a folder with imatrix.gguf, as `calibrate` writes it. For --scale mse: one of `calibrate "
+            "--second-moments`.",
             FilePath(absolute=True),
             effect=Effect.TUNING,
         ),

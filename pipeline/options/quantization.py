@@ -94,7 +94,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
 
     layers          those to convert; with --resume-layer as the plan found them
     kept_layers     loose layer folders that were in the output before, and stay; None where none are looked for
-    imatrix_sha256  of the importance matrix
+    imatrix_sha256  of the importance matrix; second_moments_sha256: of the document that describes them
     """
 
     input: Annotated[
@@ -143,14 +143,16 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     scale: Annotated[
         str,
         Option(
-            "How scales are chosen: absmax by the largest value (kt-kernel's bytes), mse by the least squared error, "
-            "imatrix by the same weighted by the inputs; gptq compensates errors, and runs the model.",
+            "How scales are chosen: absmax by the largest value (kt-kernel's bytes), mse by the least squared error "
+            "(with second moments: of outputs), imatrix weighted by the inputs; gptq compensates errors, and runs "
+            "the model.",
             choice(QUANTIZERS),
             effect=Effect.WEIGHTS,
         ),
     ] = ABSMAX.name
     importance: ImportanceFile = ImportanceFile()
     imatrix_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--imatrix")] = None
+    second_moments_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--statistics")] = None
     gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="descent")
     threadpool_count: Annotated[
         int,

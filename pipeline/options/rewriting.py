@@ -34,6 +34,14 @@ class CalibrateOptions(ConversionOptions, frozen=True, kw_only=True):
         ),
     ]
     output: Annotated[Path, Option("The folder for the files.", OutputPath(absolute=True), flags=("-o", "--output"))]
+    second_moments: Annotated[
+        bool,
+        Option(
+            "Also keep the sums of x xT, H x H for a layer and I x I for each expert, which `cpu --scale mse` searches "
+            "with; the plan tells their size.",
+            effect=Effect.WEIGHTS,
+        ),
+    ] = False
     arch_row: Annotated[str | None, Recorded(Effect.FILES, "--arch-file")] = None
     samples: Samples = Samples(num_calibration_samples=128)
     machine: Machine = Machine()

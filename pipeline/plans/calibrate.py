@@ -45,11 +45,14 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
     require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, rows_for(options.arch_row))
     chain.require_calibratable(model, calibrate_layers.INSTEAD)
-    group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), footprint.squares_bytes)
+    bytes_of = footprint.moments_bytes if options.second_moments else footprint.squares_bytes
+    group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), bytes_of)
     calibration = Calibration.of(options.samples)
     walking = WalkSettings(calibration, group, options.machine.trust_remote_code, machine, options.weights)
     on_gpu = machine["device_type"] != "cpu"
-    shape = footprint.shape_of(model, options.samples, quantizes=False, group=group, on_gpu=on_gpu)
+    shape = footprint.shape_of(
+        model, options.samples, quantizes=False, moments=options.second_moments, group=group, on_gpu=on_gpu
+    )
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
     files = source_files(source, options, hashed)
@@ -57,7 +60,15 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
         request=request,
         source=files,
         reads=(*source.paths(), *files_named(options)),
-        stages=(calibrate_layers.stage(model, walking, {tensor.key: tensor for tensor in rest}, about),),
+        stages=(
+            calibrate_layers.stage(
+                model,
+                walking,
+                {tensor.key: tensor for tensor in rest},
+                about,
+                second_moments=options.second_moments,
+            ),
+        ),
         facts={
             "architecture": model.arch.name,
             **shape_facts(model, model.layers),

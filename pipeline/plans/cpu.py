@@ -37,7 +37,7 @@ from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 BITS_DECODED = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
-ABOUT_CODES = ("scale", "imatrix", "calibration", "machine")  # and these, where there are any
+ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # and these, where there are any
 
 
 @collector_at_rest()
@@ -65,12 +65,12 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     fmt = method_map.of_model(options, fmt, model)
     choice = _choice(options, fmt, model)
     model = equalized_for(options, model, fmt)
-    imatrix = importance_for(choice, options, model)
+    inputs = importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
     request = replace(
         request,
-        options=with_values(options, imatrix_sha256=None if imatrix is None else imatrix.sha256, **found),
+        options=with_values(options, **({} if inputs is None else {f"{inputs.fact}_sha256": inputs.sha256}), **found),
     )
     options = request.options
     layers = parse_layers(options.layers, model.layers)
@@ -82,7 +82,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | facts_of(imatrix, measured)
+    facts = _facts(model, fmt, numa, layers, options) | facts_of(inputs, measured)
     metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
@@ -104,10 +104,10 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
             loose_files=loose_files,
             max_shard_size=options.max_shard_size,
             metadata=metadata,
-            imatrix=imatrix,
+            statistics=inputs,
             options=options.weights,
         )
-        quantizing = rounded(stage)
+        quantizing = rounded(stage, inputs)
     return plan_of(
         request,
         model,
@@ -127,7 +127,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         non_experts=options.non_experts,
         loose_files=loose_files,
         kept_layers=options.kept_layers,
-        reads=files_of(imatrix, options),
+        reads=files_of(inputs),
         hashed=hashed,
     )
 

@@ -1,4 +1,4 @@
-"""The importance matrix of a conversion: opened when it is planned, held against the model, known by its sha256."""
+"""The statistics of inputs of a conversion: opened when it is planned, held against the model, known by a sha256."""
 
 from __future__ import annotations
 
@@ -9,54 +9,73 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, imatrix_of
+from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.quantizers.choice import Quantizer
 
 
-def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> Imatrix | None:
-    """The importance matrix that the options name, for a choice of codes that asks for one; None for others.
+def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
+    """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
+    one that takes them; None where there are none.
 
-    Raises UsageError where one is named and not asked for, or the other way round; InputError for a file of another
-    model, and for another one than that with which the conversion was begun.
+    Raises UsageError where they are named and not asked for, or the other way round; InputError for those of another
+    model, and for others than those with which the conversion was begun.
     """
-    path = options.importance.file
-    if not choice.importance:
-        if path is not None:
-            raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
-        return None
+    given = options.importance
+    path = given.file
+    if not choice.importance and path is not None and (given.imatrix is not None or not choice.moments):
+        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
     if path is None:
-        raise UsageError(f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR.")
-    opened = open_for(path, model)
-    begun_with = options.imatrix_sha256
+        if choice.importance:
+            raise UsageError(
+                f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
+            )
+        return None
+    opened = open_for(path, model) if choice.importance else moments_in(path.parent, model)
+    begun_with = getattr(options, f"{opened.fact}_sha256")
     if begun_with not in (None, opened.sha256):
         raise InputError(
-            f"{path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, and was "
-            f"{begun_with[:12]}); put the old file back and resume."
+            f"{opened.path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, "
+            f"and was {begun_with[:12]}); put the old file back and resume."
         )
     return opened
 
 
 def open_for(path: Path, model: MoeModel) -> Imatrix:
     """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
-    shapes = {layer: model.shape(layer) for layer in model.layers}
-    return imatrix_of(path, str(model.source.root), shapes, model.mtp_layers)
+    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
 
 
-def files_of(imatrix: Imatrix | None, options: CpuOptions) -> tuple[Path, ...]:
-    """The file of an importance matrix, and those next to it that describe it."""
-    path = options.importance.file
-    return () if imatrix is None or path is None else (path, *(path.with_name(name) for name in (DOCUMENT, COUNTS)))
+def moments_in(folder: Path, model: MoeModel) -> SecondMoments:
+    """The second moments in a folder of statistics. Raises InputError where there are none, for a folder that is
+    damaged, and for one of another model.
+    """
+    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
 
 
-def facts_of(imatrix: Imatrix | None, layers: Sequence[int]) -> dict[str, Any]:
-    """`imatrix`, its sha256, and `without_counts`, the experts of these layers that have none (mse makes them)."""
-    if imatrix is None:
+def _shapes(model: MoeModel) -> dict[int, tuple[int, int, int]]:
+    return {layer: model.shape(layer) for layer in model.layers}
+
+
+def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
+    """The files of the statistics of inputs, and those next to them that describe them."""
+    if inputs is None:
+        return ()
+    own = (file.path for file in inputs.layers.values()) if isinstance(inputs, SecondMoments) else (inputs.path,)
+    return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
+
+
+def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none (mse
+    makes them without).
+    """
+    if inputs is None:
         return {}
-    unreached = {layer: imatrix.unreached(layer) for layer in layers}
+    unreached = {layer: inputs.unreached(layer) for layer in layers}
     listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
-    return {"imatrix": imatrix.sha256, **({"without_counts": listed} if listed else {})}
+    return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
 def notes_of(facts: Mapping[str, Any]) -> tuple[str, ...]:

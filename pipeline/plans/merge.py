@@ -33,6 +33,7 @@ KEPT_FACTS = (
     "weights_on",
     "scale",
     "imatrix",
+    "second_moments",
     "without_counts",
     "calibration",
     "machine",

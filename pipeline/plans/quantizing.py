@@ -13,6 +13,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, card
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
@@ -51,9 +52,15 @@ class Quantizing:
     require_ready: Callable[[], None] = lambda: None
 
 
-def rounded(stage: Stage[quantize_experts.ExpertsWork]) -> Quantizing:
-    """Rounding: any machine will do."""
-    return Quantizing(stage, lambda threads: BASE_MEMORY + quantize_experts.peak_memory(stage.units, threads + WAITING))
+def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatistics | None = None) -> Quantizing:
+    """Rounding: any machine will do. statistics: of inputs, which are read besides."""
+
+    def peak(threads: int) -> int:
+        packing = threads + WAITING
+        reading = 0 if statistics is None else statistics.memory(packing)
+        return BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
+
+    return Quantizing(stage, peak)
 
 
 def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ KEPT_METADATA = (
     "weights_on",
     "scale",
     "imatrix",
+    "second_moments",
     "calibration",
     "machine",
     "source",

@@ -15,6 +15,10 @@ from ktconvert.pipeline.walk.calibration_data import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")
 # Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
+MOMENTS = (
+    "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
+    "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
+)
 ELSEWHERE = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 
 
@@ -59,7 +63,8 @@ def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str)
         "- `imatrix.gguf`: for each column of what an expert's linears read, the sum of its squares over the tokens "
         "that were routed to the expert, and their number; llama.cpp's format. Routed experts only.",
         "- `counts.safetensors`: `counts`, int64 [decoder layers, experts], how often each expert was chosen.",
-        "- `statistics.json`: of which model and data, and the hashes of both.",
+        *([MOMENTS] if about["settings"].get("second_moments") else []),
+        "- `statistics.json`: of which model and data, and the hashes of these files.",
         "",
         "| layer | tokens routed to an expert: least | median | most | experts without any |",
         "|---|---|---|---|---|",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
-from ktconvert.layouts.statistics import folder
+from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
+from ktconvert.layouts.statistics.second_moments import file_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
 from ktconvert.pipeline.stages.chain import SAMPLES
-from ktconvert.pipeline.walk.consumers import Consumer, Importance, TokenCounts
+from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts
 from ktconvert.pipeline.walk.samples import read_samples
+from ktconvert.quantizers import gptq
 
 VERSION = 1
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
@@ -47,21 +49,67 @@ class Gathering:
         return self.counts, self.importance
 
     def write(self, path: Path) -> tuple[Written, int]:
-        """Write a new file of the layer, synced; returns it and its number of tensors.
+        """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
+        tensors = self.tensors()
+        return _write_tensors(path, tensors, {}), len(tensors)
 
-        Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32.
+    def tensors(self) -> dict[str, Any]:
+        """The statistics. Raises VerificationError, naming the layer and an expert, for sums that are not finite in
+        float32.
         """
         with np.errstate(over="ignore"):
             inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
         for values in (inputs, middle):
             wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
             if wrong.size:
-                raise VerificationError(
-                    f"layer {self.layer}, expert {wrong[0]}: the squares of its inputs do not have a finite sum; the "
-                    "model gives NaN or infinity on this data set. Try another --dataset."
-                )
-        tensors = {"counts": self.counts.tokens[self.layer].astype("<i8"), "inputs": inputs, "middle": middle}
-        return _write_tensors(path, tensors, {}), len(tensors)
+                raise _not_finite(self.layer, int(wrong[0]))
+        return {"counts": self.counts.tokens[self.layer].astype("<i8"), "inputs": inputs, "middle": middle}
+
+
+@dataclass
+class GatherMoments:
+    """A consumer that writes the second moments of a layer as it gets them: a group of experts is in memory."""
+
+    file: DirectFile
+    evidence = Evidence(gptq.Hessian.empty, "mixed", weighted=True)
+    replaces = False
+
+    def take(self, group: ExpertGroup) -> None:
+        """Append those of a group, and of gate and up before the first. Raises VerificationError for what is not
+        finite.
+        """
+        if 0 in group.weights:
+            self._append(group, 0, group.gate_up[0])
+        for expert in group.weights:
+            self._append(group, expert, group.down[expert])
+
+    def _append(self, group: ExpertGroup, expert: int, hessian: gptq.Hessian) -> None:
+        values = second_moments.packed((hessian.sum / 2).cpu().numpy())
+        if not np.isfinite(values).all():
+            raise _not_finite(group.layer, expert)
+        self.file.append(values.view(np.uint8))
+
+
+def _not_finite(layer: int, expert: int) -> VerificationError:
+    return VerificationError(
+        f"layer {layer}, expert {expert}: the squares of its inputs do not have a finite sum; the model gives NaN or "
+        "infinity on this data set. Try another --dataset."
+    )
+
+
+def write_with_moments(
+    path: Path, model: MoeModel, layer: int, walk: Callable[[Sequence[Consumer]], None]
+) -> tuple[Gathering, Written, int]:
+    """What one walk through a layer gathers, with second moments: a new file, synced, and its number of tensors."""
+    entries = second_moments.entries(model.shape(layer))
+    plan = plan_shard(entries, {"format": "pt", "layer": str(layer)})
+    gathering = Gathering(layer)
+    with DirectFile(path, plan.size) as file:
+        file.append(plan.header)
+        walk((*gathering.consumers, GatherMoments(file)))
+        for values in gathering.tensors().values():
+            file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return gathering, Written("", plan.size, file.close()), len(entries)
 
 
 def layer_bytes(model: MoeModel, layer: int) -> int:
@@ -70,10 +118,17 @@ def layer_bytes(model: MoeModel, layer: int) -> int:
     return experts * (8 + 4 * (hidden + width))
 
 
+def moments_bytes(model: MoeModel, layer: int) -> int:
+    """The same with second moments."""
+    return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
+
+
 def read_layer(path: Path) -> LayerSums:
-    """What Gathering wrote. Raises InputError for a damaged file."""
+    """What was gathered, without second moments. Raises InputError for a damaged file."""
     stored = {}
     for entry in read_header(path).entries:
+        if entry.name not in ("counts", "inputs", "middle"):
+            continue
         dtype = DTYPES[entry.dtype]
         values = np.fromfile(path, dtype, entry.nbytes // dtype.itemsize, offset=entry.start)
         stored[entry.name] = values.reshape(entry.shape)
@@ -184,8 +239,10 @@ def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
 def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     files = []
-    for name in (folder.IMATRIX, folder.COUNTS):
-        path = link.store[Path(name).stem]
+    stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
+    if work.about["settings"].get("second_moments"):
+        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.model.layers}
+    for name, path in stored.items():
         files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())

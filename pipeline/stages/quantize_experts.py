@@ -15,7 +15,7 @@ from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
-from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
@@ -38,8 +38,8 @@ NAME = "experts"
 class ExpertsWork:
     """What one unit converts: experts [start, stop) of one layer.
 
-    importance  (expert, projection) -> how important each column of the linear is, float32 [k], for a choice that asks;
-                None where nothing is known of it
+    importance  (expert, projection) -> how important each column of the linear is, float32 [k] or [k, k], for a choice
+                that asks; None where nothing is known of it
     """
 
     model: MoeModel
@@ -108,7 +108,7 @@ class ExpertsWork:
 def quantize(
     encoding: Encoding, choice: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
-    """Choose codes and pack them into `out`. importance: of columns, float32 [k]. Raises kernels.NonFinite."""
+    """Choose codes and pack them into `out`. importance: as `Choose` takes it. Raises kernels.NonFinite."""
     if choice.choose is None:
         encoding.quantize(matrix, out)
         return
@@ -140,11 +140,11 @@ def stage(
     loose_files: bool = False,
     max_shard_size: int | None,
     metadata: Mapping[str, str],
-    imatrix: Imatrix | None = None,
+    statistics: InputStatistics | None = None,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
     """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
-    format. imatrix: for a choice that asks how important columns are. options: (name, value) of those that change
+    format. statistics: for a choice that asks how important columns are. options: (name, value) of those that change
     bytes.
     """
     names = fmt.names_in(model)
@@ -152,7 +152,7 @@ def stage(
     for layer in layers:
         own = fmt.of_layer(layer)
         chosen = choice.where_it_serves(own.encoding.grid)
-        importance = importance_of(model, imatrix, layer) if chosen.importance else None
+        importance = None if chosen == ABSMAX else importance_of(model, statistics, layer)
         experts, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
         each = expert_bytes(own.encoding, grid)
@@ -203,18 +203,20 @@ def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadat
     }
 
 
-def importance_of(model: MoeModel, imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F32 | None] | None:
+def importance_of(
+    model: MoeModel, statistics: InputStatistics | None, layer: int
+) -> Callable[[int, str], F32 | None] | None:
     """ExpertsWork.importance for the experts of a layer: an equalized down reads inputs that are 2^e times as large."""
-    if imatrix is None:
+    if statistics is None:
         return None
 
     def importance(expert: int, projection: str) -> F32 | None:
-        known = imatrix.importance(layer, expert, projection)
+        known = statistics.importance(layer, expert, projection)
         exponents = model.exponents(layer, expert) if projection == "down" else None
         if known is None or exponents is None:
             return known
         ratios = exponents.astype(np.int32) - exponents.max()  # only these count; and nothing overflows
-        scaled: F32 = np.ldexp(known, 2 * ratios)
+        scaled: F32 = np.ldexp(known, 2 * ratios if known.ndim == 1 else ratios + ratios[:, None])
         return scaled
 
     return importance
@@ -237,7 +239,6 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
         # The codes of a whole linear, put together, and once more as they are packed.
         chosen += 0 if work.choice.choose is None else 3 * work.grid.hidden * work.grid.intermediate
-        chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
         scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
         measured = max(measured, error_bytes(widest))
     return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.pipeline.stages import copy_tensors, equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
@@ -72,7 +72,7 @@ class Comparison:
     model: MoeModel
     fmt: Format
     choice: Quantizer
-    imatrix: Imatrix | None
+    imatrix: InputStatistics | None
     calibrated: bool
     same_scales: bool
     full: bool
@@ -83,7 +83,7 @@ class Comparison:
         fmt = self.fmt.of_layer(layer)
         choice = self.choice.where_it_serves(fmt.encoding.grid)
         grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, fmt.forward)
-        importance = importance_of(self.model, self.imatrix, layer) if choice.importance else None
+        importance = None if choice == ABSMAX else importance_of(self.model, self.imatrix, layer)
         work = ExpertsWork(self.model, fmt, choice, grid, expert, expert + 1, {}, importance)
         return _compare_expert(self, work, measured=self.full or expert in sample(count))
 

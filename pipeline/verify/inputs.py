@@ -13,9 +13,11 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.paths import locate, output_of
-from ktconvert.pipeline.plans.importance import open_for
+from ktconvert.pipeline.plans.importance import moments_in, open_for
 from ktconvert.pipeline.stages.equalized import FACT, equalized
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
@@ -69,7 +71,7 @@ class Inputs:
     other: Output | None = None
     model: MoeModel | None = None
     source: TensorSource | None = None
-    imatrix: Imatrix | None = None
+    imatrix: InputStatistics | None = None
 
     @property
     def files(self) -> tuple[tuple[str, int, str], ...]:
@@ -155,26 +157,30 @@ def _open_source(options: VerifyInputs, output: Output) -> MoeModel:
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 
 
-def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None) -> Imatrix | None:
-    """The importance matrix that the output was made with; None where it was made without, or there is no source."""
-    made_with = output.facts.get("imatrix")
-    if made_with is None and options.imatrix is not None:
+def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None) -> InputStatistics | None:
+    """The statistics of inputs that the output was made with; None where it was made without, or there is no source."""
+    fact = next((name for name in (SecondMoments.fact, Imatrix.fact) if name in output.facts), None)
+    if fact is None and options.imatrix is not None:
         if options.statistics is not None:  # for the page
             return None
         raise UsageError(
-            f"{output.root}: was not made with --scale imatrix; leave out --imatrix, and --statistics without --report."
+            f"{output.root}: was made without statistics of inputs; leave out --imatrix, and --statistics without "
+            "--report."
         )
-    if made_with is None or model is None:
+    if fact is None or model is None:
         return None
+    made_with = output.facts[fact]
     if options.imatrix is None:
+        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.fact else ""
         raise UsageError(
-            f"{output.root}: was made with --scale imatrix, and can be made again from its statistics only: give "
-            f"--imatrix FILE (sha256 {made_with[:12]}) or --statistics DIR, or leave out --against."
+            f"{output.root}: was made with statistics of inputs, and can be made again with them only: give {either}"
+            "--statistics DIR, or leave out --against."
         )
-    imatrix = open_for(options.imatrix, model)
-    if imatrix.sha256 != made_with:
+    path = options.imatrix
+    inputs = open_for(path, model) if fact == Imatrix.fact else moments_in(path.parent, model)
+    if inputs.sha256 != made_with:
         raise InputError(
-            f"{options.imatrix}: is not the file that {output.root} was made with (its sha256 is "
-            f"{imatrix.sha256[:12]}, the manifest says {made_with[:12]}); give that file."
+            f"{inputs.path}: is not the file that {output.root} was made with (its sha256 is {inputs.sha256[:12]}, the "
+            f"manifest says {made_with[:12]}); give that file."
         )
-    return imatrix
+    return inputs

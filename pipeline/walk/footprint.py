@@ -56,6 +56,7 @@ class WalkShape:
     calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own;
                "mixed": gate and up as with "all", down as with "routed"
     statistics whether GPTQ gathers statistics, too
+    moments    whether sums of x xT are kept: Hessians that nothing is quantized with
     group      experts that are in memory together
     on_gpu     computed on a GPU
     """
@@ -76,6 +77,12 @@ class WalkShape:
     top_k: int = 8
     on_gpu: bool = False
     statistics: bool = False
+    moments: bool = False
+
+    @property
+    def has_hessians(self) -> bool:
+        """Whether there are Hessians."""
+        return self.quantizes or self.moments
 
 
 @dataclass(frozen=True)
@@ -120,16 +127,17 @@ def footprint(shape: WalkShape) -> Footprint:
     h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
     expert = 3 * h * i * HALF
     tokens = shape.samples * shape.length
-    shared = h * h * FLOAT if shape.quantizes else 0
-    hessians = (group * shared if shape.calibrate == "routed" else shared) + group * i * i * FLOAT * shape.quantizes
+    shared = h * h * FLOAT if shape.has_hessians else 0
+    hessians = (group * shared if shape.calibrate == "routed" else shared) + group * i * i * FLOAT * shape.has_hessians
     squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
     tall = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
     working = max(working_bytes(tall, h), working_bytes(h, i)) if shape.quantizes else 0
+    working += 2 * max(h, i) ** 2 * FLOAT if shape.moments else 0  # halved, and as it is stored
     scores = shape.heads * shape.length**2 * SCORE
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
     # One sequence that goes into a Hessian: its product, its float32 copies; into a sum of squares: its float32 and
     # float64 copies.
-    added = shared + (2 * FLOAT if shape.quantizes else FLOAT + DOUBLE) * shape.length * h
+    added = shared + (2 * FLOAT if shape.has_hessians else FLOAT + DOUBLE) * shape.length * h
     attention = shape.rest + scores + sequence + shared + added
     codes = 2 * 3 * h * i * shape.bits // 8 * shape.quantizes
     # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes of
@@ -164,6 +172,7 @@ def shape_of(
     on_gpu: bool,
     calibrate: str = "routed",
     statistics: bool = False,
+    moments: bool = False,
     bits: int = 8,
 ) -> WalkShape:
     """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
@@ -182,7 +191,7 @@ def shape_of(
         length=options.max_sequence_length,
         bits=bits,
         quantizes=quantizes,
-        calibrate=calibrate,
+        calibrate="mixed" if moments else calibrate,
         group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
@@ -190,6 +199,7 @@ def shape_of(
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
         on_gpu=on_gpu,
         statistics=statistics,
+        moments=moments,
     )
 
 
@@ -202,6 +212,11 @@ def experts_at_a_time(model: MoeModel, budget: int, bytes_of: Callable[[int, int
 def squares_bytes(hidden: int, width: int) -> int:
     """Bytes of an expert whose statistics are gathered: its weights, as stored and in BF16, and its sums of squares."""
     return 2 * 3 * hidden * width * HALF + (hidden + width) * DOUBLE
+
+
+def moments_bytes(hidden: int, width: int) -> int:
+    """The same where second moments are gathered, too: those of down."""
+    return squares_bytes(hidden, width) + width * width * FLOAT
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
@@ -234,8 +249,9 @@ def advice(shape: WalkShape, cards: Sequence[int] = CARDS) -> list[str]:
     """Sentences for the plan: the memory and disk that it takes, and a --max-gpu-memory for each card."""
     needed = footprint(shape)
     shared = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
+    name = "Hessian" if shape.quantizes else "sum of x xT"
     hessians = (
-        f"the Hessian of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
+        f"the {name} of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
         f"{size(shape.width**2 * FLOAT)} for each expert"
     )
     what = "GPTQ" if shape.quantizes else "calibration"
@@ -243,7 +259,7 @@ def advice(shape: WalkShape, cards: Sequence[int] = CARDS) -> list[str]:
         f"{what} keeps {size(needed.disk)} of activations on disk while it runs: "
         f"{shape.samples} samples of {shape.length} tokens are {size(needed.boundary)} at each layer's entrance",
         f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; "
-        + (hessians if shape.quantizes else f"the sums of squares of their inputs are {size(needed.squares)}"),
+        + (hessians if shape.has_hessians else f"the sums of squares of their inputs are {size(needed.squares)}"),
     ]
     on_gpu = needed if shape.on_gpu else footprint(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}

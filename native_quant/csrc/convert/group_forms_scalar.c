@@ -1,0 +1,20 @@
+/* The definition in C: section 2e of NUMERICS.md, a value at a time. */
+#include "nearest_code.h"
+
+void kt_group_forms_scalar(const kt_group_search *search, float *lanes, int8_t *codes) {
+    for (int i = 0; i < search->count; i++, lanes += KT_SUM_LANES, codes += KT_SEARCHED_GROUP) {
+        float d[KT_SEARCHED_GROUP], y[KT_SEARCHED_GROUP];
+        for (int c = 0; c < KT_SEARCHED_GROUP; c++) {
+            float x = kt_from_bf16(kt_load16(search->values + 2 * c)) * search->unit;
+            float q = kt_nearest_code(x * search->reciprocals[i], &search->codes);
+            d[c] = x - q * search->scales[i];
+            codes[c] = (int8_t)q;
+            y[c] = search->weights[c];
+        }
+        for (int c = 0; c < KT_SEARCHED_GROUP; c++)
+            for (int j = 0; j < KT_SEARCHED_GROUP; j++)
+                y[j] = fmaf(d[c], search->moments[c * KT_SEARCHED_GROUP + j], y[j]);
+        for (int l = 0; l < KT_SUM_LANES; l++) lanes[l] = 0.0f;
+        for (int c = 0; c < KT_SEARCHED_GROUP; c++) lanes[c % KT_SUM_LANES] = fmaf(d[c], y[c], lanes[c % KT_SUM_LANES]);
+    }
+}

@@ -1,0 +1,312 @@
+"""Second moments of inputs: scales that are searched in their metric, NumPy = scalar C = AVX2 = AVX-512; what
+`calibrate --second-moments` gathers; conversions with them, and what is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scale_imatrix import refused
+from test_scale_search import rows
+
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.statistics import second_moments
+from ktconvert.layouts.statistics.folder import encode, read_statistics
+from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.kernels import search_groups, search_scales
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid, group_search, reference, scale_search
+from rig import calibrated, conversion
+from rig.conversion import HIDDEN, WIDTH, here
+from rig.safetensors import metadata_of, read_file, write_file
+
+GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
+LAYERS, EXPERTS = 2, 2
+SHAPE = (EXPERTS, HIDDEN, WIDTH)
+SHAPES = dict.fromkeys(range(LAYERS), SHAPE)
+COUNTS = np.array([40, 0], np.int64)  # no token came to expert 1
+
+
+def moments_of(rng: np.random.Generator, k: int, tokens: int, wide: float = 1.0) -> Any:
+    """The sum of x xT over tokens whose columns are correlated, and differ by 10 to the power of `wide`."""
+    x = rng.standard_normal((tokens, k)) + rng.standard_normal((tokens, 1)) * rng.standard_normal(k)
+    x *= 10.0 ** rng.uniform(-wide, wide, k)
+    return (x.T @ x).astype(np.float32)
+
+
+def defined(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
+    """Codes and scales [n, groups], by the definitions."""
+    if not grid.per_row:
+        return group_search.search(grid, bf16, moments)
+    codes, scales = scale_search.search(grid.bits, bf16, moments)
+    return codes, scales[:, None]
+
+
+def searched(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
+    """The same by the kernels."""
+    if not grid.per_row:
+        return search_groups(grid.name, bf16, moments)
+    codes, scales = search_scales(grid.bits, bf16, moments)
+    return codes, scales[:, None]
+
+
+# --- the search ---------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    grid=st.sampled_from(list(GRIDS)),
+    seed=st.integers(0, 1 << 30),
+    n=st.integers(1, 40),
+    k=st.sampled_from([64, 192]),
+    kind=st.sampled_from(["bits", "ugly", "gauss", "t2"]),
+    tokens=st.sampled_from([0, 1, 30, 500]),
+    wide=st.sampled_from([0.0, 3.0, 15.0]),
+)
+def test_every_instruction_set_is_the_definition(
+    grid: str, seed: int, n: int, k: int, kind: str, tokens: int, wide: float
+) -> None:
+    """Of singular matrices, too, and with columns that no input ever had."""
+    rng = np.random.default_rng(seed)
+    bf16, moments = rows(rng, n, k, kind), np.zeros((k, k + 5), np.float32)[:, :k]  # rows lie apart
+    moments[:] = moments_of(rng, k, tokens, wide)
+    moments[:32] = moments[:, :32] = 0
+    expected = defined(GRIDS[grid], bf16, moments)
+    before = kernels.isa()
+    try:
+        for isa in kernels.available_isas():
+            kernels.set_isa(isa)
+            for ours, theirs in zip(searched(GRIDS[grid], bf16, moments), expected, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    finally:
+        kernels.set_isa(before)
+
+
+@pytest.mark.parametrize(("grid", "most"), [("int4", 0.93), ("int8", 1.0), ("mxfp4", 0.95), ("rawint4", 0.7)])
+def test_outputs_have_less_error(grid: str, most: float) -> None:
+    """Sums of e M eT beside those of the search without the metric; more columns than are multiplied at once."""
+    rng = np.random.default_rng(4)
+    own, k = GRIDS[grid], 576
+    bf16, moments = (
+        reference.f32_to_bf16(rng.standard_normal((64, k)).astype(np.float32)),
+        moments_of(rng, k, 2000, 0.5),
+    )
+
+    def error(importance: Any) -> float:
+        codes, scales = searched(own, bf16, importance)
+        wide = np.ldexp(1.0, scales.astype(int) - 127) if grid == "mxfp4" else scales.astype(np.float64)
+        wide = reference.bf16_to_f32(scales).astype(np.float64) if grid == "rawint4" else wide
+        step = scale_search.STEP[own.bits] if own.per_row else own.step
+        e = reference.bf16_to_f32(bf16) - (codes.reshape(64, wide.shape[1], -1) * step * wide[..., None]).reshape(64, k)
+        return float(np.einsum("ni,ij,nj->", e, moments.astype(np.float64), e))
+
+    assert error(moments) < most * error(None)
+
+
+@pytest.mark.parametrize("wrong", [np.eye(64, 32), np.asfortranarray(np.eye(64)), np.eye(64) * np.nan, -np.eye(64)])
+def test_arguments_are_checked(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"importance must be|must be contiguous"):
+        search_scales(4, np.zeros((2, 64), np.uint16), wrong.astype(np.float32))
+
+
+# --- conversions --------------------------------------------------------------------------------------------------
+
+
+def describe(folder: Path) -> Path:
+    """statistics.json of what lies in a folder."""
+    files = [
+        {"name": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(folder.iterdir())
+        if path.name != "statistics.json"
+    ]
+    model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": LAYERS, "layers": [*SHAPES]}
+    model |= {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": WIDTH}
+    about = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
+    (folder / "statistics.json").write_bytes(encode(about, files, "0"))
+    return folder
+
+
+def tensors_of(layer: int) -> dict[str, Any]:
+    rng = np.random.default_rng(layer)
+    down = [moments_of(rng, WIDTH, count) for count in COUNTS]
+    return {
+        "gate_up": ("F32", second_moments.packed(moments_of(rng, HIDDEN, 400))),
+        "down": ("F32", np.stack([second_moments.packed(each) for each in down])),
+        "counts": ("I64", COUNTS),
+        "inputs": ("F32", np.ones((EXPERTS, HIDDEN), np.float32)),
+        "middle": ("F32", np.ones((EXPERTS, WIDTH), np.float32)),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("moments") / "source", layers=LAYERS, experts=EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def statistics(source: Path) -> Path:
+    folder = source.with_name("statistics")
+    folder.mkdir()
+    for layer in SHAPES:
+        metadata = {"layer": str(layer)}
+        write_file(folder / second_moments.file_of(layer), tensors_of(layer), metadata)
+    sums = LayerSums(COUNTS, np.ones((EXPERTS, HIDDEN), np.float32), np.ones((EXPERTS, WIDTH), np.float32))
+    write_imatrix(folder / "imatrix.gguf", SHAPES, lambda _: sums, datasets=["made up"], chunks=1, chunk_size=409)
+    write_file(folder / "counts.safetensors", {"counts": ("I64", np.tile(COUNTS, (LAYERS, 1)))})
+    return describe(folder)
+
+
+def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
+    return here("cpu", "-i", source, "-o", output, "--scale", "mse", "--statistics", statistics, *more)
+
+
+@pytest.mark.parametrize("method", ["int4", "rawint4"])
+def test_the_bytes_are_those_of_the_definition(method: str, source: Path, statistics: Path, tmp_path: Path) -> None:
+    """Each part of down has its own block of the matrix; without tokens it is searched without. What was read is
+    recorded, and verify makes the output again with it alone.
+    """
+    done = convert(source, tmp_path / "out", statistics, "--quant-method", method)
+    assert done.exception is None and "no token reached these experts" in done.stderr, done.exception
+    opened, moments = open_output(tmp_path / "out"), read_statistics(statistics).second_moments("it", SHAPES)
+    fmt = FORMATS[measure(opened).method]
+    parts, form = 2 if fmt.arrangement.parted else 1, fmt.encoding
+    tensors = read_file(source / f"model-00002-of-{LAYERS + 1:05d}.safetensors")
+    for expert, projection in ((0, "gate"), (0, "down"), (1, "down")):
+        weights = tensors[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].bits
+        metric = moments.importance(1, expert, projection)
+        assert (metric is None) == ((expert, projection) == (1, "down"))
+        for numa in range(parts):
+            half = slice(numa * WIDTH // parts, (numa + 1) * WIDTH // parts)
+            part = np.ascontiguousarray(weights[:, half] if projection == "down" else weights[half])
+            own = metric[half, half] if projection == "down" and metric is not None else metric
+            place = Place(1, expert, projection, False, numa)
+            stored = [opened.read(opened.tensors[place, suffix]) for suffix in suffixes(form)]
+            expected = [np.empty_like(data) for data in stored]
+            form.pack(*defined(form.grid, part, own), expected)
+            for got, data in zip(stored, expected, strict=True):
+                np.testing.assert_array_equal(got, data)
+    digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
+    document = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert document["settings"]["second_moments_sha256"] == document["model"]["second_moments"] == digest
+    assert document["model"]["without_counts"] == ["layer 0: 1", "layer 1: 1"]
+    assert digest in (tmp_path / "out" / "README.md").read_text()
+    assert metadata_of(next((tmp_path / "out").glob("*.safetensors")))["second_moments"] == digest
+    against = ("verify", tmp_path / "out", "--against", source)
+    assert here(*against, "--statistics", statistics).exception is None
+    refused(here(*against), 2, "give --statistics DIR")
+
+
+def one(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    """Changes a tensor of layer 1."""
+
+    def damage(folder: Path) -> None:
+        tensors = {key: (dtype, values.copy()) for key, (dtype, values) in tensors_of(1).items()}
+        change(tensors[name][1])
+        write_file(folder / second_moments.file_of(1), tensors, {"layer": "1"})
+
+    return damage
+
+
+def swapped(folder: Path) -> None:
+    first, second = (folder / second_moments.file_of(layer) for layer in SHAPES)
+    shutil.copy(first, second)
+
+
+def other_shape(folder: Path) -> None:
+    tensors = tensors_of(1)
+    tensors["down"] = ("F32", tensors["down"][1][:, :-1])
+    write_file(folder / second_moments.file_of(1), tensors, {"layer": "1"})
+
+
+def cut(folder: Path) -> None:
+    path = folder / second_moments.file_of(1)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def at(*where: Any) -> Callable[[float], Callable[[Any], None]]:
+    return lambda value: lambda values: values.__setitem__(where, value)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "NaN": (one("gate_up", at(7)(np.nan)), "not finite"),
+    "infinite": (one("down", at(0, 7)(np.inf)), "not finite"),
+    "negative weight": (one("down", at(0, 0)(-1.0)), "-1.0 as the sum of squares of column 0"),
+    "no sum of x xT": (one("gate_up", at(1)(1e30)), "larger than its diagonal allows"),
+    "negative count": (one("counts", at(0)(-1)), "below 0"),
+    "another layer's": (swapped, "of layer 0, not of layer 1"),
+    "another shape": (other_shape, "needs F32 of shape"),
+    "cut": (cut, "cut short"),
+    "missing": (lambda folder: (folder / second_moments.file_of(1)).unlink(), "no second moments of layer 1"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_statistics_are_one_sentence(what: str, source: Path, statistics: Path, tmp_path: Path) -> None:
+    folder, (damage, words) = Path(shutil.copytree(statistics, tmp_path / "statistics")), HOSTILE[what]
+    damage(folder)
+    describe(folder)
+    refused(convert(source, tmp_path / "out", folder), 5, str(folder), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_as_described(source: Path, statistics: Path, tmp_path: Path) -> None:
+    """A changed byte is found before anything is read of its layer; an importance matrix alone has no metric."""
+    folder = Path(shutil.copytree(statistics, tmp_path / "statistics"))
+    conversion.edit(folder / second_moments.file_of(1), -2)
+    refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_of(1), "statistics.json")
+    for layer in SHAPES:
+        (folder / second_moments.file_of(layer)).unlink()
+    refused(convert(source, tmp_path / "other", describe(folder)), 5, "no second moments", "--second-moments")
+
+
+# --- calibrate ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")),
+    reason="llmcompressor is not installed",
+)
+def test_calibrate_gathers_them(tmp_path: Path) -> None:
+    """The diagonals beside the importance matrix, in which gate and up have the tokens of each expert alone; the plan
+    has the size; `cpu` takes the folder.
+    """
+    model, (dataset, _) = calibrated.small(tmp_path / "model"), calibrated.data(tmp_path, "texts", (60, 25, 12))
+    command = calibrated.calibrate(model, tmp_path / "out", dataset, "--second-moments")
+    plan = json.loads(conversion.ktconvert(*command, "--dry-run", "--json").stdout.splitlines()[-1])
+    done = conversion.ktconvert(*command)
+    assert done.returncode == 0, done.stderr
+    shapes = dict.fromkeys(range(3), (4, 128, 128))
+    statistics = read_statistics(tmp_path / "out")
+    sizes = {unit["unit"]: unit["bytes_out"] for unit in plan["units"]}
+    for layer, shape in shapes.items():
+        path = tmp_path / "out" / second_moments.file_of(layer)
+        stored = sum(entry.nbytes for entry in second_moments.entries(shape))
+        assert stored == sizes[f"calibrate.layer-{layer:03d}"] == path.stat().st_size - 4096
+    moments, imatrix = statistics.second_moments("it", shapes), statistics.imatrix("it", shapes)
+    assert [moments.layers[n].counts.tolist() for n in shapes] == statistics.counts.tolist()
+    for layer in shapes:
+        total = moments.layers[layer].matrix("gate_up", 0, 128)
+        np.testing.assert_array_equal(total, total.T)
+        # Each token goes to two experts.
+        np.testing.assert_allclose(undamped(total) * 2, imatrix.read(layer, "gate").sum(0), rtol=1e-4)
+    assert convert(model, tmp_path / "int4", tmp_path / "out", "--threadpool-count", 1).exception is None
+
+
+def undamped(matrix: Any) -> Any:
+    """The diagonal as it is stored: without the part of its mean that was added."""
+    diagonal = np.diagonal(matrix).astype(np.float64)
+    return diagonal - diagonal.mean() * second_moments.DAMPING / (1 + second_moments.DAMPING)
