@@ -127,7 +127,7 @@ def test_experts_with_too_few_tokens_are_listed(outputs: Path) -> None:
     card = (outputs / "bundled few" / "README.md").read_text()
     assert "gate and up saw every token, down those routed to its expert" in card
     said = (outputs / "bundled few.said").read_text()
-    assert "experts not compensated, for fewer than 60 tokens were routed to them" in said
+    assert "experts not compensated in down, for fewer than 60 tokens were routed to them" in said
     few, enough = (tensors(outputs / name, ".weight") for name in ("bundled few", "bundled int4"))
     same = [name for name in few if few[name] == enough[name]]
     assert same and len(same) < len(few)
@@ -169,7 +169,9 @@ def test_it_is_recorded_how_it_was_made(outputs: Path) -> None:
 
 def listed(said: str) -> list[str]:
     """What the command said of experts with too few tokens, as the manifest has it."""
-    found = re.findall(r"layer (\d+): \d+ of 8 experts not compensated, for fewer .*: ([\d, ]+)$", said, re.MULTILINE)
+    found = re.findall(
+        r"layer (\d+): \d+ of 8 experts not compensated in down, for fewer .*: ([\d, ]+)$", said, re.MULTILINE
+    )
     return [f"layer {layer}: {ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
 
 

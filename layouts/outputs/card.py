@@ -126,7 +126,10 @@ SEEN = {  # what --calibrate means
 }
 
 
-FEW = "These experts saw too few tokens, and have the codes of `--scale imatrix`, or of `mse` where they saw none"
+FEW = (
+    "These experts saw too few tokens; what was not compensated has the codes of `--scale imatrix`, or of `mse` where "
+    "they saw none"
+)
 
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:

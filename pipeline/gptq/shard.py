@@ -180,8 +180,9 @@ def report(work: GptqWork, tokens: Tokens, done: Compensate, reporter: Reporter)
     """Report what happened to the layer's experts; returns the figures for the journal and the model card."""
     if done.too_few:
         how = "rounded to nearest" if work.choice.choose is None else "not compensated"
+        where = " in down" if done.evidence.shared else ""  # of gate and up all tokens of the layer are known
         reporter.note(
-            f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts {how}, for fewer than "
+            f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts {how}{where}, for fewer than "
             f"{work.settings.floor} tokens were routed to them: {', '.join(map(str, done.too_few[:16]))}"
             f"{', ...' if len(done.too_few) > 16 else ''}"
         )
