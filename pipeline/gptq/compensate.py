@@ -70,7 +70,6 @@ class Compensate:
 
     @property
     def evidence(self) -> Evidence:
-        """The Hessians of all linears."""
         return Evidence(gptq.Hessian.empty, self.sees, self.descends)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
@@ -104,7 +103,6 @@ class Compensate:
         return made
 
     def _round(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Stored, torch.Tensor]:
-        """Round a linear to nearest."""
         import torch
 
         linear = self._nearest(group, expert, projection)
@@ -129,7 +127,6 @@ class Compensate:
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
     ) -> dict[str, tuple[Stored, torch.Tensor]]:
-        """Quantize linears with the same inputs."""
         import torch
 
         items = [(expert, projection) for projection in projections]

@@ -41,7 +41,6 @@ class Settings:
 
 
 def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
-    """The stage's settings, from those of a command."""
     machine = options.machine.machine
     assert machine is not None  # the plan has recorded it
     gptq = options.gptq
@@ -72,7 +71,6 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
 
 
 def facts(options: QuantizationOptions) -> dict[str, Any]:
-    """The calibration, for the manifest and the model card."""
     return {
         "calibration": {
             **Calibration.of(options.samples).facts(),
@@ -85,7 +83,6 @@ def facts(options: QuantizationOptions) -> dict[str, Any]:
 
 
 def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> footprint.WalkShape:
-    """The shape from which memory and disk follow."""
     return footprint.shape_of(
         model,
         options.samples,

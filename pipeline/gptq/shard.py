@@ -57,7 +57,6 @@ class GptqWork:
 
     @property
     def layer(self) -> int:
-        """Its number."""
         return self.grid.layer
 
 
@@ -136,7 +135,6 @@ class FolderWriter(LayerWriter):
 
 
 def writer(work: GptqWork, partial: Path, reporter: Reporter) -> ShardWriter | FolderWriter:
-    """What the layer is written with."""
     return (FolderWriter if work.loose else ShardWriter)(work, partial, reporter)
 
 

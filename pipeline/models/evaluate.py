@@ -67,14 +67,11 @@ class ExpertsError:
 
     @property
     def relative(self) -> float:
-        """||converted - original|| / ||original||."""
         return float(np.sqrt(self.difference / self.original)) if self.original else float(self.difference > 0)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All windows together, and the error of each layer."""
-
     compared: Compared
     layers: tuple[ExpertsError, ...]
     seconds: float
@@ -253,7 +250,6 @@ def document(
     evaluation: Evaluation,
     method: str,
 ) -> dict[str, Any]:
-    """What `ktconvert eval --json` prints."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {
@@ -285,7 +281,6 @@ def document(
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same for people, as (label, text)."""
     before, after = document["perplexity"]["original"], document["perplexity"]["converted"]
     kl = document["kl"]
     skipped = f"the last {document['skipped_tokens']} of {document['tokens']} tokens left out"

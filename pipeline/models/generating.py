@@ -28,7 +28,6 @@ class Speed:
     decode: float
 
     def line(self) -> str:
-        """For people."""
         first = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.1f} tokens/s)"
         if self.new < 2:
             return first

@@ -49,7 +49,6 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
 
 
 def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
-    """What several outputs take."""
     sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
     if as_json:
         outputs = [document["output"] for document in documents]
@@ -75,7 +74,6 @@ def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem
 
 
 def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
-    """A plan for people."""
     facts = plan.facts
     out = [
         f"plan     {plan.request.command}: {plan.request.input}",
@@ -131,7 +129,6 @@ def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
 
 
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
-    """The plan as one JSON object."""
     paths = locate(plan.request.output, adopt=adopts(plan))
     old = None if finished else saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.overwrite))

@@ -61,7 +61,6 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str
         low, high = (min(shown), max(max(shown), WIDTH * min(shown))) if shown else (1.0, 1.0)
 
         def cell(layer: int, expert: int) -> tuple[str, str, str] | None:
-            """(class, title, text)."""
             if (value := cells.get((layer, expert))) is None:
                 return None
             title = f"{layer}/{expert}: {scale.text(value)}" if titles else ""

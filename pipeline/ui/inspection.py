@@ -236,7 +236,6 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The document as (label, text)."""
     return ROWS[document["kind"]](document)
 
 
@@ -312,7 +311,6 @@ def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _first(problems: Sequence[str]) -> str:
-    """The first one, and how many more; "" of none."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return problems[0] + more if problems else ""
 

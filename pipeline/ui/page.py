@@ -56,7 +56,6 @@ def _template() -> Any:
 
 
 def _content(report: Report) -> dict[str, Any]:
-    """What the template shows."""
     facts, found = document(report), report.page_data
     scales, counts = (None, None) if found is None else (found.scales, found.counts)
     cells = sum(len(layer.experts) for layer in report.errors)

@@ -20,7 +20,6 @@ INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is compared with
 
 
 def require_matplotlib() -> None:
-    """Raise KtconvertError where no picture can be drawn."""
     if find_spec("matplotlib") is None:
         raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
 

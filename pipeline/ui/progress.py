@@ -51,7 +51,6 @@ class Reporter:
                     print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Something worth knowing that stops nothing."""
         self.event("note", text=text)
         self.say(f"note: {text}")
 
@@ -89,7 +88,6 @@ class Reporter:
         from rich.text import Text
 
         def done(task: Task) -> Text:
-            """How much of how much, and how fast."""
             speed = task.finished_speed or task.speed
             rate = "?" if speed is None else amount(speed)
             return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
@@ -111,11 +109,9 @@ class Reporter:
         self._bar.start()
 
     def at(self, unit: str) -> None:
-        """The unit that was begun last."""
         self._where = unit
 
     def unit_done(self) -> None:
-        """One more unit is done."""
         with self._lock:
             self._units = (self._units[0] + 1, self._units[1])
             if self._bar is not None and self._task is not None:
@@ -135,7 +131,6 @@ class Reporter:
             self._bar.update(self._workers[name], description=f"{name}: {unit or 'idle'}")
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes of input are done."""
         with self._lock:
             self._done += nbytes
             self._counted += nbytes
@@ -167,7 +162,6 @@ class Reporter:
             )
 
     def end(self) -> None:
-        """Progress is over, whatever the outcome."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

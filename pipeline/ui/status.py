@@ -120,7 +120,6 @@ def _failed(records: list[Record], tried: list[Attempt], done: set[str]) -> list
 
 
 def lines(status: dict[str, Any]) -> list[str]:
-    """The status for people."""
     if status["state"] == FINISHED:
         return [f"{status['output']} is finished"]
     total = f" of {status['units']}" if status["units"] else ""

@@ -33,7 +33,6 @@ def compare_outputs(
 
 
 def pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    """The tensors that both have, by name."""
     both = {
         output.names.key(place, what): (stored, other.tensors[place, what])
         for (place, what), stored in sorted(output.tensors.items())

@@ -78,7 +78,6 @@ class Comparison:
     full: bool
 
     def expert(self, layer: int, expert: int) -> ExpertFindings:
-        """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
         fmt = self.fmt.of_layer(layer)
         choice = self.choice.where_it_serves(fmt.encoding.grid)

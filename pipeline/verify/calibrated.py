@@ -103,7 +103,6 @@ def calibrated_summary(linears: Sequence[Calibrated], same_scales: bool = True) 
 
 
 def calibrated_notes(linears: Sequence[Calibrated]) -> list[str]:
-    """What is worth saying of some of them."""
     unused = sum(linear.unused for linear in linears)
     return [f"{unused} linears have columns that are all zeros: calibration never saw their inputs"] if unused else []
 

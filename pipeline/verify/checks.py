@@ -36,7 +36,6 @@ class Row(NamedTuple):
 
 
 def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
-    """What the rows that apply find, in order."""
     for row in rows:
         if row.applies(*subject):
             yield replace(row.check(*subject), name=row.name)
@@ -81,12 +80,10 @@ class ProjectionErrors:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Relative error and cosine of all measured experts together."""
         return error_figures(self.sums)
 
     @property
     def worst(self) -> LinearError:
-        """The expert with the largest relative error."""
         return max(self.experts, key=lambda e: e.relative_error)
 
 
@@ -99,5 +96,4 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 
 
 def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
-    """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

@@ -85,7 +85,6 @@ class Inputs:
         return (*here, *((shard.name, shard.size, shard.header_sha256) for shard in shards))
 
     def close(self) -> None:
-        """Unmap the source."""
         if self.source is not None:
             self.source.close()
 

@@ -45,7 +45,6 @@ class ItemChecker:
 
     @cached_property
     def comparison(self) -> Comparison:
-        """With the source."""
         return comparison(self.inputs)
 
     @cached_property
@@ -56,17 +55,14 @@ class ItemChecker:
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[Any, Any]]:
-        """The tensors that another output has, too."""
         assert self.inputs.other is not None
         return pairs(self.inputs.output, self.inputs.other)
 
     def other_tensor(self, name: str) -> str | None:
-        """A tensor that is no routed expert, against the source's."""
         assert self.inputs.source is not None
         return other_difference(self.inputs.output, self.inputs.source, self.other_tensors[name])
 
     def equal_tensor(self, name: str) -> str | None:
-        """A tensor against that of another output."""
         assert self.inputs.other is not None
         return tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
 
@@ -95,8 +91,6 @@ def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, t
 
 
 def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
-    """By so many threads."""
-
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
             slots = list(range(AHEAD * threads))

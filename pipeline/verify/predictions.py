@@ -72,7 +72,6 @@ class Predictions:
     bound: float
 
     def sentence(self) -> str:
-        """For the report."""
         return (
             f"KL divergence {self.kl:.3g} nats (at most {self.bound:.3g} are plausible), "
             f"top-1 agreement {100 * self.top1_agreement:.1f} % over {self.tokens} tokens"

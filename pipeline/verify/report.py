@@ -54,7 +54,6 @@ def _arrangement(output: Output) -> str:
 
 
 def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same as (label, text)."""
     maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
     arrangement = document["arrangement"]
     rows = [("output", document["output"]), ("made by", maker)]
@@ -84,7 +83,6 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """The report as one JSON object."""
     return {
         "event": "verified",
         **facts(report.output, report.measure),
@@ -113,7 +111,6 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def lines(report: Report) -> list[str]:
-    """The report for people."""
     out = aligned(facts_rows(facts(report.output, report.measure)))
     out += ["", *aligned([("check", "result"), *((c.name, _result(c.problems, c.result)) for c in report.checks)])]
     for check in report.checks:

@@ -51,7 +51,6 @@ def check_files(output: Output, _measure: Measure) -> Check:
 
 
 def listed_files(output: Output) -> tuple[OutputFile, ...]:
-    """The files of the manifest, none without one."""
     return () if output.manifest is None else output.manifest.files
 
 
@@ -333,7 +332,6 @@ STRUCTURE: tuple[Row, ...] = (
 
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
-    """All of STRUCTURE that applies."""
     return list(run_checks(STRUCTURE, output, measure))
 
 

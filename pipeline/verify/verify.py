@@ -50,7 +50,6 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """All of them, one sentence each."""
         return [problem for check in self.checks for problem in check.problems]
 
     @property
@@ -79,18 +78,15 @@ class Verification:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every weight file is there and can be read."""
         return weights_whole(self.inputs.output)
 
     @cached_property
     def files(self) -> list[OutputFile]:
-        """Those of the manifest that are there."""
         bad = unreadable(self.inputs.output)
         return [file for file in listed_files(self.inputs.output) if file.name not in bad]
 
     @cached_property
     def codes(self) -> list[TensorInfo]:
-        """Those that `codes` reads."""
         return codes_of_others(self.inputs.output, self.inputs.measure)
 
     @property

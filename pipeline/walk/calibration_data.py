@@ -56,7 +56,6 @@ class Calibration:
 
     @classmethod
     def of(cls, options: Samples) -> Calibration:
-        """From a command's options."""
         return cls(
             dataset=options.dataset,
             split=options.dataset_split,

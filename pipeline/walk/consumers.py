@@ -100,8 +100,6 @@ class Consumer(Protocol):
 
 @dataclass
 class TokenCounts:
-    """Counts the tokens that are routed to each expert, by layer."""
-
     tokens: dict[int, Tokens] = field(default_factory=dict)
     evidence = None
     replaces = False

@@ -72,7 +72,6 @@ def local_files(dataset: str) -> list[Path]:
 
 
 def kind_of(file: Path) -> str:
-    """The name of the loader of `datasets`."""
     return KINDS[file.suffix.lower()]
 
 

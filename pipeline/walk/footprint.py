@@ -81,7 +81,6 @@ class WalkShape:
 
     @property
     def has_hessians(self) -> bool:
-        """Whether there are Hessians."""
         return self.quantizes or self.moments
 
 

@@ -57,7 +57,6 @@ class LayerWalk:
         return self.lm.middle(self.layer, *(torch.nn.functional.linear(x, w) for w in (expert.gate, expert.up)))
 
     def weights(self, expert: int) -> ExpertWeights:
-        """An expert of the checkpoint in BF16."""
         linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
         return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
 

@@ -97,7 +97,6 @@ class LayeredModel:
 
     @property
     def hidden(self) -> int:
-        """The hidden size H."""
         return int(self.model.config.get_text_config(decoder=True).hidden_size)
 
     def tokenizer(self) -> Any:

@@ -74,14 +74,11 @@ class Call:
         return data
 
     async def stream(self, events: AsyncIterator[bytes | str], name: str) -> None:
-        """A streamed answer, of this id."""
         response = StreamingResponse(events, media_type=EVENTS.decode(), headers={"x-request-id": name})
         await response(self.scope, self.receive, self.send)
 
 
 class Application:
-    """Answers for one model."""
-
     def __init__(self, manager: OneModel, scheduler: Scheduler, key: bytes | None) -> None:
         """scheduler: generates; key: the API key that all but /health asks for."""
         self.manager, self.scheduler, self.key = manager, scheduler, key
@@ -101,7 +98,6 @@ class Application:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it; only for http."""
         begun = streaming = False
 
         async def watched(message: Message) -> None:
@@ -252,7 +248,6 @@ class Application:
         return generation_config(request, self.manager.defaults, most)
 
     async def _handled(self, handler: Any, body: Any, config: Any, name: str, options: RequestOptions) -> Any:
-        """The response of transformers' handler to this body, under this id."""
         body |= {"model": self.manager.name, "generation_config": json.dumps(config)}
         try:
             with noted(name, options):
@@ -263,7 +258,6 @@ class Application:
 
 
 def _tools(request: schemas.Chat | schemas.Responses) -> dict[str, Any]:
-    """The request's tools, in the body for a handler."""
     if not request.tools or request.tool_choice == "none":
         return {}
     return {"tools": [tool.model_dump(exclude_none=True) for tool in request.tools]}

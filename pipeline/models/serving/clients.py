@@ -26,7 +26,6 @@ class Client:
         self.calls: list[Callable[[], None]] = []
 
     def left(self) -> None:
-        """It has gone."""
         self.gone.set()
         for call in self.calls:
             call()
@@ -47,7 +46,6 @@ class Watched:
         self.application = application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it; only for http."""
         client, watching = Client(), None
 
         async def watch() -> None:

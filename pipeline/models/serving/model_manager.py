@@ -35,7 +35,6 @@ class OneModel(theirs):  # type: ignore[misc]
         own.stop_strings = None  # `model.generate` would fill them in, and StreamDecoder looks for them
 
     def entry(self) -> dict[str, Any]:
-        """This model in /v1/models."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "ktconvert"}
 
     def check_name(self, name: str | None) -> None:

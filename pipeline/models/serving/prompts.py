@@ -40,7 +40,6 @@ class Prompts:
             return await asyncio.to_thread(work, *arguments, **settings)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens."""
         text: str = await self.in_thread(self.tokenizer.decode, ids)
         return text
 
@@ -56,7 +55,6 @@ class Prompts:
         return list(prompt)
 
     def check_ids(self, param: str, ids: Sequence[int] | Mapping[int, Any]) -> None:
-        """Raises Refused for ids that the model does not have."""
         if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise Refused(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
 

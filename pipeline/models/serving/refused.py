@@ -21,7 +21,6 @@ class Refused(Exception):
         return self.message
 
     def body(self) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

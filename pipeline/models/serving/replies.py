@@ -27,7 +27,6 @@ async def respond(send: Send, status: int, body: dict[str, Any], **headers: str)
 
 
 def event(content: Any) -> bytes:
-    """One event of a stream."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 

@@ -50,12 +50,10 @@ class RequestOptions:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
 
         def penalize(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """ids [1, T], scores [1, vocabulary]."""
             counts = ids[0, prompt:].bincount(minlength=scores.shape[-1])[None].to(scores.dtype)
             return scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
         def add_bias(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """ids [1, T], scores [1, vocabulary]."""
             tokens = ids.new_tensor(list(self.logit_bias))
             return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
 
@@ -68,7 +66,6 @@ _noted: dict[str, RequestOptions] = {}
 
 @contextmanager
 def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
-    """Note them while the request is answered."""
     _noted[request_id] = options
     try:
         yield
@@ -77,7 +74,6 @@ def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
 
 
 def noted_for(request_id: str) -> RequestOptions:
-    """What was noted for this request; nothing, if nothing was."""
     return _noted.get(request_id) or RequestOptions()
 
 

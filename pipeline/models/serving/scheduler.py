@@ -60,7 +60,6 @@ class FairLock:
                 self._held = False
 
     def is_awaited(self) -> bool:
-        """Whether another thread waits for it."""
         return bool(self._waiting)
 
     def step_back(self) -> None:
@@ -87,11 +86,9 @@ class ClientWatch:
         clients.when_gone(self.cancel)
 
     def cancel(self) -> None:
-        """It does not."""
         self._gone = True
 
     def check(self) -> None:
-        """Raises Ended if it does not."""
         if self._gone:
             raise Ended
 
@@ -266,7 +263,6 @@ class Scheduler(utils.BaseGenerateManager):
         options.cut = not answer.decoder.ended
 
     def _check(self, *_: Any) -> None:
-        """Raises Ended in a thread whose client has gone."""
         watch = getattr(self._own, "watch", None)
         if watch is not None:
             if self._stopping:
@@ -284,7 +280,6 @@ class Scheduler(utils.BaseGenerateManager):
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """One, several or none."""
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -296,5 +291,4 @@ class SchedulerState(utils.GenerationState):
         self.scheduler = scheduler
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Scheduler:
-        """The same for all requests."""
         return self.scheduler

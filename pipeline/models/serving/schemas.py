@@ -64,7 +64,6 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def texts(value: Any) -> list[str]:
-    """Stop strings: one or a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -78,7 +77,6 @@ def parts(value: Any) -> Any:
 
 
 def is_ids(value: Any) -> bool:
-    """Whether these are token ids."""
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
@@ -109,7 +107,6 @@ def items(value: Any) -> Any:
 
 
 def token_ids(value: Any) -> Any:
-    """The names in logit_bias, as numbers."""
     if not isinstance(value, dict):
         return value
     if not all(TOKEN_ID.fullmatch(name) for name in value):
@@ -165,15 +162,11 @@ class TextPart(Strict):
 
 
 class Called(Strict):
-    """The function of a tool call."""
-
     name: Text
     arguments: Annotated[str, BeforeValidator(json_object)]
 
 
 class ToolCall(Strict):
-    """A call that the model made earlier."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
@@ -209,8 +202,6 @@ class Function(BaseModel):
 
 
 class Tool(Strict):
-    """A tool of a chat."""
-
     type: Annotated[Any, only("function", why="only functions can be called")]
     function: Function
 
@@ -294,8 +285,6 @@ class Generation(CommonRequest):
 
 
 class Chat(Generation):
-    """POST /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FIRST] | None = None
@@ -308,8 +297,6 @@ class Chat(Generation):
 
 
 class Completion(Generation):
-    """POST /v1/completions."""
-
     prompt: Annotated[list[Any], BeforeValidator(prompts)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
@@ -330,8 +317,6 @@ class Completion(Generation):
 
 
 class Responses(CommonRequest):
-    """POST /v1/responses."""
-
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -55,7 +55,6 @@ class StreamDecoder:
         return self._text(now[len(before) :])
 
     def end(self) -> list[Any]:
-        """What was held back."""
         last: list[Any] = []
         if not self.stopped:
             last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
@@ -167,5 +166,4 @@ def parse_message(
 
 
 def decode_all(decoder: StreamDecoder, ids: Iterable[int]) -> list[Any]:
-    """All that comes of these ids."""
     return [item for token in ids for item in decoder.put(token)] + decoder.end()

@@ -60,7 +60,6 @@ class Connection(H11Protocol):
     resume_writing = _then_look("resume_writing")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio has it."""
         super().connection_lost(exc)
         self._await(None)
 
@@ -74,7 +73,6 @@ class Connection(H11Protocol):
         return self.flow.write_paused, self._since
 
     def _look(self) -> None:
-        """Note whose part is next."""
         if self.flow.write_paused:
             self._await((self.flow, READING))
         elif self.cycle is None or self.cycle.response_complete:
@@ -102,13 +100,11 @@ class Server(uvicorn.Server):
     """uvicorn's, which waits for the answers that it is giving; here they end at once."""
 
     def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
-        """settings: of uvicorn."""
         more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off"}
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=PATIENCE, **more, **settings))
         self._scheduler = scheduler
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
         self._scheduler.interrupt()
         super().handle_exit(sig, frame)
 
