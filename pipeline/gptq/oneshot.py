@@ -13,8 +13,8 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.dataset import first_line
 
 # (layer, expert, projection) -> the linear
 Quantized = Callable[[int, int, str], Stored]

@@ -39,14 +39,12 @@ def of_all_layers(counts: I64, number: int) -> Mask:
         raise UsageError(f"--total {number}: the layers have {most} experts in all; give at most so many.")
     if find_spec("torch") is None:
         raise KtconvertError("--total needs torch, not installed here: pip install 'ktconvert[torch]'")
-    mask = _largest(counts, number)
-    return mask if (mask <= there).all() else _largest(np.where(there, counts, -1), number)
-
-
-def _largest(counts: I64, number: int) -> Mask:
     import torch
 
-    mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(counts)), number).numpy()
+    for known in (counts, np.where(there, counts, -1)):
+        mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(known)), number).numpy()
+        if (mask <= there).all():
+            break
     return mask
 
 

@@ -13,7 +13,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.differences import sums_of
-from ktconvert.quantizers.reference import F32, bf16_to_f32
+from ktconvert.quantizers.reference import bf16_to_f32
 
 # GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a
 # thousandth of it. Another expert's codes are 13 (W4A16) to 200 (W8A16) times as far away.
@@ -55,8 +55,7 @@ def judge(
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
-    outside = _out_of_range(encoding, stored, n, k)
-    if outside:
+    if outside := _out_of_range(encoding, stored, n, k):
         return np.zeros(4), Calibrated(np.inf, False, False), outside
     x = bf16_to_f32(kernels.decode(matrix)[rows])
     ours, theirs = ((measured or encoding).decode(tensors, n, k, rows) for tensors in (stored, rounded))
@@ -64,18 +63,16 @@ def judge(
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
         return np.zeros(4), Calibrated(np.inf, False, True), problem
-    columns = np.flatnonzero(~unused)
-    sums, rounding = (_sums(x, values, columns) for values in (ours, theirs))
+    x, ours, theirs = (values[:, ~unused] for values in (x, ours, theirs))
+    parts = [slice(first, first + CHUNK) for first in range(0, len(x), CHUNK)]
+    sums, rounding = (sum((sums_of(x[p], y[p]) for p in parts), np.zeros(4)) for y in (ours, theirs))
     error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
     ratio = error / usual if usual else 1.0 if error == 0 else np.inf
     comparison = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
     if ratio <= WORST_RATIO:
         return sums, comparison, ""
-    problem = (
-        f"is {error:.4f} away from its source, {ratio:.1f} times as far as rounding to nearest ({usual:.4f}); "
-        f"at most {WORST_RATIO:g} times is plausible"
-    )
-    return sums, comparison, problem
+    far = f"{ratio:.1f} times as far as rounding to nearest ({usual:.4f}); at most {WORST_RATIO:g} times is plausible"
+    return sums, comparison, f"is {error:.4f} away from its source, {far}"
 
 
 def _out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
@@ -105,12 +102,3 @@ def calibrated_summary(linears: Sequence[Calibrated], same_scales: bool = True) 
 def calibrated_notes(linears: Sequence[Calibrated]) -> list[str]:
     unused = sum(linear.unused for linear in linears)
     return [f"{unused} linears have columns that are all zeros: calibration never saw their inputs"] if unused else []
-
-
-def _sums(x: F32, y: F32, columns: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """Sums of x*x, y*y, x*y and (x-y)^2 over these columns."""
-    sums = np.zeros(4)
-    for first in range(0, len(x), CHUNK):
-        part = slice(first, first + CHUNK)
-        sums += sums_of(x[part][:, columns], y[part][:, columns])
-    return sums

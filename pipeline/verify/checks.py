@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.ui.progress import Reporter
 
 AGAIN = "convert it again with --overwrite"
 CHUNK = 4 << 20  # bytes of a tensor compared, or of a file hashed, at a time
@@ -41,22 +40,9 @@ def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
             yield replace(row.check(*subject), name=row.name)
 
 
-class CheckItems(Protocol):
-    """Checks many items in one of the ways of item_checks.ITEM_CHECKS; yields (item, what was found) in order."""
-
-    def __call__(self, kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """sizes: bytes that are to be read for each item."""
-
-
-def item_problems(
-    check_items: CheckItems, kind: str, items: Sequence[Any], sizes: Sequence[int], reporter: Reporter
-) -> list[str]:
-    """The sentences that checking these items gives; as many bytes are reported as done."""
-    problems = []
-    for nbytes, (_, problem) in zip(sizes, check_items(kind, items, sizes), strict=True):
-        reporter.advance(nbytes)
-        problems += [] if problem is None else [problem]
-    return problems
+# Checks many items in one of the ways of item_checks.ITEM_CHECKS and reports the bytes of each as done: called with the
+# kind, the items, and the bytes that are to be read for each, it yields (item, what was found) in order.
+CheckItems = Callable[[str, Sequence[Any], Sequence[int]], Iterator[tuple[Any, Any]]]
 
 
 class LinearError(NamedTuple):
@@ -87,13 +73,6 @@ class ProjectionErrors:
         return max(self.experts, key=lambda e: e.relative_error)
 
 
-def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
-    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
-    if np.array_equal(a, b):
-        return None
-    at = np.flatnonzero(a != b)
-    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
-
-
 def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
+    """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

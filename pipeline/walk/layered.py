@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.models.loading import auto_class
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
-from ktconvert.pipeline.walk.dataset import first_line
+from ktconvert.pipeline.ui.text import first_line
 
 if TYPE_CHECKING:
     import torch

@@ -40,7 +40,7 @@ def when_gone(call: Callable[[], None]) -> None:
 
 
 class Watched:
-    """An ASGI application around another one, which listens to the client once all of its request has come."""
+    """An ASGI application around another one, only for http; it listens to the client when its request is whole."""
 
     def __init__(self, application: ASGIApp) -> None:
         self.application = application

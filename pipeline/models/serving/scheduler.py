@@ -16,7 +16,6 @@ import copy
 import queue
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,7 +26,7 @@ from transformers.cli.serving import utils
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving import clients
-from ktconvert.pipeline.models.serving.refused import ending
+from ktconvert.pipeline.models.serving.access import ending
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, parse_answers_of
 
@@ -39,38 +38,26 @@ class FairLock:
     """Like threading.Lock, but first come, first served; from that, whoever runs may take it again at once."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Event] = deque()
+        self._changed = threading.Condition()
+        self._given = self._served = 0  # tickets; the holder's is `served`
 
     def __enter__(self) -> None:
-        with self._guard:
-            if not self._held:
-                self._held = True
-                return
-            mine = threading.Event()
-            self._waiting.append(mine)
-        mine.wait()
+        with self._changed:
+            ticket, self._given = self._given, self._given + 1
+            self._changed.wait_for(lambda: self._served == ticket)
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().set()  # it is held still, by the one that waited longest
-            else:
-                self._held = False
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
 
     def is_awaited(self) -> bool:
-        return bool(self._waiting)
+        return self._given - self._served > 1
 
     def step_back(self) -> None:
-        """Let the others that wait have it first, and wait to have it again. For the holder."""
-        mine = threading.Event()
-        with self._guard:
-            if not self._waiting:
-                return
-            self._waiting.append(mine)
-            self._waiting.popleft().set()
-        mine.wait()
+        """For the holder: let the others that wait have it first."""
+        self.__exit__()
+        self.__enter__()
 
 
 class Ended(Exception):
@@ -78,10 +65,9 @@ class Ended(Exception):
 
 
 class ClientWatch:
-    """Whether the client of a request still waits for what is computed."""
+    """Whether the client still waits for what is computed; in a request's context, it knows when the client goes."""
 
     def __init__(self) -> None:
-        """In a request's context, it knows when the client goes."""
         self._gone = False
         clients.when_gone(self.cancel)
 
@@ -173,7 +159,7 @@ class Scheduler(utils.BaseGenerateManager):
                 emit(utils._StreamError(str(error)))
 
         options, answer = noted_for(request_id), self._answer(gen_config, response_parser, emit)
-        self._submit(answer, generate)
+        self._jobs.put((answer, generate, Future()))
         return items, answer
 
     async def generate_non_streaming(
@@ -188,16 +174,18 @@ class Scheduler(utils.BaseGenerateManager):
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
-        own = self.model.generation_config.eos_token_id
-        return _listed(own if config.eos_token_id is None else config.eos_token_id)
+        return _listed(
+            self.model.generation_config.eos_token_id if config.eos_token_id is None else config.eos_token_id
+        )
 
     async def run(self, work: Callable[[], Any], watch: ClientWatch | None = None) -> Any:
         """What `work` gives, or raises, in one of the threads; its passes through the model raise Ended when the client
-        has gone, which it also has when this is cancelled.
+        has gone, or when this is cancelled.
         """
-        watch = watch or ClientWatch()
+        watch, future = watch or ClientWatch(), Future[Any]()
+        self._jobs.put((watch, work, future))
         try:
-            return await asyncio.wrap_future(self._submit(watch, work))
+            return await asyncio.wrap_future(future)
         finally:
             watch.cancel()
 
@@ -206,19 +194,12 @@ class Scheduler(utils.BaseGenerateManager):
         self._stopping = True
 
     def stop(self) -> None:
-        """Interrupt, and wait some time for the layers that are being computed: it is better if no thread is in the
-        midst of one when the interpreter ends.
-        """
+        """Interrupt, and wait some time for the layers that are being computed when the interpreter ends."""
         self.interrupt()
         for _ in self.threads:
             self._jobs.put(None)
         for thread in self.threads:
             thread.join(PATIENCE / len(self.threads))
-
-    def _submit(self, watch: ClientWatch, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((watch, work, future))
-        return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -281,14 +262,3 @@ class Scheduler(utils.BaseGenerateManager):
 
 def _listed(value: Any) -> Sequence[Any]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-class SchedulerState(utils.GenerationState):
-    """What the handlers get their generation manager from."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
-        self.scheduler = scheduler
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Scheduler:
-        return self.scheduler

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ktconvert.pipeline.models.serving.refused import Refused
+from ktconvert.pipeline.models.serving.access import Refused
 
 MOST_PROMPTS = 256  # of one request
 MOST_STOPS = 16  # of one request, each of at most LONGEST_STOP characters
@@ -25,15 +26,8 @@ UNKNOWN = "unknown"  # the type of the error that names a parameter
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
 # What pydantic's types of errors are called here; others keep its words.
-WORDS = {
-    UNKNOWN: "is no parameter that this server honours; leave it out",
-    "missing": "is missing",
-    "dict_type": "has to be an object",
-    "model_type": "has to be an object",
-}
-
-
-# --- values, messages and tools -------------------------------------------------------------------
+WORDS = {UNKNOWN: "is no parameter that this server honours; leave it out", "missing": "is missing"}
+WORDS |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
 
 
 def fault(message: str) -> PydanticCustomError:
@@ -121,16 +115,16 @@ def older_role(value: Any) -> Any:
 
 def json_object(value: Any) -> Any:
     """The arguments of a call, which templates read as a mapping."""
-    try:
-        good = isinstance(json.loads(value), dict)
-    except (TypeError, ValueError, RecursionError):
-        good = False
-    if not good:
-        raise fault("has to be a JSON object in a string")
-    return value
+    with suppress(TypeError, ValueError, RecursionError):
+        if isinstance(json.loads(value), dict):
+            return value
+    raise fault("has to be a JSON object in a string")
 
 
 FIRST = Field(fail_fast=True)
+FUNCTION = Annotated[Any, only("function", why="only functions can be called")]
+CHOICE = Annotated[Any, only("auto", "none", why="only auto and none are honoured")]
+PARALLEL = Annotated[Any, only(True, why="cannot be forbidden; leave it out")]
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -202,14 +196,14 @@ class Function(BaseModel):
 
 
 class Tool(Strict):
-    type: Annotated[Any, only("function", why="only functions can be called")]
+    type: FUNCTION
     function: Function
 
 
 class FlatTool(Function):
     """A tool of /v1/responses."""
 
-    type: Annotated[Any, only("function", why="only functions can be called")]
+    type: FUNCTION
 
 
 class Item(BaseModel):
@@ -288,8 +282,8 @@ class Chat(Generation):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FIRST] | None = None
-    tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
-    parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
+    tool_choice: CHOICE = None
+    parallel_tool_calls: PARALLEL = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Annotated[Any, only({"type": "text"}, why="only text is given: a form cannot be enforced")] = None
     modalities: Annotated[Any, only(["text"], why="only text is given")] = None
@@ -321,8 +315,8 @@ class Responses(CommonRequest):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FlatTool], FIRST] | None = None
-    tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
-    parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
+    tool_choice: CHOICE = None
+    parallel_tool_calls: PARALLEL = None
     text: Annotated[Any, only({"format": {"type": "text"}}, why="only text is given: a form cannot be enforced")] = None
     truncation: Annotated[Any, only("disabled", why="what is too long is refused; leave it out")] = None
     include: Annotated[Any, only([], why="nothing more is included; leave it out")] = None
