@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,9 @@ Item = tuple[int, str]  # (expert, projection)
 Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the encoding's order
 Scales = npt.NDArray[Any]  # as Encoding.scales gives them
 Write = Callable[[int, str, Stored], None]
-
-
-class Nearest(Protocol):
-    """Rounds a linear by itself, each code to the nearest. Raises InputError for a value that is not finite."""
-
-    def __call__(self, expert: int, projection: str, importance: F32 | None) -> Stored:
-        """The linear. importance: of its columns, [k]; None if nothing is known of its inputs."""
+# (expert, projection, importance of its columns [k], None if nothing is known of its inputs) -> the linear, each code
+# rounded to nearest. Raises InputError for a value that is not finite.
+Nearest = Callable[[int, str, F32 | None], Stored]
 
 
 @dataclass
@@ -43,8 +39,7 @@ class Compensate:
     parts      NUMA parts of a linear
     dampening  fraction of mean(diag(H)) that is added to the diagonal
     rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does,
-               which moves one
-               8-bit code in 400 by one; "float32": the codes that GPTQ chose
+               which moves one 8-bit code in 400 by one; "float32": the codes that GPTQ chose
     sees       which tokens an expert is calibrated on, as Evidence says
     floor      a linear that fewer tokens than these reached is rounded to nearest
     nearest    rounds a linear to nearest

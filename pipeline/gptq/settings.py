@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,34 +9,23 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.walk import footprint
-from ktconvert.pipeline.walk.calibration_data import Calibration
+from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 INSTEAD = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice where a model cannot be calibrated
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of GPTQ.
-
-    engine       "stream", or "oneshot": llmcompressor's own, for comparison
-    machine      properties of the machine where the conversion was begun that can change bytes, "threads" and "device"
-                 among them
-    group        experts in memory at a time
-    fingerprint  all that can change a byte: (name, value)
-    Others as in compensate.Compensate.
+class Settings(WalkSettings):
+    """The settings of GPTQ: those of the walk, those of compensate.Compensate, and the engine: "stream", or "oneshot",
+    llmcompressor's own, for comparison.
     """
 
-    calibration: Calibration
     dampening: float
     rounding: str
     sees: str
     floor: int
     descends: bool
-    group: int
     engine: str
-    trust_remote_code: bool
-    machine: Mapping[str, Any]
-    fingerprint: tuple[tuple[str, Any], ...]
 
 
 def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:

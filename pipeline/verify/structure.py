@@ -380,8 +380,8 @@ def hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
     here, listed = digest.hexdigest(), file.sha256
-    told = f"its sha256 is {here[:12]}, the manifest says {listed[:12]}"
-    return None if here == listed else f"{file.name} is not what was written: {told}"
+    figures = f"its sha256 is {here[:12]}, the manifest says {listed[:12]}"
+    return None if here == listed else f"{file.name} is not what was written: {figures}"
 
 
 def check_numbers(output: Output, measure: Measure) -> Check:

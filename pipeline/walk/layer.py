@@ -7,7 +7,7 @@ and outputs of the experts, for all sequences, lie in files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights, Tokens
+from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.layered import LayeredModel
 
 if TYPE_CHECKING:
@@ -70,24 +70,26 @@ def walk_layer(
     scratch   folder for the inputs and outputs of the experts, of that size each
     leaving   path of a new, durable file for what leaves the layer; None if it is not needed
     Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as
-    LayeredModel does."""
+    LayeredModel does.
+    """
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
     kinds = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
     with walk.lm.loaded(walk.layer), ExitStack() as files:
         walk.lm.require_causal(walk.layer)
         inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / "inputs")), kinds)
-        outputs = files.enter_context(_file_like(entering, scratch / "outputs")) if leaving is not None else None
+        if leaving is None:
+            return _visit_experts(walk, inputs, consumers, kinds, None)
+        outputs = files.enter_context(_file_like(entering, scratch / "outputs"))
         _visit_experts(walk, inputs, consumers, kinds, outputs)
-        if outputs is not None and leaving is not None:
-            with _file_like(entering, leaving) as left:
-                for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
+        with _file_like(entering, leaving) as left:
+            for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
 
-                    def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
-                        return summed.reshape(x.shape)
+                def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
+                    return summed.reshape(x.shape)
 
-                    left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden, experts)))
-                left.sync()
+                left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden, experts)))
+            left.sync()
 
 
 def walk_dense_layer(walk: LayerWalk, entering: RowFile, leaving: Path) -> RowFile:
@@ -114,7 +116,7 @@ class _Inputs:
     shared: Mapping[Evidence, Accumulator]
 
 
-def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Collection[Evidence]) -> _Inputs:
+def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Evidence]) -> _Inputs:
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
@@ -131,25 +133,17 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Collection
     return inputs
 
 
-def _token_counts(walk: LayerWalk, inputs: _Inputs) -> Tokens:
-    experts = walk.model.shape(walk.layer)[0]
-    counts = np.zeros(experts, np.int64)
-    for ids in inputs.ids:
-        counts += np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts]
-    return counts
-
-
 def _visit_experts(
-    walk: LayerWalk,
-    inputs: _Inputs,
-    consumers: Sequence[Consumer],
-    kinds: Collection[Evidence],
-    outputs: RowFile | None,
+    walk: LayerWalk, inputs: _Inputs, consumers: Sequence[Consumer], kinds: set[Evidence], outputs: RowFile | None
 ) -> None:
     """Pass groups of experts to the consumers; the sums of their outputs, by token, go to `outputs`."""
-    tokens = _token_counts(walk, inputs)
-    for start in range(0, len(tokens), walk.group):
-        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, len(tokens)))}
+    experts = walk.model.shape(walk.layer)[0]
+    tokens = sum(
+        (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in inputs.ids),
+        np.zeros(experts, np.int64),
+    )
+    for start in range(0, experts, walk.group):
+        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts))}
         gathered = _gather(walk, inputs, weights, kinds)
         computing: Mapping[int, ExpertWeights] = weights
         for consumer in consumers:
@@ -163,7 +157,7 @@ def _visit_experts(
 
 
 def _gather(
-    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: Collection[Evidence]
+    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: set[Evidence]
 ) -> Mapping[Evidence, Accumulators]:
     """The evidence of a group's linears, over all sequences."""
     import torch
@@ -180,9 +174,8 @@ def _gather(
                     tokens, choice = torch.where(ids == e)
                     seen = x[tokens.to(walk.lm.device)] if routed else x
                     middle = walk.middle(seen, own)
-                    for kind, (gate_up, down) in gathered.items():
-                        if kind.routed != routed:
-                            continue
+                    for kind in [kind for kind in kinds if kind.routed == routed]:
+                        gate_up, down = gathered[kind]
                         share = shares[tokens, choice].float() if kind.weighted and routed else None
                         if not kind.shared:
                             gate_up[e].add(seen, share)
