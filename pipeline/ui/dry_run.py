@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
-from ktconvert.pipeline.engine.units import Status
+from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
@@ -51,42 +51,26 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
 def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
     sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
     if as_json:
-        outputs = [document["output"] for document in documents]
-        disks = [
-            {
-                "outputs": [str(output) for output in system.outputs],
-                "disk_needed": sum(system.needed.values()),
-                "disk": dict(system.needed),
-                "disk_free": system.free,
-            }
-            for system in needs
-        ]
+        outputs, disks = [document["output"] for document in documents], list[dict[str, Any]]()
+        for system in needs:
+            disk = {"disk_needed": sum(system.needed.values()), "disk": dict(system.needed), "disk_free": system.free}
+            disks.append({"outputs": [str(output) for output in system.outputs], **disk})
         return json.dumps({"event": "plans", "outputs": outputs, **sums, "disks": disks})
-    return "\n".join(
-        [
-            f"all {len(documents)} outputs",
-            f"read          {size(sums['bytes_in'])}, from disk once what several read, while a layer fits in the page "
-            "cache",
-            f"write         {size(sums['bytes_out'])}",
-            *(f"disk          {system}" for system in needs),
-        ]
-    )
+    once = "from disk once what several read, while a layer fits in the page cache"
+    out = [f"all {len(documents)} outputs", f"read          {size(sums['bytes_in'])}, {once}"]
+    out += [f"write         {size(sums['bytes_out'])}", *(f"disk          {system}" for system in needs)]
+    return "\n".join(out)
 
 
 def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
-    facts = plan.facts
-    out = [
-        f"plan     {plan.request.command}: {plan.request.input}",
-        f"      -> {plan.request.output}",
-        *(
-            f"{key:<13} {joined(facts[key])}"
-            for key in ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
-            if key in facts
-        ),
-        *([f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []),
-        "",
-        "stages",
-    ]
+    facts, known = (
+        plan.facts,
+        ["architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes"],
+    )
+    out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
+    out += [f"{key:<13} {joined(facts[key])}" for key in known if key in facts]
+    out += [f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []
+    out += ["", "stages"]
     for stage in document["stages"]:
         needs = " + ".join(stage["needs"])
         out.append(
@@ -128,6 +112,10 @@ def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     return states_once_begun(plan, paths, overwrite)
 
 
+def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
+    return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
+
+
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
     paths = locate(plan.request.output, adopt=adopts(plan))
     old = None if finished else saved_plan(paths)
@@ -144,23 +132,14 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
             "title": stage.title,
             "needs": list(stage.needs),
             "units": len(stage.units),
-            "to_run": sum(not done[u] for u in stage.units),
-            "bytes_in": sum(u.bytes_in for u in stage.units),
-            "bytes_out": sum(u.bytes_out for u in stage.units),
+            "to_run": sum(not done[unit] for unit in stage.units),
+            **_sizes(stage.units),
         }
         for stage in plan.stages
     ]
-    stages.append(
-        {
-            "name": "assemble",
-            "title": "companions, config, card, manifest, index; then the output appears",
-            "needs": [stage.name for stage in plan.stages],
-            "units": 1,
-            "to_run": int(not finished),
-            "bytes_in": plan.extra_bytes,
-            "bytes_out": plan.extra_bytes,
-        }
-    )
+    title = "companions, config, card, manifest, index; then the output appears"
+    last = {"name": "assemble", "title": title, "needs": [stage.name for stage in plan.stages], "units": 1}
+    extra = {"to_run": int(not finished), "bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes}
     return {
         "command": plan.request.command,
         "input": plan.request.input,
@@ -169,7 +148,7 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         "model": plan.facts,
         "notes": list(plan.notes),
         "advice": list(plan.advice),
-        "stages": stages,
+        "stages": [*stages, last | extra],
         "units": [
             {
                 "unit": s.unit.name,
@@ -184,8 +163,7 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         ],
         "loose": any(unit.folder for unit in plan.units),
         "shards": sum(unit.kept for unit in plan.units),
-        "bytes_in": sum(u.bytes_in for u in todo),
-        "bytes_out": sum(u.bytes_out for u in todo),
+        **_sizes(todo),
         "replaces": [each.document() for each in to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,

@@ -65,19 +65,12 @@ class Reporter:
         self.say(f"hashed {size(nbytes)}", level=1)
 
     def begin(
-        self,
-        total_bytes: int,
-        done_bytes: int,
-        amount: Callable[[float], str] = size,
-        units: tuple[int, int] = (0, 0),
+        self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size, units: tuple[int, int] = (0, 0)
     ) -> None:
-        """Progress starts: bytes of input in all, and those that finished units already account for.
-
-        amount  says how much; what is counted need not be bytes
-        units   how many units are done, and how many there are
+        """Progress starts: bytes of input in all, and those that finished units already account for. amount: says how
+        much, for what is counted need not be bytes; units: how many are done, and how many there are.
         """
-        self._units = units
-        self._amount = amount
+        self._units, self._amount = units, amount
         self._total, self._done, self._counted = total_bytes, done_bytes, 0
         self._begun = self._last_line = time.monotonic()
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
@@ -138,28 +131,27 @@ class Reporter:
                 self._bar.update(self._task, advance=nbytes, description=self._at(), rss=f"RSS {size(machine.rss())}")
                 return
             now = time.monotonic()
-            due = now - self._last_line >= LINE_EVERY
-            if due:
-                self._last_line = now
-        if due:
-            rate = self._counted / max(now - self._begun, 1e-9)
-            eta = (self._total - self._done) / rate if rate else 0.0
-            self.event(
-                "progress",
-                done_bytes=self._done,
-                total_bytes=self._total,
-                bytes_per_second=round(rate),
-                eta_seconds=round(eta),
-                unit=self._where,
-                units_done=self._units[0],
-                units=self._units[1],
-                rss=machine.rss(),
-            )
-            share = 100 * self._done / max(self._total, 1)
-            self.say(
-                f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-                f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
-            )
+            if now - self._last_line < LINE_EVERY:
+                return
+            self._last_line = now
+        rate = self._counted / max(now - self._begun, 1e-9)
+        eta = (self._total - self._done) / rate if rate else 0.0
+        self.event(
+            "progress",
+            done_bytes=self._done,
+            total_bytes=self._total,
+            bytes_per_second=round(rate),
+            eta_seconds=round(eta),
+            unit=self._where,
+            units_done=self._units[0],
+            units=self._units[1],
+            rss=machine.rss(),
+        )
+        share = 100 * self._done / max(self._total, 1)
+        self.say(
+            f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
+            f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
+        )
 
     def end(self) -> None:
         if self._bar is not None:
