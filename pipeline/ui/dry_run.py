@@ -63,10 +63,8 @@ def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem
 
 
 def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
-    facts, known = (
-        plan.facts,
-        ["architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes"],
-    )
+    facts = plan.facts
+    known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
     out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
     out += [f"{key:<13} {joined(facts[key])}" for key in known if key in facts]
     out += [f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []
@@ -126,20 +124,13 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
     threads = fit_threads([plan])
     todo = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, todo)
-    stages: list[dict[str, Any]] = [
-        {
-            "name": stage.name,
-            "title": stage.title,
-            "needs": list(stage.needs),
-            "units": len(stage.units),
-            "to_run": sum(not done[unit] for unit in stage.units),
-            **_sizes(stage.units),
-        }
-        for stage in plan.stages
-    ]
-    title = "companions, config, card, manifest, index; then the output appears"
-    last = {"name": "assemble", "title": title, "needs": [stage.name for stage in plan.stages], "units": 1}
-    extra = {"to_run": int(not finished), "bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes}
+    stages: list[dict[str, Any]] = []
+    for stage in plan.stages:
+        about = {"name": stage.name, "title": stage.title, "needs": list(stage.needs), "units": len(stage.units)}
+        stages.append({**about, "to_run": sum(not done[unit] for unit in stage.units), **_sizes(stage.units)})
+    title, needs = "companions, config, card, manifest, index; then the output appears", [s.name for s in plan.stages]
+    extra = {"bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes}
+    assemble = {"name": "assemble", "title": title, "needs": needs, "units": 1, "to_run": int(not finished), **extra}
     return {
         "command": plan.request.command,
         "input": plan.request.input,
@@ -148,7 +139,7 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         "model": plan.facts,
         "notes": list(plan.notes),
         "advice": list(plan.advice),
-        "stages": [*stages, last | extra],
+        "stages": [*stages, assemble],
         "units": [
             {
                 "unit": s.unit.name,

@@ -206,9 +206,6 @@ def _conversion(paths: Paths) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     return ROWS[document["kind"]](document)
 

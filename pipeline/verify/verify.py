@@ -201,7 +201,7 @@ def verify(
             if inputs.source is not None and not v.whole:
                 v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
             if options.page and _readable(v):
-                found = page_data(output, measured, inputs.model, v.errors, counts, options.threads)
+                found = page_data(inputs, v.errors, counts)
         finally:
             reporter.end()
         if _loads(v):
