@@ -51,23 +51,16 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     """How many experts of the widest layer, with Hessians and working copies, fit into `budget` bytes; at least one."""
 
     def bytes_of(hidden: int, width: int) -> int:
-        weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
         hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-        return weights + hessians
+        return 2 * 3 * hidden * width * 2 + hessians  # weights as they are, and rounded
 
     return footprint.experts_at_a_time(model, budget, bytes_of)
 
 
 def facts(options: QuantizationOptions) -> dict[str, Any]:
-    return {
-        "calibration": {
-            **Calibration.of(options.samples).facts(),
-            "dampening": options.gptq.dampening_frac,
-            "calibrate": options.gptq.calibrate,
-            "steps": options.gptq.gptq_steps,
-            "engine": options.engine,
-        }
-    }
+    gptq, data = options.gptq, Calibration.of(options.samples).facts()
+    settings = {"dampening": gptq.dampening_frac, "calibrate": gptq.calibrate, "steps": gptq.gptq_steps}
+    return {"calibration": {**data, **settings, "engine": options.engine}}
 
 
 def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> footprint.WalkShape:

@@ -68,15 +68,11 @@ class ClientWatch:
     """Whether the client still waits for what is computed; in a request's context, it knows when the client goes."""
 
     def __init__(self) -> None:
-        self._gone = False
+        self.gone = False
         clients.when_gone(self.cancel)
 
     def cancel(self) -> None:
-        self._gone = True
-
-    def check(self) -> None:
-        if self._gone:
-            raise Ended
+        self.gone = True
 
 
 class Answer(ClientWatch):
@@ -117,8 +113,7 @@ class Answer(ClientWatch):
 
 
 class Scheduler(utils.BaseGenerateManager):
-    """Generates for the handlers of transformers' server; everything else that computes with the model goes through
-    `run`, too.
+    """Generates for the handlers of transformers' server; all else that computes with the model goes through `run`.
 
     It is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
     stream, or is raised by generate_non_streaming. A cancelled one ends with what it has.
@@ -174,9 +169,8 @@ class Scheduler(utils.BaseGenerateManager):
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
-        return _listed(
-            self.model.generation_config.eos_token_id if config.eos_token_id is None else config.eos_token_id
-        )
+        own = self.model.generation_config if config.eos_token_id is None else config
+        return _listed(own.eos_token_id)
 
     async def run(self, work: Callable[[], Any], watch: ClientWatch | None = None) -> Any:
         """What `work` gives, or raises, in one of the threads; its passes through the model raise Ended when the client
@@ -245,10 +239,8 @@ class Scheduler(utils.BaseGenerateManager):
 
     def _check(self, *_: Any) -> None:
         watch = getattr(self._own, "watch", None)
-        if watch is not None:
-            if self._stopping:
-                raise Ended
-            watch.check()
+        if watch is not None and (self._stopping or watch.gone):
+            raise Ended
 
     def _before_pass(self, *_: Any) -> None:
         """Let the threads that wait compute first. A seed is a client's own, whoever else draws numbers."""
