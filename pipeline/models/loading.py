@@ -29,12 +29,8 @@ FOREVER = "1000000000"  # seconds before a bar is drawn
 LONGEST = "max_position_embeddings"  # what a config calls the most tokens that a model reads
 # What a config.json may ask of a model beside its predictions, and how it is left out. Left over from training, router
 # logits make transformers add up a loss, which fails for a prompt in parts, with padding and with beams.
-PREDICTIONS_ONLY = {
-    "output_router_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "return_dict": True,
-}
+PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
+PREDICTIONS_ONLY["return_dict"] = True
 # What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
 # parts, and several answers at once are not streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}

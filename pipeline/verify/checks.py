@@ -27,17 +27,16 @@ class Check:
 
 
 class Row(NamedTuple):
-    """A row of a table of checks: the name, when it applies to what is verified, and what checks it."""
+    """A row of a table of checks: the name, and what checks an output; it gives None where it does not apply."""
 
     name: str
-    applies: Callable[..., bool]
-    check: Callable[..., Check]
+    check: Callable[..., Check | None]
 
 
 def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
     for row in rows:
-        if row.applies(*subject):
-            yield replace(row.check(*subject), name=row.name)
+        if (check := row.check(*subject)) is not None:
+            yield replace(check, name=row.name)
 
 
 # Checks many items in one of the ways of item_checks.ITEM_CHECKS and reports the bytes of each as done: called with the

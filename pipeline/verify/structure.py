@@ -94,16 +94,13 @@ def _strange_without_manifest(output: Output) -> list[str]:
     return [s for s in output.shards if (m := PART.fullmatch(s)) and m[3] != max(totals)]
 
 
-def _has_index(output: Output, _measure: Measure) -> bool:
-    """Whether there is something to say of it; check_files reports where one of the manifest is absent."""
-    known = output.weight_map is not None or output.manifest is None
-    return known and not output.loose and INDEX not in output.damaged
-
-
-def check_index(output: Output, _measure: Measure) -> Check:
+def check_index(output: Output, _measure: Measure) -> Check | None:
     """The index names every tensor of every shard, no other, and the true total size."""
-    if output.weight_map is None:
-        return Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+    if output.loose or INDEX in output.damaged:
+        return None
+    if output.weight_map is None:  # where the manifest has one, check_files says that it is missing
+        none = Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+        return none if output.manifest is None else None
     bad, notes = unreadable(output), list[str]()
     gone = sorted(set(output.weight_map.values()) - {*output.shards, *bad})
     problems = [f"{INDEX} names {shard}, which is missing" for shard in gone]
@@ -140,8 +137,10 @@ def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGr
         yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
 
 
-def check_tensors(output: Output, measure: Measure) -> Check:
+def check_tensors(output: Output, measure: Measure) -> Check | None:
     """Every layer, expert, projection, part and tensor exactly once, with the sizes of one form, T, E, H and I."""
+    if not _packed(output):
+        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
@@ -216,13 +215,12 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
     }
 
 
-def _own_metadata(output: Output) -> dict[str, dict[str, str]]:
-    return {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
-
-
-def check_metadata(output: Output, measure: Measure) -> Check:
+def check_metadata(output: Output, measure: Measure) -> Check | None:
     """What our shards say of themselves is what they hold."""
-    ours, problems = _own_metadata(output), []
+    ours = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
+    if not ours or not weights_whole(output):
+        return None
+    problems: list[str] = []
     by_shard: dict[str, set[int]] = {}
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
@@ -244,9 +242,11 @@ def check_metadata(output: Output, measure: Measure) -> Check:
     return Check(f"{len(ours)} shards say what they hold", tuple(problems))
 
 
-def check_config(output: Output, measure: Measure) -> Check:
+def check_config(output: Output, measure: Measure) -> Check | None:
     """Experts and sizes are those of config.json next to the weights."""
     config = output.config
+    if not config or not _packed(output):
+        return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     made_of = str(output.facts.get("architecture"))
     if (other := claims.other_family(config, made_of)) is not None:
@@ -262,15 +262,18 @@ def check_config(output: Output, measure: Measure) -> Check:
     return Check("experts and sizes as in config.json", tuple(problems), tuple(notes))
 
 
-def check_quantization(output: Output, measure: Measure) -> Check:
+def check_quantization(output: Output, measure: Measure) -> Check | None:
     """What config.json says of the quantization is what loaders of whole models want."""
-    assert measure.fmt is not None
+    if measure.fmt is None or not output.whole or not _packed(output):
+        return None
     problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
     return Check(f"{measure.method} in config.json, as loaders want it", problems)
 
 
-def check_options(measure: Measure, parts: int | None, method: str | None) -> Check:
-    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel would not notice."""
+def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
+    """The NUMA count and method that the user means to load, if any, are those of the bytes; kt-kernel does not check."""
+    if parts is None and method is None:
+        return None
     fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
     problems = []
     if parts is not None and parts != measure.numa:
@@ -288,8 +291,10 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
     return Check(f"{measure.method}, {here}, as given", tuple(problems), remedy=serve)
 
 
-def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
-    """As many tensors as the manifest says, none of them twice."""
+def check_decoded_tensors(output: Output, _measure: Measure) -> Check | None:
+    """Of what `dequantize` wrote: as many tensors as the manifest says, none of them twice."""
+    if output.methods or not weights_whole(output):
+        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     planned = output.facts.get("tensors")
     if planned != len(output.others):
@@ -297,33 +302,30 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     return Check(f"{len(output.others)} tensors, as planned", tuple(problems))
 
 
-def check_decoded_config(output: Output, _measure: Measure) -> Check:
-    """Nothing in config.json makes a loader look for quantized weights."""
+def check_decoded_config(output: Output, _measure: Measure) -> Check | None:
+    """Of that, nothing in config.json makes a loader look for quantized weights."""
+    if output.methods or not weights_whole(output):
+        return None
     quantized = unquantized(output.config) != output.config
     problems = ("config.json still says that the model is quantized",) if quantized else ()
     return Check("nothing is quantized, says config.json", problems)
 
 
-def _decoded(output: Output, _measure: Measure) -> bool:
-    """Whether it is what `dequantize` wrote, and whole."""
-    return not output.methods and weights_whole(output)
-
-
-def _packed(output: Output, _measure: Measure) -> bool:
+def _packed(output: Output) -> bool:
     """Whether it holds experts in one of our forms, or kt-kernel's, and is whole."""
     return bool(output.methods) and weights_whole(output)
 
 
 # What names, sizes and headers tell; no weight is read. Each takes the output and its measure.
 STRUCTURE: tuple[Row, ...] = (
-    Row("files", lambda _output, _measure: True, check_files),
-    Row("index", _has_index, check_index),
-    Row("tensors", _packed, check_tensors),
-    Row("tensors", _decoded, check_decoded_tensors),
-    Row("quantization", lambda o, m: _packed(o, m) and o.whole and m.fmt is not None, check_quantization),
-    Row("metadata", lambda o, _: weights_whole(o) and bool(_own_metadata(o)), check_metadata),
-    Row("config", lambda o, m: _packed(o, m) and bool(o.config), check_config),
-    Row("config", _decoded, check_decoded_config),
+    Row("files", check_files),
+    Row("index", check_index),
+    Row("tensors", check_tensors),
+    Row("tensors", check_decoded_tensors),
+    Row("quantization", check_quantization),
+    Row("metadata", check_metadata),
+    Row("config", check_config),
+    Row("config", check_decoded_config),
 )
 
 

@@ -62,7 +62,7 @@ class Verification:
     checks    made so far
     files     those of the manifest that are there; codes: what `codes` reads
     whole     whether every weight file is there and can be read
-    loadable  whether transformers finds a whole model
+    loadable  whether transformers finds a whole model; None: it was not asked
     """
 
     inputs: Inputs
@@ -71,12 +71,16 @@ class Verification:
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: list[ProjectionErrors] = field(default_factory=list)
-    loadable: bool = False
+    loadable: bool | None = None
     predictions: Predictions | None = None
 
     @cached_property
     def whole(self) -> bool:
         return structure.weights_whole(self.inputs.output)
+
+    @property
+    def readable(self) -> bool:
+        return self.whole and bool(self.inputs.output.methods)
 
     @cached_property
     def files(self) -> list[OutputFile]:
@@ -96,24 +100,34 @@ class Verification:
         return total + (0 if self.inputs.source is None else against.source_bytes(self.inputs))
 
 
-def _options(v: Verification) -> Check:
-    return structure.check_options(v.inputs.measure, v.inputs.options.numa, v.inputs.options.method)
+def _options(v: Verification) -> Check | None:
+    given = v.inputs.options.numa, v.inputs.options.method
+    return structure.check_options(v.inputs.measure, *given) if v.inputs.output.tensors else None
 
 
-def _hashes(v: Verification) -> Check:
-    assert v.inputs.output.manifest is not None
-    return structure.check_hashes(v.inputs.output.manifest, v.files, v.check_items)
+def _numbers(v: Verification) -> Check | None:
+    return check_numbers(v.inputs.output, v.inputs.measure) if v.readable else None
 
 
-def _other(v: Verification) -> Check:
-    assert v.inputs.other is not None
-    return against.compare_outputs(v.inputs.output, v.inputs.measure, v.inputs.other, v.check_items)
+def _codes(v: Verification) -> Check | None:
+    return structure.check_codes(v.inputs.output, v.codes, v.reporter) if v.whole and v.codes else None
 
 
-def _source(v: Verification) -> Check:
+def _hashes(v: Verification) -> Check | None:
+    listing = v.inputs.output.manifest
+    return None if listing is None else structure.check_hashes(listing, v.files, v.check_items)
+
+
+def _other(v: Verification) -> Check | None:
+    inputs, other = v.inputs, v.inputs.other
+    return None if other is None else against.compare_outputs(inputs.output, inputs.measure, other, v.check_items)
+
+
+def _source(v: Verification) -> Check | None:
     """Notes, too, where the files are not those that the manifest names; equal bytes may come of it all the same."""
     output, source = v.inputs.output, v.inputs.source
-    assert source is not None
+    if source is None or not v.whole:
+        return None
     if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
         made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
         if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:
@@ -124,16 +138,21 @@ def _source(v: Verification) -> Check:
     return check
 
 
-def _reload(v: Verification) -> Check:
+def _reload(v: Verification) -> Check | None:
+    """Of a whole model without a problem, whatever its source says."""
+    wrong = any(check.problems for check in v.checks if check.name != "source")
+    if wrong or not (v.inputs.output.whole and v.readable and v.inputs.options.load) or v.inputs.other is not None:
+        return None
     compared = ", then the source and the output" if v.inputs.model else ""
     v.reporter.say(f"transformers loads it: names first{compared}")
     check, v.loadable = check_reload(v.inputs.output)
     return check
 
 
-def _predictions(v: Verification) -> Check:
+def _predictions(v: Verification) -> Check | None:
     inputs, fmt = v.inputs, v.inputs.measure.fmt
-    assert inputs.model is not None and fmt is not None
+    if v.loadable is None or inputs.model is None or fmt is None:
+        return None
     if not v.loadable:
         return not_compared("the output cannot be loaded whole")
     text, threads = inputs.options.text, inputs.options.threads
@@ -141,39 +160,17 @@ def _predictions(v: Verification) -> Check:
     return check
 
 
-def _options_given(v: Verification) -> bool:
-    given = v.inputs.options.numa is not None or v.inputs.options.method is not None
-    return given and bool(v.inputs.output.tensors)
-
-
-def _readable(v: Verification) -> bool:
-    return v.whole and bool(v.inputs.output.methods)
-
-
-def _loads(v: Verification) -> bool:
-    """Whether transformers may load it: a whole model without a problem, whatever its source says."""
-    model = v.inputs.output.whole and _readable(v) and v.inputs.options.load and v.inputs.other is None
-    return model and not any(check.problems for check in v.checks if check.name != "source")
-
-
 # What is in the files, by itself and against others.
 CONTENTS = (
-    Row("options", _options_given, _options),
-    Row("numbers", _readable, lambda v: check_numbers(v.inputs.output, v.inputs.measure)),
-    Row(
-        "codes",
-        lambda v: v.whole and bool(v.codes),
-        lambda v: structure.check_codes(v.inputs.output, v.codes, v.reporter),
-    ),
-    Row("hashes", lambda v: v.inputs.output.manifest is not None, _hashes),
-    Row("other", lambda v: v.inputs.other is not None, _other),
-    Row("source", lambda v: v.inputs.source is not None and v.whole, _source),
+    Row("options", _options),
+    Row("numbers", _numbers),
+    Row("codes", _codes),
+    Row("hashes", _hashes),
+    Row("other", _other),
+    Row("source", _source),
 )
 # What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source does.
-LOADING = (
-    Row("reload", _loads, _reload),
-    Row("predictions", lambda v: v.inputs.model is not None and v.inputs.measure.fmt is not None, _predictions),
-)
+LOADING = (Row("reload", _reload), Row("predictions", _predictions))
 
 
 def verify(
@@ -200,12 +197,11 @@ def verify(
             v.checks.extend(run_checks(CONTENTS, v))
             if inputs.source is not None and not v.whole:
                 v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
-            if options.page and _readable(v):
+            if options.page and v.readable:
                 found = page_data(inputs, v.errors, counts)
         finally:
             reporter.end()
-        if _loads(v):
-            v.checks.extend(run_checks(LOADING, v))
+        v.checks.extend(run_checks(LOADING, v))
     notes = (*(note for check in v.checks for note in check.notes), *v.notes)
     return Report(output, measured, tuple(v.checks), notes, tuple(v.errors), options.against, v.predictions, found)
 

@@ -65,14 +65,17 @@ class Ended(Exception):
 
 
 class ClientWatch:
-    """Whether the client still waits for what is computed; in a request's context, it knows when the client goes."""
+    """Whether the client of this request, if it is made for one, still waits for what is computed."""
 
     def __init__(self) -> None:
-        self.gone = False
-        clients.when_gone(self.cancel)
+        self._client, self._cancelled = clients.current.get(None), False
 
     def cancel(self) -> None:
-        self.gone = True
+        self._cancelled = True
+
+    @property
+    def gone(self) -> bool:
+        return self._cancelled or (self._client is not None and self._client.gone.is_set())
 
 
 class Answer(ClientWatch):

@@ -55,9 +55,9 @@ class StreamDecoder:
         return self._text(now[len(before) :])
 
     def end(self) -> list[Any]:
-        last = (
-            [] if self.stopped else self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
-        )
+        last = list[Any]()
+        if not self.stopped:
+            last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
         if not self.stopped:
             last += self._parsed(self._held)
         return last + (self._guarded(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
