@@ -67,9 +67,8 @@ class Compensate:
         return Evidence(gptq.Hessian.empty, self.sees, self.descends)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
-        """Quantize and write the experts of a group; returns their dequantized weights.
-
-        Raises VerificationError, naming the layer, where a Hessian or a loss is not finite.
+        """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
+        naming the layer, where a Hessian or a loss is not finite.
         """
         rounded = {}
         for expert in group.weights:

@@ -31,9 +31,8 @@ def _scheme(fmt: Format) -> Any:
 def quantize_model(
     root: Path, samples: Sequence[Ids], fmt: Format, *, dampening: float, every_expert: bool, trust_remote_code: bool
 ) -> Quantized:
-    """Run oneshot with GPTQModifier on the checkpoint's routed experts; returns a function that gives a linear.
-
-    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
+    """Run oneshot with GPTQModifier on the checkpoint's routed experts; returns a function that gives a linear. Raises
+    UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
     """
     import torch
     import transformers

@@ -80,7 +80,6 @@ def read_text(path: Path) -> str:
 
 def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
     """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
-
     Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
     for a text without a window to read, UsageError for windows that are longer than the model can read.
     """
@@ -106,9 +105,8 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
 
 
 def packed_method(gpu_weights: Path) -> str:
-    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself.
-
-    Raises InputError for what is no model, UnsupportedError for one that is not packed so.
+    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself. Raises
+    InputError for what is no model, UnsupportedError for one that is not packed so.
     """
     try:
         about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
@@ -123,10 +121,9 @@ def packed_method(gpu_weights: Path) -> str:
 
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
-    """The original model and the converted one; with CPU weights they share every weight but the experts.
-
-    Raises what loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for
-    GPU weights of another model.
+    """The original model and the converted one; with CPU weights they share every weight but the experts. Raises what
+    loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of
+    another model.
     """
     if gpu_weights is not None:
         original, _ = loading.load(choice)

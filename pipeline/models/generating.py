@@ -105,9 +105,8 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
-    """A conversation that is to be answered, in the tokenizer's own form or the plainest one.
-
-    Raises InputError where the tokenizer's chat template fails, or makes no token of it.
+    """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError where
+    the tokenizer's chat template fails, or makes no token of it.
     """
     try:
         inputs = tokenizer.apply_chat_template(

@@ -28,10 +28,9 @@ def of_each_layer(counts: I64, number: int) -> Mask:
 
 def of_all_layers(counts: I64, number: int) -> Mask:
     """bool [layers, experts]: this many experts, those with the most tokens in any layer; of equals the ones that
-    kt-kernel's generate_gpu_experts_masks takes (kt_kernel/experts_base.py), which asks torch.topk.
-
-    Only where that would take experts of a layer without experts, others are taken instead.
-    Raises UsageError where there are fewer experts, KtconvertError where torch is not installed.
+    kt-kernel's generate_gpu_experts_masks takes (kt_kernel/experts_base.py), which asks torch.topk. Only where that
+    would take experts of a layer without experts, others are taken instead. Raises UsageError where there are fewer
+    experts, KtconvertError where torch is not installed.
     """
     there = counts.any(axis=1, keepdims=True)
     most = int(there.sum()) * counts.shape[1]

@@ -159,10 +159,8 @@ def explained(model: str) -> Iterator[None]:
 
 def prepare(choice: ModelChoice) -> Any:
     """Threads, and the model's config, without its own quantization if our experts take that place. To be called before
-    torch is imported.
-
-    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined
-    with other experts, KtconvertError where compressed-tensors is needed and missing.
+    torch is imported. Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that
+    cannot be combined with other experts, KtconvertError where compressed-tensors is needed and missing.
     """
     choice.check()
     share_cores()
@@ -207,9 +205,8 @@ def ask_for_predictions(config: Any) -> None:
 
 
 def with_own_experts(choice: ModelChoice) -> ModelChoice:
-    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is.
-
-    Raises UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
+    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is. Raises
+    UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
     """
     choice.check()
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:

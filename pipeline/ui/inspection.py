@@ -34,11 +34,10 @@ from ktconvert.quantizers import equalizing
 def look(
     where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
 ) -> dict[str, Any]:
-    """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
-
-    A model that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where
-    any are read. columns: those of a checkpoint are. Raises InputError for what is damaged or not there, UsageError for
-    columns of what is no checkpoint.
+    """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished". A model
+    that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where any are
+    read. columns: those of a checkpoint are. Raises InputError for what is damaged or not there, UsageError for columns
+    of what is no checkpoint.
     """
     path = Path(where).expanduser()
     work_of = output_of(path)

@@ -144,11 +144,9 @@ def comparison(inputs: Inputs) -> Comparison:
 
 def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check, list[ProjectionErrors]]:
     """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
-    all.
-
-    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
-    unless these were calibrated, too, lie in their range, and have an error that is plausible next to rounding's.
-    Raises InputError for a source that holds NaN or Inf or cannot be read.
+    all. Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same
+    scales, unless these were calibrated, too, lie in their range, and have an error that is plausible next to
+    rounding's. Raises InputError for a source that holds NaN or Inf or cannot be read.
     """
     output, measure, model, before = compared.output, compared.measure, compared.model, compared.resplit_from
     problems, notes = _same_shapes(output, measure, model)

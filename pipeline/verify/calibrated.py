@@ -47,11 +47,9 @@ def judge(
     measured: Encoding | None = None,
 ) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
     """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its
-    codes ("": nothing).
-
-    stored and rounded: its tensors as they are, and as rounding to nearest makes them. measured: the encoding that the
-    error is measured with, where that is another. Columns that are zero throughout, though rounding has codes there,
-    were never seen in calibration: they are left out.
+    codes ("": nothing). stored and rounded: its tensors as they are, and as rounding to nearest makes them. measured:
+    the encoding that the error is measured with, where that is another. Columns that are zero throughout, though
+    rounding has codes there, were never seen in calibration: they are left out.
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))

@@ -83,10 +83,8 @@ class Inputs:
 
 
 def open_inputs(options: VerifyInputs) -> Inputs:
-    """Open what is to be verified.
-
-    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
-    source, UsageError for options that do not fit this output.
+    """Open what is to be verified. Raises VerificationError for an unfinished output, UnsupportedError for what is no
+    output, InputError for a damaged source, UsageError for options that do not fit this output.
     """
     require_finished(options.output)
     if is_decoded(options.output):

@@ -206,9 +206,8 @@ def _of_linear(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]])
 
 def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:
     """How often each expert was routed to, int64 [decoder layers, experts], from a folder of statistics. None where it
-    has only the importance matrix that the output was made with.
-
-    Raises InputError where they are damaged or of another model, UsageError for an output without layers of experts.
+    has only the importance matrix that the output was made with. Raises InputError where they are damaged or of another
+    model, UsageError for an output without layers of experts.
     """
     root = output.root
     if not measure.shapes:

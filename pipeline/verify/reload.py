@@ -87,11 +87,10 @@ stayed in orbit around the moon until they came back.
 
 
 def check_reload(output: Output) -> tuple[Check, bool]:
-    """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them.
-
-    A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer
-    that has some here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a
-    model that transformers cannot build. The second result: whether the model is whole, so that it can compute.
+    """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them. A key that is
+    missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer that has some
+    here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a model that
+    transformers cannot build. The second result: whether the model is whole, so that it can compute.
     """
     missing = [name for name in loading.NEEDS["gpu"] if find_spec(name) is None]
     if missing:
@@ -131,7 +130,6 @@ def _unchecked(why: str) -> tuple[Check, bool]:
 
 def model_class(root: Path) -> tuple[Any, Any]:
     """The class of transformers that loads a directory, and the config that it takes, as the auto classes choose them.
-
     Raises what transformers does, ValueError where it has no class.
     """
     loading.share_cores()
@@ -178,10 +176,8 @@ def _shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """The shapes of the loaded model, and from_pretrained's account of the keys.
-
-    weight_shape comes empty: its values are those of the packed tensor (seen by check_numbers), from which transformers
-    then takes them.
+    """The shapes of the loaded model, and from_pretrained's account of the keys. weight_shape comes empty: its values
+    are those of the packed tensor (seen by check_numbers), from which transformers then takes them.
     """
     import torch
 
@@ -228,9 +224,8 @@ def check_predictions(
     output: Output, model: MoeModel, bits: int, text: str | None, threads: int
 ) -> tuple[Check, Predictions | None]:
     """Let source and output, which transformers can load, read a few samples, one after the other: of this text, of our
-    own, or random tokens without a tokenizer. InputError for a text that is too short.
-
-    What cannot be loaded here, for its size or for its source, is reported, and is no fault.
+    own, or random tokens without a tokenizer. InputError for a text that is too short. What cannot be loaded here, for
+    its size or for its source, is reported, and is no fault.
     """
     try:
         _require_memory(output)

@@ -271,7 +271,7 @@ def check_quantization(output: Output, measure: Measure) -> Check | None:
 
 
 def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
-    """The NUMA count and method that the user means to load, if any, are those of the bytes; kt-kernel does not check."""
+    """The NUMA count and method that the user means to load, if any, are those the bytes'; kt-kernel does not check."""
     if parts is None and method is None:
         return None
     fmt, here = measure.fmt, plural(measure.numa, "NUMA part")

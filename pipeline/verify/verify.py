@@ -224,9 +224,7 @@ def _open_checkpoint(options: VerifyInputs) -> Report:
 
 def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in
-    transformers, too.
-
-    Returns notes. Raises VerificationError with the first problem.
+    transformers, too. Returns notes. Raises VerificationError with the first problem.
     """
     output = open_output(root)
     measured = measure(output)

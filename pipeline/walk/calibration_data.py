@@ -98,10 +98,9 @@ def token_ids(calibration: Calibration, tokenizer: Any, note: Callable[[str], No
 
 
 def visiting_order(lengths: Sequence[int]) -> list[int]:
-    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them.
-
-    Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions
-    of torch, and sorting a sorted list may change its order.
+    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them. Its sort is not stable:
+    how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and sorting a
+    sorted list may change its order.
     """
     import torch
 
@@ -110,15 +109,12 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
 
 def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
-    with a note.
-
-    A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one:
-    the contents, one per line), or its text, or instruction, input and output on lines of their own. A text file has no
-    rows: it is cut into consecutive pieces of max_length tokens, of which the first N are shuffled; the last piece of a
-    file is what is left.
-
-    Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token
-    at all."""
+    with a note. A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template
+    (without one: the contents, one per line), or its text, or instruction, input and output on lines of their own. A
+    text file has no rows: it is cut into consecutive pieces of max_length tokens, of which the first N are shuffled;
+    the last piece of a file is what is left. Raises InputError where the data set is not there, cannot be read, lacks
+    the split, has no such column or no token at all.
+    """
     files = of_split(local_files(calibration.dataset), calibration.split)
     rows: list[Ids] = []
     with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
@@ -267,9 +263,8 @@ def _known(file: Path) -> Path:
 
 
 def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
-    """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is.
-
-    Raises InputError where none is, but the names show several other splits.
+    """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is. Raises
+    InputError where none is, but the names show several other splits.
     """
     shards = {file: match[1] for file in files if (match := SHARD.fullmatch(file.name))}
     if named := [file for file in files if shards.get(file, file.stem) == split]:

@@ -227,9 +227,8 @@ def _rest(model: MoeModel) -> int:
 
 
 def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
-    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small.
-
-    The rest of the card is for activations and Hessians; never more than the part that kt-kernel's README advises.
+    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small. The rest of the card is for
+    activations and Hessians; never more than the part that kt-kernel's README advises.
     """
     left = card_gib * GIB - (needed.gpu - needed.weights)
     share = next(part for least, part in SHARES if card_gib >= least)

@@ -273,7 +273,6 @@ def event(content: Any) -> bytes:
 
 async def edited(stream: AsyncIterator[str], edit: Callable[[Any], Iterator[Any]], done: bool) -> AsyncIterator[bytes]:
     """The events of a handler's stream, each of whose chunks holds whole ones, with those that `edit` gives instead.
-
     done: whether OpenAI ends such a stream with [DONE]
     """
     async for chunk in stream:

@@ -27,9 +27,8 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class RequestOptions:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
     OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
-    logit_bias: added to the logits of these token ids.
-
-    cut is the answer to it: whether the generated text ended with neither an end token nor a stop string.
+    logit_bias: added to the logits of these token ids. cut is the answer to it: whether the generated text ended with
+    neither an end token nor a stop string.
     """
 
     ids: Sequence[int] | None = None
@@ -78,9 +77,8 @@ def noted_for(request_id: str) -> RequestOptions:
 
 
 def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens.
-
-    A temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
+    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens. A
+    temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
     model's own generation_config.json says which.
     """
     config = dict(defaults)

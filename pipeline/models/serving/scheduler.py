@@ -116,9 +116,8 @@ class Answer(ClientWatch):
 
 
 class Scheduler(utils.BaseGenerateManager):
-    """Generates for the handlers of transformers' server; all else that computes with the model goes through `run`.
-
-    It is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
+    """Generates for the handlers of transformers' server; all else that computes with the model goes through `run`. It
+    is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
     stream, or is raised by generate_non_streaming. A cancelled one ends with what it has.
     """
 

@@ -47,9 +47,8 @@ async def completion(
     manager: OneModel, scheduler: Scheduler, request: Completion, ids: list[int], config: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
-    more. The one likeliest token, for which lm-eval asks, comes of the same pass.
-
-    Raises Refused for a text so long that its logits would not fit.
+    more. The one likeliest token, for which lm-eval asks, comes of the same pass. Raises Refused for a text so long
+    that its logits would not fit.
     """
     model, prompts, count, top = manager.model, manager.prompts, config["max_new_tokens"], request.logprobs
     most = MOST // prompts.vocabulary
@@ -86,9 +85,8 @@ async def completion(
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
-    """Read these tokens in one pass.
-
-    top: how many of the likeliest tokens are listed at each position; one_more: add the likeliest token after them
+    """Read these tokens in one pass. top: how many of the likeliest tokens are listed at each position; one_more: add
+    the likeliest token after them
     """
     scores = Scores([*ids], [], [])
     with torch.inference_mode():

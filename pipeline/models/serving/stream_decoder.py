@@ -104,10 +104,9 @@ class GeneratedIds(list[int]):
 
 def parse_answers_of(processor: Any, model: Any) -> None:
     """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
-    its chat template writes the words from which parsing starts; other answers are plain text.
-
-    Parsers start with what the template writes after these words ("<think>"), and nothing that a user says. The
-    handlers look these functions up in their modules, and offer no other place to replace them.
+    its chat template writes the words from which parsing starts; other answers are plain text. Parsers start with what
+    the template writes after these words ("<think>"), and nothing that a user says. The handlers look these functions
+    up in their modules, and offer no other place to replace them.
     """
     template = _template(processor, model)
     beginnings = set() if template is None else _beginnings(processor, template)
