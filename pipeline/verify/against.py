@@ -31,8 +31,17 @@ from ktconvert.pipeline.stages import copy_tensors, equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit_experts import resplit
-from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
-from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, LinearError, ProjectionErrors
+from ktconvert.pipeline.verify.checks import (
+    CHUNK,
+    Calibrated,
+    Check,
+    CheckItems,
+    LinearError,
+    ProjectionErrors,
+    calibrated_notes,
+    calibrated_summary,
+    judge,
+)
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.structure import sizes_of
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer

@@ -97,9 +97,12 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         return _unchecked(f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'")
     if (why := transformers_version.refusal()) is not None:
         return _unchecked(why)
+    import torch
+
     try:
         kind, config = model_class(output.root)
-        expected = _shapes(kind, config)
+        with quiet(), torch.device("meta"):  # what the config alone makes of the model
+            expected = {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
     except Exception as error:  # whatever transformers raises for a config that it does not know
         return _unchecked(f"transformers cannot build it: {first_line(error)}")
     try:
@@ -165,14 +168,6 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
         if bars:
             transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """What the config alone makes of the model."""
-    import torch
-
-    with quiet(), torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
 
 
 def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
