@@ -90,9 +90,8 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
     tokenizer = loading.load_tokenizer(choice)
     longest = loading.longest(config)
     if longest is not None and window > longest:
-        raise UsageError(
-            f"--window {window}: the model reads at most {longest} tokens ({loading.LONGEST}); give a smaller one."
-        )
+        most_read = f"the model reads at most {longest} tokens ({loading.LONGEST})"
+        raise UsageError(f"--window {window}: {most_read}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // window - skip
     if count < 1:
@@ -108,15 +107,14 @@ def packed_method(gpu_weights: Path) -> str:
     """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself. Raises
     InputError for what is no model, UnsupportedError for one that is not packed so.
     """
+    remedy = "give what `ktconvert gpu` wrote"
     try:
         about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
         bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{gpu_weights}: its config.json cannot be read ({error}); give what `ktconvert gpu` wrote."
-        ) from error
+        raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error
     if about.get("format") != "pack-quantized" or len(bits) != 1:
-        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; give what `ktconvert gpu` wrote.")
+        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; {remedy}.")
     return f"W{bits.pop()}A16"
 
 
@@ -159,10 +157,8 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
     everything = Compared(*map(np.concatenate, zip(*compared, strict=True)))
     for model, likelihood in (("original", everything.original), ("converted", everything.converted)):
         if bad := int(np.count_nonzero(~np.isfinite(likelihood))):
-            raise VerificationError(
-                f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert "
-                "verify --run`."
-            )
+            where = f"at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`"
+            raise VerificationError(f"the {model} model's predictions are not finite {where}.")
     return Evaluation(everything, tuple(layers), time.monotonic() - begin)
 
 

@@ -10,16 +10,8 @@ from typing import Any
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
-from ktconvert.pipeline.engine.existing import (
-    adopts,
-    already_finished,
-    saved_plan,
-    states_once_begun,
-    to_replace,
-    unit_states,
-)
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
@@ -31,11 +23,11 @@ LISTED = 12  # units shown one by one at either end of a long run of equals
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
     """Print the plans of one command, and what several need together; refuses what running them would refuse."""
-    finished = [already_finished(plan, overwrite) for plan in plans]
+    finished = [existing.already_finished(plan, overwrite) for plan in plans]
     states = [_states(plan, done, overwrite) for plan, done in zip(plans, finished, strict=True)]
     documents = [describe(*each, overwrite) for each in zip(plans, finished, states, strict=True)]
     needs = file_systems(
-        (plan, locate(plan.request.output, adopt=adopts(plan)), [s.unit for s in states_of if not s.done])
+        (plan, locate(plan.request.output, adopt=existing.adopts(plan)), [s.unit for s in states_of if not s.done])
         for plan, done, states_of in zip(plans, finished, states, strict=True)
         if not done
     )
@@ -104,10 +96,12 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
 
 def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     """Which units will run, and why: as they lie there, or as they will when the run has begun."""
-    paths = locate(plan.request.output, adopt=adopts(plan))
+    paths = locate(plan.request.output, adopt=existing.adopts(plan))
     if finished:
-        return [replace(state, done=True, reason="the output is finished") for state in unit_states(plan, paths)]
-    return states_once_begun(plan, paths, overwrite)
+        return [
+            replace(state, done=True, reason="the output is finished") for state in existing.unit_states(plan, paths)
+        ]
+    return existing.states_once_begun(plan, paths, overwrite)
 
 
 def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
@@ -115,8 +109,8 @@ def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
 
 
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
-    paths = locate(plan.request.output, adopt=adopts(plan))
-    old = None if finished else saved_plan(paths)
+    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+    old = None if finished else existing.saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.overwrite))
     if not finished:
         require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
@@ -155,7 +149,7 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         "loose": any(unit.folder for unit in plan.units),
         "shards": sum(unit.kept for unit in plan.units),
         **_sizes(todo),
-        "replaces": [each.document() for each in to_replace(plan)] if replaced else [],
+        "replaces": [each.document() for each in existing.to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),

@@ -31,17 +31,8 @@ from ktconvert.pipeline.stages import copy_tensors, equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit_experts import resplit
-from ktconvert.pipeline.verify.checks import (
-    CHUNK,
-    Calibrated,
-    Check,
-    CheckItems,
-    LinearError,
-    ProjectionErrors,
-    calibrated_notes,
-    calibrated_summary,
-    judge,
-)
+from ktconvert.pipeline.verify import checks
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, LinearError, ProjectionErrors
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.structure import sizes_of
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer
@@ -60,7 +51,7 @@ class ExpertFindings:
     problems: list[str] = field(default_factory=list)
     equal: int = 0
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    calibrated: list[Calibrated] = field(default_factory=list)
+    calibrated: list[checks.Calibrated] = field(default_factory=list)
     equalized: int = 0
 
 
@@ -170,8 +161,8 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
     summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
-        summary = calibrated_summary(total.calibrated, compared.same_scales)
-        notes += calibrated_notes(total.calibrated)
+        summary = checks.calibrated_summary(total.calibrated, compared.same_scales)
+        notes += checks.calibrated_notes(total.calibrated)
     if model.equalized:
         proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
         summary += f"; {total.equalized} experts are equalized{proved}"
@@ -235,7 +226,9 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
             encoding, matrix = equalized.undone(work.model, of_codes, part)
             sums = np.zeros(4)
             if compared.calibrated:
-                sums, seen, problem = judge(of_codes, matrix, stored, expected, whole=measured, measured=encoding)
+                sums, seen, problem = checks.judge(
+                    of_codes, matrix, stored, expected, whole=measured, measured=encoding
+                )
                 found.calibrated.append(seen)
                 here = compared.output.tensors[part.place, of_codes.tensors(part.n, part.k)[0].name]
                 found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []

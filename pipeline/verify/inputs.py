@@ -142,18 +142,16 @@ def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None)
     if fact is None and options.imatrix is not None:
         if options.statistics is not None:  # for the page
             return None
-        raise UsageError(
-            f"{output.root}: was made without statistics of inputs; leave out --imatrix, and --statistics without "
-            "--report."
-        )
+        remedy = "leave out --imatrix, and --statistics without --report"
+        raise UsageError(f"{output.root}: was made without statistics of inputs; {remedy}.")
     if fact is None or model is None:
         return None
     made_with = output.facts[fact]
     if options.imatrix is None:
         either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.fact else ""
+        remedy = f"give {either}--statistics DIR, or leave out --against"
         raise UsageError(
-            f"{output.root}: was made with statistics of inputs, and can be made again with them only: give {either}"
-            "--statistics DIR, or leave out --against."
+            f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
         )
     path = options.imatrix
     inputs = open_for(path, model) if fact == Imatrix.fact else moments_in(path.parent, model)

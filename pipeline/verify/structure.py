@@ -50,9 +50,8 @@ def check_files(output: Output, _measure: Measure) -> Check:
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
             notes.append(f"not of the manifest: {', '.join(rest[:3])}{more}")
     else:
-        notes.append(
-            "there is no manifest, as in kt-kernel's own outputs: contents can be checked with --against SOURCE only"
-        )
+        known = "there is no manifest, as in kt-kernel's own outputs"
+        notes.append(f"{known}: contents can be checked with --against SOURCE only")
         strange = _strange_without_manifest(output)
     problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
@@ -165,10 +164,8 @@ def check_tensors(output: Output, measure: Measure) -> Check | None:
                 if stored is None:
                     problems.append(f"{output.names.key(*key)} is missing ({output.names.describe(*key)})")
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
-                    problems.append(
-                        f"{stored.name} in {stored.file} has {stored.nbytes} bytes, "
-                        f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
-                    )
+                    must = f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
+                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {must}")
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
                     problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
@@ -251,7 +248,9 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     made_of = str(output.facts.get("architecture"))
     if (other := claims.other_family(config, made_of)) is not None:
         problems.append(f"config.json is of {other}, and the manifest says that the experts are of {made_of}")
-    if not _layers_are_certain(output):
+    made = output.manifest
+    if made is None or (made.command == "merge" and made.settings.get("layers", "all") == "all"):
+        # Neither the checkpoint itself nor the user named the layers, so that the config decides.
         problems += claims.layer_problems(config, list(measure.shapes))
     limit = claims.num_layers(config) if output.manifest is None and measure.shapes else None
     absent = [n for n in range(limit[1]) if n not in measure.shapes] if limit is not None else []
@@ -336,12 +335,6 @@ def check_structure(output: Output, measure: Measure) -> list[Check]:
 def _usual(measure: Measure) -> tuple[int, int, int]:
     shapes = list(measure.shapes.values())
     return max(shapes, key=shapes.count, default=(0, 0, 0))
-
-
-def _layers_are_certain(output: Output) -> bool:
-    """Whether the checkpoint itself, or the user, named the layers, so that the config does not decide."""
-    made = output.manifest
-    return made is not None and (made.command != "merge" or made.settings.get("layers", "all") != "all")
 
 
 def _by_layer(output: Output, fact: str) -> bool:

@@ -117,7 +117,8 @@ def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None
     """
     files = of_split(local_files(calibration.dataset), calibration.split)
     rows: list[Ids] = []
-    with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
+    silence()
+    with _untouched(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
             most = calibration.samples - len(rows)
             if kind_of(file) == "text":
@@ -347,21 +348,11 @@ def _explained(dataset: str, error: BaseException) -> KtconvertError:
     )
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the progress bars and logs of `datasets` and huggingface_hub: what matters is in the errors raised."""
+def silence() -> None:
+    """No progress bars and logs of `datasets` and huggingface_hub: what matters is in the errors raised."""
     import datasets
     import huggingface_hub.utils
 
-    libraries = (datasets.utils, huggingface_hub.utils)
-    before = [(utils.logging.get_verbosity(), utils.are_progress_bars_disabled()) for utils in libraries]
-    for utils in libraries:
+    for utils in (datasets.utils, huggingface_hub.utils):
         utils.logging.set_verbosity(logging.CRITICAL)
         utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        for utils, (verbosity, disabled) in zip(libraries, before, strict=True):
-            utils.logging.set_verbosity(verbosity)
-            if not disabled:
-                utils.enable_progress_bars()

@@ -52,7 +52,9 @@ class LayeredModel:
         device: str = "cpu",
         instead: str = "use another model",
     ) -> None:
+        import torch
         import transformers
+        from accelerate import init_empty_weights
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -62,7 +64,19 @@ class LayeredModel:
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
-        self.model = build_skeleton(source, trust_remote_code, instead)
+        try:
+            config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
+            for part in (config, config.get_text_config(decoder=True)):
+                if getattr(part, "quantization_config", None) is not None:
+                    del part.quantization_config
+            options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+            with init_empty_weights(include_buffers=False):  # those stay real
+                self.model = auto_class(config).from_config(config, **options).eval()
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            version, why = transformers.__version__, first_line(error)
+            raise UnsupportedError(
+                f"{source.root}: transformers {version} cannot build this model ({why}); {instead}."
+            ) from error
         found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for experts in found:
@@ -268,26 +282,3 @@ class LayeredModel:
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
                 f"wrong; {self._instead}, and tell us the model."
             )
-
-
-def build_skeleton(source: TensorSource, trust_remote_code: bool, instead: str) -> Any:
-    """The model on the meta device, buffers real, BF16, eager attention. instead: advice of the UnsupportedError."""
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
-        for part in (config, config.get_text_config(decoder=True)):
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
-        with init_empty_weights(include_buffers=False):
-            model = auto_class(config).from_config(
-                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UnsupportedError(
-            f"{source.root}: transformers {transformers.__version__} cannot build this model ({first_line(error)}); "
-            f"{instead}."
-        ) from error
-    return model.eval()
