@@ -97,11 +97,10 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
 def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     """Which units will run, and why: as they lie there, or as they will when the run has begun."""
     paths = locate(plan.request.output, adopt=existing.adopts(plan))
-    if finished:
-        return [
-            replace(state, done=True, reason="the output is finished") for state in existing.unit_states(plan, paths)
-        ]
-    return existing.states_once_begun(plan, paths, overwrite)
+    if not finished:
+        return existing.states_once_begun(plan, paths, overwrite)
+    reason = "the output is finished"
+    return [replace(state, done=True, reason=reason) for state in existing.unit_states(plan, paths)]
 
 
 def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
@@ -52,11 +53,7 @@ def look(
 
 def _checkpoint(where: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
     """What a checkpoint is, by its headers, and which outputs can be made of it."""
-    rows: Sequence[Arch] = ARCHS
-    if arch_file is not None:
-        from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-        rows = (parse_arch(arch_file), *ARCHS)
+    rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
     with open_checkpoint(where, revision) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
         document |= dequantized(source, where)
@@ -95,15 +92,14 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     every = range(limit[1]) if limit is not None and limit[1] < 100_000 else range(max(model.layers) + 1)
     moe = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]
+    sizes = zip(("experts", "hidden", "intermediate"), zip(*shapes, strict=True), strict=True)
     return {
         "architecture": model.arch.name,
         "moe_layers": list(model.layers),
         "dense_layers": [n for n in every if n not in moe],
         "mtp_layers": list(model.mtp_layers),
         "mtp_left_out_tensors": len(model.mtp_tensors),
-        "experts": sorted({e for e, _, _ in shapes}),
-        "hidden": sorted({h for _, h, _ in shapes}),
-        "intermediate": sorted({i for _, _, i in shapes}),
+        **{name: sorted(set(values)) for name, values in sizes},
         "expert_dtypes": list(model.dtypes),
         "shared_experts": model.has_shared_experts,
         "activation": model.activation,

@@ -85,11 +85,11 @@ def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most:
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]
     config["max_new_tokens"] = min([most, *(lengths or [max(config.get("max_new_tokens") or 0, ANSWER)])])
     given = {name: getattr(request, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    config |= {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    config |= given
     if request.temperature is not None:
-        config["do_sample"] = request.temperature > 0
-        config["temperature"] = sampled_at(request.temperature)
-    elif any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
+        config |= {"do_sample": request.temperature > 0, "temperature": sampled_at(request.temperature)}
+    elif given.keys() & {"top_p", "top_k", "min_p"}:
         config["do_sample"] = True
     if not config.get("do_sample"):
         config = {name: value for name, value in config.items() if name not in ("temperature", "top_p", "top_k")}
