@@ -94,9 +94,7 @@ class ModelChoice:
         return root.is_dir() and is_output(root) and not is_whole_model(root) and bool(open_output(root).others)
 
     def check(self) -> None:
-        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another
-        kind.
-        """
+        """Raises UsageError for options that do not go together, InputError and UnsupportedError for other files."""
         if self.hot and self.cpu_weights is None:
             which = "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute"
             raise UsageError(f"{which}; give that as well")
@@ -106,13 +104,11 @@ class ModelChoice:
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
-            raise UnsupportedError(
-                f"{self.model}: a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
-            )
+            what = "a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
+            raise UnsupportedError(f"{self.model}: {what}")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            raise UnsupportedError(
-                f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
-            )
+            what = "holds converted experts, no model; give the original model, and this as --cpu-weights"
+            raise UnsupportedError(f"{self.model}: {what}")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
@@ -141,9 +137,7 @@ class ModelChoice:
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as
-    ResourceError.
-    """
+    """What transformers raises for a model that it cannot load as InputError; no memory left as ResourceError."""
     import torch
     from safetensors import SafetensorError
 
@@ -223,9 +217,7 @@ def longest(config: Any) -> int | None:
 
 
 def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[Any, Any]:
-    """The model and its tokenizer, its experts computed as they are stored; by transformers where the runtime cannot,
-    and then note(why).
-    """
+    """As load, its experts computed as they are stored; where the runtime cannot, by transformers, and note(why)."""
     try:
         return load(with_own_experts(choice))
     except UnsupportedError as error:
@@ -281,9 +273,7 @@ def load_tokenizer(choice: ModelChoice) -> Any:
 
 
 def require_tokenizer(tokenizer: Any, model: str) -> None:
-    """Raises InputError for what is no tokenizer, or makes no token of a text: transformers gives such where the files
-    are missing.
-    """
+    """Raises InputError for what is no tokenizer, or makes no token of a text: that comes where files are missing."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer("a", add_special_tokens=False)["input_ids"]:

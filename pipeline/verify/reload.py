@@ -171,8 +171,8 @@ def quiet() -> Iterator[None]:
 
 
 def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """The shapes of the loaded model, and from_pretrained's account of the keys. weight_shape comes empty: its values
-    are those of the packed tensor (seen by check_numbers), from which transformers then takes them.
+    """The shapes of the loaded model, and from_pretrained's account of the keys. weight_shape comes empty: transformers
+    takes its values from the packed tensor.
     """
     import torch
 

@@ -70,9 +70,7 @@ def is_open(path: Path) -> bool:
 
 
 def check(headers: Iterable[tuple[bytes, bytes]], key: bytes | None) -> None:
-    """Raises Refused with 401 unless the request carries this key, if any, as a bearer token. The time it takes says
-    nothing of the key.
-    """
+    """Raises Refused with 401 unless the request carries this key, if any, as a bearer token; in constant time."""
     given = dict(headers).get(b"authorization", b"")
     scheme, _, token = given.partition(b" ")
     if key is not None and (not hmac.compare_digest(token.strip(), key) or scheme.lower() != b"bearer"):

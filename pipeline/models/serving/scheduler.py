@@ -43,8 +43,11 @@ class FairLock:
 
     def __enter__(self) -> None:
         with self._changed:
-            ticket, self._given = self._given, self._given + 1
-            self._changed.wait_for(lambda: self._served == ticket)
+            self._queue()
+
+    def _queue(self) -> None:
+        ticket, self._given = self._given, self._given + 1
+        self._changed.wait_for(lambda: self._served == ticket)
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
@@ -55,9 +58,11 @@ class FairLock:
         return self._given - self._served > 1
 
     def step_back(self) -> None:
-        """For the holder: let the others that wait have it first."""
-        self.__exit__()
-        self.__enter__()
+        """For the holder: let the others that wait have it first, which already see that it is awaited again."""
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
+            self._queue()
 
 
 class Ended(Exception):

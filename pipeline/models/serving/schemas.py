@@ -57,10 +57,6 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
 def parts(value: Any) -> Any:
     """A message's content: a string is its only part."""
     if isinstance(value, str):
@@ -108,11 +104,6 @@ def token_ids(value: Any) -> Any:
     return {int(name): bias for name, bias in value.items()}
 
 
-def older_role(value: Any) -> Any:
-    """Two names for one role; templates know the older one."""
-    return "system" if value == "developer" else value
-
-
 def json_object(value: Any) -> Any:
     """The arguments of a call, which templates read as a mapping."""
     with suppress(TypeError, ValueError, RecursionError):
@@ -127,6 +118,8 @@ CHOICE = Annotated[Any, only("auto", "none", why="only auto and none are honoure
 PARALLEL = Annotated[Any, only(True, why="cannot be forbidden; leave it out")]
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+OLDER_ROLE = BeforeValidator(lambda role: "system" if role == "developer" else role)  # templates know this name
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Nothing = Annotated[Any, only(why="this server cannot read it; leave it out")]
@@ -170,7 +163,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message of a chat. What clients send back of an answer of ours is accepted with it."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(older_role)]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], OLDER_ROLE]
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
@@ -211,7 +204,7 @@ class Item(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(older_role)] | None = None
+    role: Annotated[Literal["system", "user", "assistant"], OLDER_ROLE] | None = None
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
     call_id: str | None = None
     name: str | None = None
@@ -264,7 +257,7 @@ class Generation(CommonRequest):
     """What chats and completions share."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), BeforeValidator(texts)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), ONE_OR_MORE] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(token_ids), at_most(MOST_BIASES)] | None = None

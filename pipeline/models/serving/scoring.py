@@ -59,11 +59,8 @@ async def completion(
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
-        read = torch.tensor([ids], device=model.device)
-        inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
-        text, _, new = await scheduler.generate_non_streaming(
-            model, manager.processor, inputs, settings(**config), request_id=name
-        )
+        # The ids are noted under this name.
+        text, _, new = await scheduler.generate_non_streaming(model, manager.processor, {}, settings(**config), name)
     logprobs = None
     if top is not None:
         try:
