@@ -92,14 +92,16 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     every = range(limit[1]) if limit is not None and limit[1] < 100_000 else range(max(model.layers) + 1)
     moe = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]
-    sizes = zip(("experts", "hidden", "intermediate"), zip(*shapes, strict=True), strict=True)
+
     return {
         "architecture": model.arch.name,
         "moe_layers": list(model.layers),
         "dense_layers": [n for n in every if n not in moe],
         "mtp_layers": list(model.mtp_layers),
         "mtp_left_out_tensors": len(model.mtp_tensors),
-        **{name: sorted(set(values)) for name, values in sizes},
+        "experts": sorted({e for e, _, _ in shapes}),
+        "hidden": sorted({h for _, h, _ in shapes}),
+        "intermediate": sorted({i for _, _, i in shapes}),
         "expert_dtypes": list(model.dtypes),
         "shared_experts": model.has_shared_experts,
         "activation": model.activation,

@@ -129,9 +129,11 @@ def judge(
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
         return np.zeros(4), Calibrated(np.inf, False, True), problem
-    x, ours, theirs = (values[:, ~unused] for values in (x, ours, theirs))
-    parts = [slice(first, first + AT_ONCE) for first in range(0, len(x), AT_ONCE)]
-    sums, rounding = (sum((sums_of(x[p], y[p]) for p in parts), np.zeros(4)) for y in (ours, theirs))
+    columns = np.flatnonzero(~unused)
+    sums, rounding = np.zeros(4), np.zeros(4)
+    for first in range(0, len(x), AT_ONCE):
+        part, own, nearest = (values[first : first + AT_ONCE][:, columns] for values in (x, ours, theirs))
+        sums, rounding = sums + sums_of(part, own), rounding + sums_of(part, nearest)
     error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
     ratio = error / usual if usual else 1.0 if error == 0 else np.inf
     comparison = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
