@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.checks import ProjectionErrors
 from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Scales, WorstRow
 from ktconvert.pipeline.verify.report import document, facts_rows
@@ -53,16 +53,11 @@ def three(value: float) -> str:
 
 def page(report: Report) -> str:
     """The page. Its text is a function of the report alone."""
-    return str(_template().render(_content(report))).lstrip()
-
-
-@functools.cache
-def _template() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     files, undefined = FileSystemLoader(TEMPLATES), StrictUndefined
     where = Environment(loader=files, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
-    return where.get_template("page.html")
+    return where.get_template("page.html").render(_content(report)).lstrip()
 
 
 def _content(report: Report) -> dict[str, Any]:
@@ -75,8 +70,8 @@ def _content(report: Report) -> dict[str, Any]:
 
     def check_rows(state: Callable[[Any], str]) -> Iterator[Row]:
         for check in facts["checks"]:
-            wrong = len(check["problems"])
-            yield check["name"], state(check), f"{wrong} problem{'s' * (wrong != 1)}" if wrong else check["result"]
+            wrong = check["problems"]
+            yield check["name"], state(check), plural(len(wrong), "problem") if wrong else check["result"]
 
     return {
         **facts,
@@ -103,8 +98,7 @@ def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]
         experts = facts["experts"] if isinstance(facts["experts"], int) else "different numbers of"
         yield f"layer{'s' * (len(facts['layers']) != 1)}, of {experts} experts", str(len(facts["layers"]))
     for projection in PROJECTIONS:
-        sums = [layer.sums for layer in report.errors if layer.projection == projection]
-        if sums:
+        if sums := [layer.sums for layer in report.errors if layer.projection == projection]:
             yield f"relative error, {projection}", percent(error_figures(np.sum(sums, axis=0))["relative_error"])
     if facts["predictions"] is not None:
         yield "KL divergence per token", f"{facts['predictions']['kl']:.4g}"
