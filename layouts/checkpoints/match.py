@@ -24,12 +24,7 @@ UNUSED = (
 BIASES = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
 # precedence.
-FOREIGN = {
-    "{s}.SCB": "bitsandbytes",
-    "{t}.absmax": "bitsandbytes",
-    "{s}.B": "marlin",
-    "{s}.W_q": "HQQ",
-}
+FOREIGN = {"{s}.SCB": "bitsandbytes", "{t}.absmax": "bitsandbytes", "{s}.B": "marlin", "{s}.W_q": "HQQ"}
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
 BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a scale for the whole tensor"}
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}

@@ -40,13 +40,7 @@ class MoeLayer:
 
 
 def measure(
-    config: dict[str, Any],
-    arch: Arch,
-    stored: StoredLayer,
-    prefix: str,
-    n: int,
-    quantization: Quantization,
-    most: int,
+    config: dict[str, Any], arch: Arch, stored: StoredLayer, prefix: str, n: int, quantization: Quantization, most: int
 ) -> MoeLayer:
     """Layer n's shape; `most` is the number of experts if the config does not record it.
 

@@ -229,10 +229,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
 
 
 def read_headers(
-    root: Path,
-    names: Iterable[str],
-    container: Container = SAFETENSORS,
-    damaged: dict[str, InputError] | None = None,
+    root: Path, names: Iterable[str], container: Container = SAFETENSORS, damaged: dict[str, InputError] | None = None
 ) -> dict[str, Header]:
     """The headers of these files. damaged: receives the errors of files that cannot be read; else they are raised."""
     headers: dict[str, Header] = {}

@@ -11,16 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.encodings import (
-    fp8,
-    ggml,
-    gptq_awq,
-    int_quantized,
-    mxfp4,
-    nvfp4,
-    pack_quantized,
-    plain,
-)
+from ktconvert.layouts.encodings import fp8, ggml, gptq_awq, int_quantized, mxfp4, nvfp4, pack_quantized, plain
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo

@@ -41,12 +41,7 @@ MX_BLOCK = (1, 32)  # of OCP Microscaling Formats 1.0
 Grid = tuple[tuple[int, int], tuple[int, int]]
 
 
-def grid(
-    weight: TensorInfo,
-    scale: TensorInfo,
-    blocks: Sequence[tuple[int, int]],
-    input_major: bool,
-) -> Grid:
+def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool) -> Grid:
     """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one.
 
     blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits.

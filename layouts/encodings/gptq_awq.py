@@ -30,12 +30,7 @@ METHOD, AWQ = "gptq", "awq"
 FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
 GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json that store what GEMM does
 # The names of a weight's tensors.
-NAMES = {
-    "qweight": ("{s}.qweight",),
-    "scales": ("{s}.scales",),
-    "qzeros": ("{s}.qzeros",),
-    "g_idx": ("{s}.g_idx",),
-}
+NAMES = {"qweight": ("{s}.qweight",), "scales": ("{s}.scales",), "qzeros": ("{s}.qzeros",), "g_idx": ("{s}.g_idx",)}
 BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
 
 

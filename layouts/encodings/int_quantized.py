@@ -50,11 +50,7 @@ IN_CHECKPOINTS = (
     CheckpointEncoding(
         "W8A8",
         "INT8 (W8A8)",
-        {
-            "weight": ("{t}",),
-            "scale": ("{t}_scale", "{t}_scale_inv"),
-            "zero_point": ("{t}_zero_point",),
-        },
+        {"weight": ("{t}",), "scale": ("{t}_scale", "{t}_scale_inv"), "zero_point": ("{t}_zero_point",)},
         ("I8",),
         INT8_SIGNED,
         _matrix,
