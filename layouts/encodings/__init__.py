@@ -11,32 +11,19 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.encodings import fp8, ggml, gptq_awq, int_quantized, mxfp4, nvfp4, pack_quantized, plain
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, Weight
+from ktconvert.layouts.encodings import fp4, fp8, ggml, gptq_awq, pack_quantized, plain
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
+from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
+from ktconvert.layouts.encodings.checkpoint import Weight as Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
-
-__all__ = [
-    "CHECKPOINT_ENCODINGS",
-    "CheckpointEncoding",
-    "Tensors",
-    "Weight",
-    "beside_weight",
-    "input_types",
-    "of_tensors",
-    "quantized",
-    "roles",
-    "spelled",
-    "weight",
-]
 
 CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
     *plain.IN_CHECKPOINTS,
     *fp8.IN_CHECKPOINTS,
-    *mxfp4.IN_CHECKPOINTS,
-    *nvfp4.IN_CHECKPOINTS,
+    *fp4.IN_CHECKPOINTS,
     *pack_quantized.IN_CHECKPOINTS,
-    *int_quantized.IN_CHECKPOINTS,
+    fp8.W8A8,
     *gptq_awq.IN_CHECKPOINTS,
     *ggml.IN_CHECKPOINTS,
 )

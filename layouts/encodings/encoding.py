@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,22 +25,18 @@ ZERO_BYTES, BEGINNING = 4, 256
 
 
 class Read(Protocol):
-    """Reads the stored tensors of a matrix, by their position among Encoding.tensors; whole, or some bytes of one."""
+    """Reads bytes start..stop-1 of a matrix's stored tensor, by its position in Encoding.tensors; all by default."""
 
-    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
-        """Bytes start..stop-1."""
+    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes: ...
 
 
 class SourceExperts(Protocol):
-    """The experts of a checkpoint, as far as an encoding asks whether it holds every number of them."""
+    """MoeModel, as far as an encoding asks it: names of the encodings of its experts; layer -> MoeLayer."""
 
     @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The names of the encodings that they are stored in."""
-
+    def dtypes(self) -> tuple[str, ...]: ...
     @property
-    def moe_layers(self) -> Mapping[int, Any]:
-        """layer -> its weights, and how they lie: MoeLayer of layouts/checkpoints/shapes.py."""
+    def moe_layers(self) -> Mapping[int, Any]: ...
 
 
 # (read, n, k) -> what is wrong with the numbers of one tensor, "" if nothing.
@@ -101,10 +97,8 @@ def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) 
     if intermediate % parts:
         return f"the intermediate size {intermediate} does not divide by {parts}"
     if (intermediate // parts) % multiple:
-        return (
-            f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
-            f"is not a multiple of {multiple}"
-        )
+        size = f"{intermediate}/{parts} = {intermediate // parts}"
+        return f"the intermediate size per part, {size}, is not a multiple of {multiple}"
     return None
 
 
@@ -164,20 +158,18 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
 IN_ROWS = 1  # rows of a matrix that lie in one row of its tensor
 IN_PANELS = panels.ROWS
 
-Item = TypeVar("Item", bound=np.generic)
-
 
 def rows_of(
-    held: npt.NDArray[Item], n: int, rows: Rows, of_panels: Callable[[npt.NDArray[Item]], npt.NDArray[Item]]
-) -> npt.NDArray[Item]:
-    """Some rows of a matrix of n rows, [rows, ...], that is held row after row, [n, ...], or in panels, [n / 32, ...].
-
-    of_panels  panels -> their rows; only the panels that a slice touches are turned into rows
+    held: npt.NDArray[Any], n: int, rows: Rows, of_blocks: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """Some rows of a matrix of n rows, [rows, ...], that is held row after row, [n, ...], or in blocks of b rows,
+    [n / b, ...]. of_blocks: blocks -> their rows; only those that a slice touches are turned into rows.
     """
     if len(held) == n:
         return held[rows]
     if not isinstance(rows, slice):
-        return of_panels(held)[rows]
+        return of_blocks(held)[rows]
     start, stop, _ = rows.indices(n)
-    first = start // IN_PANELS
-    return of_panels(held[first : -(-stop // IN_PANELS)])[start - first * IN_PANELS : stop - first * IN_PANELS]
+    each = n // len(held)
+    first = start // each
+    return of_blocks(held[first : -(-stop // each)])[start - first * each : stop - first * each]

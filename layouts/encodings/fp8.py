@@ -1,18 +1,20 @@
 """FP8 E4M3 with scales. In checkpoints one for each block, for each row, or for the whole weight; MXFP8 is FP8 whose
 scales are powers of two, stored as E8M0. Written with a float32 scale for each block of 128 x 128 (FORMAT.md).
+
+And compressed-tensors' int-quantized weights (W8A8), a signed byte for each code, with such scales.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, aligned, read_scales
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.encodings.encoding import (
     F32,
     IN_PANELS,
@@ -28,7 +30,7 @@ from ktconvert.layouts.encodings.encoding import (
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
+from ktconvert.native_quant.matrix import FP8_E4M3, INT8_SIGNED, Kind, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, differences, fp8, panels
 from ktconvert.quantizers.reference import f32_to_bf16
 from ktconvert.quantizers.scales import E4M3
@@ -52,9 +54,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
     if scale.dtype not in (*FLOATS, *E8M0):
         raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
     shape, of = scale.shape, weight.shape
-    if len(of) == 3:
-        if shape[:1] != of[:1]:
-            raise _misfit(weight, scale, blocks)
+    if len(of) == 3 and shape[:1] == of[:1]:
         shape, of = shape[1:], of[1:]
     if len(of) != 2:
         raise _misfit(weight, scale, blocks)
@@ -86,10 +86,14 @@ def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, i
     )
 
 
-def _matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
-    weight, scale = tensors["weight"], tensors["scale"]
-    shape, block = grid(weight, scale, quantization.blocks, input_major)
-    return Matrix(aligned(source, weight), FP8_E4M3, read_scales(source, scale, shape), block)
+def _linear(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        weight, scale, zeros = tensors["weight"], tensors["scale"], tensors.get("zero_point")
+        shape, block = grid(weight, scale, quantization.blocks, input_major)
+        codes = None if zeros is None else (source.view(zeros) ^ 0x80).astype(np.float32).reshape(shape)
+        return Matrix(source.view(weight), kind, read_scales(source, scale, shape), block, zeros=codes)
+
+    return matrix
 
 
 def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[int, int]:
@@ -109,19 +113,51 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
         {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")},
         ("F8_E4M3",),
         FP8_E4M3,
-        _matrix,
+        _linear(FP8_E4M3),
         fit=_fit,
         claims=claims,
         input_types=input_types,
     )
 
 
+def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
+    """Other scales are those of 4-bit floats, two in a byte."""
+    return "scale" in tensors and tensors["scale"].dtype in FLOATS
+
+
+def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
+    zeros, scale = tensors.get("zero_point"), tensors["scale"]
+    if zeros is None and quantization.symmetric == (False,):
+        raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
+    if zeros is None:
+        return block
+    if zeros.dtype != "I8" or zeros.shape != scale.shape:
+        raise damaged_tensor(
+            zeros.name,
+            f"is {zeros.dtype} of shape {list(zeros.shape)}; zero points must be I8 of shape "
+            f"{list(scale.shape)}, as {scale.name!r}",
+        )
+    return *block, "zero points"
+
+
+W8A8 = CheckpointEncoding(
+    "W8A8",
+    "INT8 (W8A8)",
+    {"weight": ("{t}",), "scale": ("{t}_scale", "{t}_scale_inv"), "zero_point": ("{t}_zero_point",)},
+    ("I8",),
+    INT8_SIGNED,
+    _linear(INT8_SIGNED),
+    fit=_w8a8_fit,
+    claims=_w8a8_claims,
+    optional=frozenset({"zero_point"}),
+    input_types=("int8",),
+)
 IN_CHECKPOINTS = (_row("F8_E4M3", "FP8", False, "fp8"), _row("MXFP8", "MXFP8", True, "mxfp8", "fp8"))
 
 
 # --- as we write it -------------------------------------------------------------------------------
 
-BF16_INFINITY = 0x7F80
 SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
 
 
@@ -179,7 +215,8 @@ def is_exact(model: SourceExperts) -> bool:
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
     """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
-    if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
+    kept = matrix.scales if fp8.is_kept(matrix) else None
+    if kept is None or ((kept > 0) & (kept <= fp8.LARGE_SCALE)).all():
         kernels.pack_fp8(matrix, codes, scales)
         return
     n, _ = matrix.shape
@@ -197,10 +234,6 @@ def require_finite(matrix: Matrix) -> None:
     """Raises kernels.NonFinite where the product of a code and a large scale is infinite in BF16."""
     if matrix.scales is not None and (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
         differences.decode_finite(matrix)
-
-
-def _usual(scales: npt.NDArray[np.float32]) -> bool:
-    return bool(((scales > 0) & (scales <= fp8.LARGE_SCALE)).all())
 
 
 def bad_code(read: Read, n: int, k: int) -> str:
@@ -223,7 +256,7 @@ def _bad_scale(order: int) -> Defect:
             codes = np.concatenate([read(0, start, start + fp8.BLOCK * order) for start in starts])
             with np.errstate(over="ignore"):
                 largest = E4M3[codes & 0x7F].max(initial=0) * scales[index]
-            if f32_to_bf16(largest) >= BF16_INFINITY:
+            if f32_to_bf16(largest) >= 0x7F80:  # infinity
                 return f"scale {index}, {scales[index]!s}, makes a number infinite"
         return ""
 

@@ -29,7 +29,6 @@ from ktconvert.quantizers import packed
 METHOD, AWQ = "gptq", "awq"
 FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
 GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json that store what GEMM does
-# The names of a weight's tensors.
 NAMES = {"qweight": ("{s}.qweight",), "scales": ("{s}.scales",), "qzeros": ("{s}.qzeros",), "g_idx": ("{s}.g_idx",)}
 BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
 
@@ -44,9 +43,8 @@ def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, width = tensors["qweight"], _width(tensors, quantization)
         if quantization.format and quantization.format not in FORMATS:
-            raise UnsupportedError.of_tensor(
-                codes.name, f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
-            )
+            what = f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
+            raise UnsupportedError.of_tensor(codes.name, what)
         require_matrix(codes)
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
             named = " or ".join(map(str, quantization.bits)) or "4 or 8"
@@ -159,9 +157,8 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
         version = "gemv"  # whose scales are [n, groups]
     if version not in GEMM:
-        raise UnsupportedError.of_tensor(
-            codes.name, f": the order of AWQ's version {version!r} is not an input; {BETTER}"
-        )
+        what = f": the order of AWQ's version {version!r} is not an input; {BETTER}"
+        raise UnsupportedError.of_tensor(codes.name, what)
     if quantization.bits not in ((), (4,)):
         named = ", ".join(map(str, quantization.bits))
         raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")

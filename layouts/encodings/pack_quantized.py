@@ -28,12 +28,13 @@ from ktconvert.layouts.encodings.checkpoint import (
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, never_exact
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, never_exact
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
-from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, Grid, groups, packed
+from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, groups, packed
+from ktconvert.quantizers.reference import f32_to_bf16
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
@@ -74,23 +75,22 @@ def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
         group = _group(tensors, n, k, quantization)
-        _check_shape(source, tensors, n, k)
+        about, zeros = tensors["shape"], tensors.get("zero_point")
+        if (recorded := np.array(source.view(about)).tolist()) != [n, k]:
+            what = f"says {recorded}, its codes are for {[n, k]}"
+            raise damaged_tensor(about.name, what, "download it again", source.path(about))
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
-        zeros = _zeros(source, tensors.get("zero_point"), bits, n)
+        points = None
+        if zeros is not None:
+            points = np.ascontiguousarray(packed.fields(bits, source.view(zeros).T).T[:n], np.float32)
         order = order_of_columns(source, tensors.get("g_idx"), group)
-        return Matrix(codes, kind, scales, (1, group), zeros=zeros, group_of=order)
+        return Matrix(codes, kind, scales, (1, group), zeros=points, group_of=order)
 
     return CheckpointEncoding(
         kind.name.upper(),
         kind.name.upper(),
-        {
-            "packed": ("{t}_packed",),
-            "scale": ("{t}_scale",),
-            "zero_point": ("{t}_zero_point",),
-            "g_idx": ("{t}_g_idx",),
-            "shape": ("{t}_shape",),
-        },
+        {role: (f"{{t}}_{role}",) for role in ("packed", "scale", "zero_point", "g_idx", "shape")},
         tuple(WORD_BITS),
         kind,
         matrix,
@@ -119,23 +119,6 @@ def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
         raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
     groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
     return columns_per_scale(codes, scale, (n, k), groups, quantization)
-
-
-def _zeros(source: TensorSource, zeros: TensorInfo | None, bits: int, n: int) -> npt.NDArray[np.float32] | None:
-    """Zero points, as codes: float32 [n, groups]; None where there are none."""
-    if zeros is None:
-        return None
-    return np.ascontiguousarray(packed.fields(bits, source.view(zeros).T).T[:n], np.float32)
-
-
-def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None:
-    """Raises InputError unless weight_shape is the shape of the codes."""
-    about = tensors["shape"]
-    recorded = np.array(source.view(about)).tolist()
-    if recorded != [n, k]:
-        raise damaged_tensor(
-            about.name, f"says {recorded}, its codes are for {[n, k]}", "download it again", source.path(about)
-        )
 
 
 IN_CHECKPOINTS = (_row(4, INT4), _row(8, INT8))
@@ -230,15 +213,68 @@ def _bad_scale(read: Read, n: int, k: int) -> str:
 
 
 SETTINGS = ("rounding", "group_size")
-
-
-def _variants(grid: Grid) -> dict[tuple[Any, ...], Encoding]:
-    """By the values of SETTINGS; the first is the default."""
-    return {
-        (rounding, group): pack_quantized(replace(grid, group=group), rounding)
+# By the values of SETTINGS; the first is the default.
+W4A16, W8A16 = (
+    {
+        (rounding, group): pack_quantized(replace(GROUP_GRIDS[name], group=group), rounding)
         for rounding in kernels.ROUNDINGS
         for group in GROUP_SIZES
     }
+    for name in ("W4A16", "W8A16")
+)
 
 
-W4A16, W8A16 = _variants(GROUP_GRIDS["W4A16"]), _variants(GROUP_GRIDS["W8A16"])
+# --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (FORMAT.md) -----------------
+
+GRID = SIGNED_GRIDS["rawint4"]
+_PACKED = pack_quantized(GRID, "signed")
+
+
+def is_exact(model: SourceExperts) -> bool:
+    """Symmetric INT4 in groups of 32 columns with BF16 scales, in the order of the columns, keeps codes and scales."""
+    return all(
+        weight.encoding.name == "INT4"
+        and weight.fit(moe.input_major) == (GRID.bits, GRID.group)
+        and weight.tensors["scale"].dtype == "BF16"
+        and not moe.input_major
+        and not getattr(moe.style, "interleaved", False)
+        for moe in model.moe_layers.values()
+        for weight in moe.weights.values()
+    )
+
+
+def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
+    if not groups.is_kept(matrix):
+        _PACKED.quantize(matrix, out)
+        return
+    assert matrix.scales is not None and GRID.group is not None
+    (n, k), (row, column) = matrix.shape, matrix.origin
+    words, shape, scales = typed(GRID, out, n, k)
+    words.view(np.uint8)[:] = matrix.values[:, : k // 2]
+    shape[:] = n, k
+    scales[:] = f32_to_bf16(
+        np.ascontiguousarray(matrix.scales[row : row + n, column // GRID.group :][:, : k // GRID.group])
+    )
+
+
+def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+    """Against the source's own numbers where its codes are kept: BF16 would round them."""
+    return differences.error_sums(
+        matrix, lambda rows: _PACKED.decode(stored, *matrix.shape, rows), groups.source_values
+    )
+
+
+def _bad_signed_scale(read: Read, n: int, k: int) -> str:
+    """Scales of either sign, and those of 0 that a source had, are numbers."""
+    bad = (read(2).view("<u2") & 0x7FFF) >= 0x7F80
+    return f"scale {int(np.argmax(bad))} is infinite or not a number" if bad.any() else ""
+
+
+RAWINT4 = replace(
+    _PACKED,
+    name="RAWINT4",
+    quantize=_quantize_rawint4,
+    is_exact=is_exact,
+    error_sums=_rawint4_errors,
+    defects=(all_zeros(GRID.bits), bad_shape, _bad_signed_scale),
+)

@@ -93,10 +93,6 @@ def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
     return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
-def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    kernels.pack_bf16(matrix, out[0].view(np.uint16))
-
-
 def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
     return bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows])
 
@@ -104,5 +100,9 @@ def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(N
 PANELS = _encoding(IN_PANELS, "codes")
 ROWS = _encoding(IN_ROWS, "weight")
 BLOCKS = replace(
-    PANELS, tensors=_block_tensors, quantize=_quantize_blocks, decode=_decode_blocks, defects=(bad_number, None)
+    PANELS,
+    tensors=_block_tensors,
+    quantize=lambda matrix, out: kernels.pack_bf16(matrix, out[0].view(np.uint16)),
+    decode=_decode_blocks,
+    defects=(bad_number, None),
 )

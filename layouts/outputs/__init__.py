@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.encodings import amx, fp8, moe_plain, mxfp4, pack_quantized, plain, rawint4
+from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
 from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
@@ -49,15 +49,15 @@ FORMATS: dict[str, Format] = {
     for fmt in (
         Format("AMXINT4", amx.AMXINT4, NUMA, cpu_card.AMX, (PER_ROW,), loose="INT4", backward=True),
         Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
-        Format("MOE_INT4", moe_plain.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
-        Format("MOE_INT8", moe_plain.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
-        Format("MXFP4", mxfp4.PANELS, NUMA, cpu_card.MXFP4),
+        Format("MOE_INT4", amx.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
+        Format("MOE_INT8", amx.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
+        Format("MXFP4", fp4.PANELS, NUMA, cpu_card.MXFP4),
         Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
         Format("BF16", plain.PANELS, NUMA, cpu_card.BF16),
-        Format("KT_MXFP4", mxfp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
+        Format("KT_MXFP4", fp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
         Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
         Format("KT_BF16", plain.ROWS, NATIVE, cpu_card.KT_BF16),
-        Format("RAWINT4", rawint4.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
+        Format("RAWINT4", pack_quantized.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
