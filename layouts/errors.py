@@ -10,11 +10,8 @@ REMEDY = "download that file again"
 
 
 class KtconvertError(Exception):
-    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback.
-
-    path    the file or directory at fault; None where the problem names it
-    remedy  what to do; "" where the problem says it
-    tensor  the name of the tensor at fault; "" where there is none
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback. Path and remedy
+    are left out where the problem names them; tensor: the name of the one at fault.
     """
 
     exit_code = 1

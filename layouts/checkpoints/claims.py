@@ -95,16 +95,13 @@ def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
     """
     own = family(declared)
     if own is not None and (other := other_family(config, own.name)) is not None:
-        called = declared["model_type"].removeprefix(PREFIX)
-        return (
-            f"config.json is of {other}, and the weights' own header says general.architecture = {called}, {own.name}"
-        )
+        header = f"general.architecture = {declared['model_type'].removeprefix(PREFIX)}, {own.name}"
+        return f"config.json is of {other}, and the weights' own header says {header}"
     limit, blocks = cfg.number(config, arch.layers), cfg.number(declared, NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
-        return (
-            f"config.json says {limit[0]} = {limit[1]}, and the weights are of {blocks[1]} layers by their own header"
-        )
+        header = f"the weights are of {blocks[1]} layers by their own header"
+        return f"config.json says {limit[0]} = {limit[1]}, and {header}"
     for name, keys in SAME.items():
         number = declared.get(name)
         said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}

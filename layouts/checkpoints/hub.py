@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
+from ktconvert.layouts.checkpoints.containers.gguf import parts_of
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -22,18 +23,14 @@ TRUE = ("1", "true", "yes", "on")
 
 
 def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:
-    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins.
+    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins,
+    then a snapshot in the local cache that has all its weights; else it is downloaded, unless HF_HUB_OFFLINE is set.
 
-    A snapshot in the local cache that has all its weights is used as it is; otherwise the model is downloaded, unless
-    HF_HUB_OFFLINE is set. companions_only: without weights. Raises InputError where neither is possible, UsageError for
-    a revision of a local path.
+    companions_only: without weights. Raises InputError where that fails, UsageError for a revision of a local path.
     """
-    text = str(name)
-    path = Path(name)
-    try:
+    text, path, exists = str(name), Path(name), False
+    with contextlib.suppress(OSError, ValueError):
         exists = path.exists()
-    except (OSError, ValueError):
-        exists = False
     if exists:
         if revision is not None:
             raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
@@ -42,9 +39,8 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if file is not None and not companions_only:
         return _of_repository(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
-        raise InputError(
-            f"{text}: no such file or directory; give a checkpoint's directory, or a hub id such as org/name"
-        )
+        remedy = "give a checkpoint's directory, or a hub id such as org/name"
+        raise InputError(f"{text}: no such file or directory; {remedy}")
     cached = snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else complete(cached)):
         return cached

@@ -9,17 +9,13 @@ from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Separate, Style
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
 # Scales of activations, which nothing here needs.
 UNUSED = (
-    "{s}.input_scale",
-    "{s}_input_scale",
-    "{s}.qscale_act",
-    "{s}.activation_scale",
-    "{s}.input_global_scale",
-    "{s}_activation_scale",
+    *("{s}.input_scale", "{s}_input_scale", "{s}.qscale_act"),
+    *("{s}.activation_scale", "{s}.input_global_scale", "{s}_activation_scale"),
 )
 BIASES = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
@@ -66,6 +62,11 @@ def unread_format(info: TensorInfo) -> str | None:
     return by_name
 
 
+def no_input(name: str, what: str) -> UnsupportedError:
+    """The sentence for a tensor that no row of the table of encodings reads."""
+    return UnsupportedError.of_tensor(name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
+
+
 BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
@@ -97,14 +98,13 @@ class StoredLayer:
 class Scan:
     """The result of a scan.
 
-    layers   expert tensors by prefix and layer number.
-    mtp      expert tensors of multi-token-prediction blocks that have names of their own.
-    foreign  a tensor of each format that is no input, by the format's name and layer.
-    biases   a bias of each layer that has some.
-    strays   names among the experts that match no template.
-    others   names that look like routed experts of another part of the model.
-    routers  (prefix, layer) that have a router.
-    present  (prefix, layer) that have any tensor.
+    layers   expert tensors by prefix and layer number
+    mtp      expert tensors of multi-token-prediction blocks that have names of their own
+    foreign  a tensor of each format that is no input, by the format's name and layer
+    biases   a bias of each layer that has some
+    strays   names among the experts that match no template
+    others   names that look like routed experts of another part of the model
+    routers  (prefix, layer) that have a router; present: that have any tensor
     """
 
     layers: dict[tuple[str, int], StoredLayer] = field(default_factory=dict)
@@ -192,10 +192,8 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
         return
     tensors = stored.tensors.setdefault((rule.part, expert), {})
     if rule.role in tensors:
-        raise InputError(
-            f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight",
-            tensor=tensors[rule.role].name,
-        )
+        other = tensors[rule.role].name
+        raise InputError(f"tensors {other!r} and {name!r} both claim to be the {rule.role} of one weight", tensor=other)
     tensors[rule.role] = info
 
 
@@ -208,7 +206,9 @@ def _rules(
     containers: set[str] = set()
     for style in styles:
         for part in style.parts:
-            for prefix, name in _prefixed(getattr(style, part)):
+            template: str = getattr(style, part)
+            for prefix in PREFIXES if "{prefix}" in template else ("",):
+                name = template.replace("{prefix}", prefix)
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
@@ -219,13 +219,6 @@ def _rules(
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
     return rules, frozenset(containers)
-
-
-def _prefixed(template: str) -> Iterator[tuple[str, str]]:
-    if "{prefix}" not in template:
-        yield "", template
-    else:
-        yield from ((p, template.replace("{prefix}", p)) for p in PREFIXES)
 
 
 def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:

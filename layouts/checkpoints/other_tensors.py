@@ -16,10 +16,8 @@ from ktconvert.layouts.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint.
-
-    tensors  those that are copied unchanged, and the weights that become BF16.
-    dropped  scales and other tensors of such weights.
+    """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint: those
+    that are copied unchanged, and the weights that become BF16. dropped: scales and other tensors of such weights.
     """
 
     tensors: Mapping[str, TensorInfo | Weight]
@@ -27,11 +25,10 @@ class OtherTensors:
 
 
 def other_tensors(source: TensorSource, taken: Collection[str], quantization: Quantization) -> OtherTensors:
-    """Sorts all tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, all
-    others copied.
+    """All tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, others copied.
 
-    Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without
-    scales."""
+    Raises UnsupportedError for a tensor that cannot be read, InputError for a weight without scales.
+    """
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
@@ -47,7 +44,8 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
             continue
         if weight is not None:
             decoded[name] = weight
-            dropped |= {t.name for t in weight[1].tensors.values()} | _aside(source, weight[0])
+            aside = (encodings.spelled(pattern, weight[0]) for pattern in UNUSED)
+            dropped |= {t.name for t in weight[1].tensors.values()} | {n for n in aside if n in source.tensors}
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
@@ -87,9 +85,3 @@ def _weight(
         weight.fit()
         return template, weight
     return None
-
-
-def _aside(source: TensorSource, template: str) -> set[str]:
-    """The tensors beside a weight that are not needed."""
-    names = {encodings.spelled(pattern, template) for pattern in UNUSED}
-    return {name for name in names if name in source.tensors}

@@ -57,16 +57,15 @@ class Shard:
 class TensorSource:
     """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
-    root       the directory.
-    container  what kind of files it consists of.
+    root       the directory
+    container  what kind of files it consists of
     config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
-               {} where neither does.
-    declared   what the weight files say themselves.
-    quantization  how weights are quantized, by config.json and quantize_config.json.
-    shards     the weight files, in the order of their names.
-    tensors    every tensor by name.
-    ignored    files of the same kind in the directory that are not of the checkpoint.
-    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for.
+               {} where neither does
+    declared   what the weight files say themselves
+    quantization  how weights are quantized, by config.json and quantize_config.json
+    shards     the weight files, in the order of their names
+    ignored    files of the same kind in the directory that are not of the checkpoint
+    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
     """
 
     def __init__(
@@ -83,18 +82,13 @@ class TensorSource:
         companion_root: Path | None = None,
         quantization: cfg.Quantization | None = None,
     ) -> None:
-        self.root = root
-        self.config = config
-        self.shards = shards
-        self.tensors = tensors
-        self.ignored = ignored
-        self.container = container
-        self._by_name = {shard.name: shard for shard in shards}
+        self.root, self.config, self.container = root, config, container
+        self.shards, self.tensors, self.ignored = shards, tensors, ignored
         self.declared = {} if declared is None else declared
         self.companion_root = companion_root or root
         self.quantization = cfg.quantization(config) if quantization is None else quantization
-        self._alone = alone
-        self._maps = MappedFiles()
+        self._by_name = {shard.name: shard for shard in shards}
+        self._alone, self._maps = alone, MappedFiles()
 
     @property
     def has_config(self) -> bool:
@@ -112,16 +106,14 @@ class TensorSource:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
-        info = self.tensors[name]
-        return self.view(info)
+        return self.view(self.tensors[name])
 
     def view(self, info: TensorInfo) -> npt.NDArray[Any]:
         """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
-            raise UnsupportedError.of_tensor(
-                info.name, f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
-            )
+            what = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
+            raise UnsupportedError.of_tensor(info.name, what)
         return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
@@ -138,10 +130,7 @@ class TensorSource:
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
 
     def companions(self) -> list[str]:
-        """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
-
-        For a lone file of weights only files directly beside it, and only if config.json is among them.
-        """
+        """As companion_files; for a lone file of weights only files directly beside it and a config.json."""
         return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
 
     def paths(self) -> list[Path]:
@@ -151,16 +140,15 @@ class TensorSource:
 
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change differs from that at opening."""
-        out: list[str] = []
-        for shard in self.shards:
+
+        def is_same(shard: Shard) -> bool:
             try:
                 now = shard.path.stat()
             except OSError:
-                out.append(shard.name)
-                continue
-            if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                out.append(shard.name)
-        return out
+                return False
+            return (now.st_size, now.st_mtime_ns) == (shard.size, shard.mtime_ns)
+
+        return [shard.name for shard in self.shards if not is_same(shard)]
 
     def close(self) -> None:
         """Lets go of the mapped files; each is unmapped when the last view of it goes."""
@@ -189,12 +177,15 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         container, chosen = _select(path)
         root = path
     else:
-        container = _container_of(path)
+        found = next((container for container in CONTAINERS if path.suffix == container.suffix), None)
+        if found is None:
+            suffixes = " or ".join(container.suffix for container in CONTAINERS)
+            raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
+        container = found
         chosen, root = container.of_file(path), path.parent
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
-    names = chosen.names
-    headers = read_headers(root, names, container)
+    headers = read_headers(root, chosen.names, container)
     shards = [
         Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name))
         for name, header in headers.items()
@@ -203,17 +194,18 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     for name, header in headers.items():
         for info in header.entries:
             if info.name in tensors:
-                other = tensors[info.name].file
-                raise InputError(
-                    f"{root / name}: tensor {info.name!r} is also in {other}; remove the file that does not belong"
-                )
+                where = f"{root / name}: tensor {info.name!r} is also in {tensors[info.name].file}"
+                raise InputError(f"{where}; remove the file that does not belong")
             tensors[info.name] = info
     if chosen.index is not None:
         _agree(root, chosen.index, tensors)
-    container.check(root, names, tuple(headers.values()))
+    container.check(root, chosen.names, tuple(headers.values()))
     declared = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
-    own = _config_of(companion_root, required=config is not None) or declared
+    if config is not None and not (companion_root / "config.json").is_file():
+        remedy = "name the directory of the Hugging Face model, or its id"
+        raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
+    own = read_config(companion_root) or declared
     return TensorSource(
         root,
         own,
@@ -243,22 +235,6 @@ def read_headers(
     return headers
 
 
-def _config_of(root: Path, *, required: bool) -> dict[str, Any]:
-    if required and not (root / "config.json").is_file():
-        raise InputError(
-            f"--config {root}: has no config.json; name the directory of the Hugging Face model, or its id"
-        )
-    return read_config(root)
-
-
-def _container_of(path: Path) -> Container:
-    for container in CONTAINERS:
-        if path.suffix == container.suffix:
-            return container
-    suffixes = " or ".join(container.suffix for container in CONTAINERS)
-    raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
-
-
 def _select(root: Path) -> tuple[Container, Selection]:
     """The checkpoint in a directory, by the first container that recognises one."""
     try:
@@ -268,7 +244,11 @@ def _select(root: Path) -> tuple[Container, Selection]:
     for container in CONTAINERS:
         if (chosen := container.select(root, files)) is not None:
             return container, chosen
-    raise _no_weights(root, files)
+    for suffix in (".bin", ".pth", ".pt"):
+        if any(f.endswith(suffix) for f in files):
+            what = f"holds PyTorch {suffix} weights only, which are not an input"
+            raise UnsupportedError(f"{root}: {what}; use the safetensors release")
+    raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
 def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
@@ -280,15 +260,6 @@ def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) ->
     for name, info in tensors.items():
         if name not in index:
             raise damaged_tensor(name, "is missing from the index", "download the index again", root / info.file)
-
-
-def _no_weights(root: Path, files: list[str]) -> Exception:
-    for suffix, what in ((".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
-        if any(f.endswith(suffix) for f in files):
-            return UnsupportedError(
-                f"{root}: holds {what} weights only, which are not an input; use the safetensors release"
-            )
-    return InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
 def read_config(root: Path) -> dict[str, Any]:
@@ -305,13 +276,13 @@ def read_quantization(root: Path) -> cfg.Quantization:
 
 
 def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
-    declared, companion_root = cfg.quantization(config), root / cfg.QUANTIZE_CONFIG
-    if not companion_root.exists():
+    declared, other = cfg.quantization(config), root / cfg.QUANTIZE_CONFIG
+    if not other.exists():
         return declared
     try:
-        return cfg.merge_quantization_files(declared, _parsed(companion_root))
+        return cfg.merge_quantization_files(declared, _parsed(other))
     except ValueError as error:
-        raise InputError(f"{companion_root}: {error}; correct the one that is wrong") from None
+        raise InputError(f"{other}: {error}; correct the one that is wrong") from None
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -52,18 +52,16 @@ def aligned_buffer(nbytes: int) -> Bytes:
 
 
 class DirectFile:
-    """A new file of known size, written past the page cache where the file system allows it.
+    """A new file of known size, written past the page cache where the file system allows it; its space is reserved first.
 
-    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for
-    whole pages that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk,
-    quota or limit is full."""
+    `append` hashes in file order; `write_at` may be called from any thread for whole pages that `skip` then hashes.
+    close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
-        self.sha256 = hashlib.sha256()
+        self.path, self.size, self.sha256 = path, size, hashlib.sha256()
         self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
-        self._staged = 0
-        self._offset = 0
+        self._staged = self._offset = 0
         with explained(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._direct = self._set_direct(True)
@@ -105,10 +103,9 @@ class DirectFile:
         self.sha256.update(view)
         source = np.frombuffer(view, dtype=np.uint8)
         while source.size:
-            take = min(source.size, self._staging.size - self._staged)
-            self._staging[self._staged : self._staged + take] = source[:take]
-            self._staged += take
-            source = source[take:]
+            taken, source = np.split(source, [self._staging.size - self._staged])
+            self._staging[self._staged : self._staged + taken.size] = taken
+            self._staged += taken.size
             if self._staged == self._staging.size:
                 self._flush()
 
@@ -117,8 +114,7 @@ class DirectFile:
         self._staging[self._staged : padded] = 0
         if padded:
             self.write_at(self._offset, self._staging[:padded])
-        self._offset += self._staged
-        self._staged = 0
+        self._offset, self._staged = self._offset + self._staged, 0
 
     def skip(self, data: Bytes) -> None:
         """Hash the next whole pages of the file, which write_at wrote."""

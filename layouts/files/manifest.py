@@ -162,15 +162,9 @@ def encode(
     files: list[OutputFile],
 ) -> bytes:
     """The manifest. No time stamps, no paths: same input and options, same bytes."""
-    manifest = Manifest(
-        format=ManifestFormat(),
-        tool=WrittenBy("ktconvert", tool_version),
-        command=command,
-        settings=dict(settings),
-        model=dict(facts),
-        source=source,
-        files=tuple(sorted(files, key=lambda f: f.name)),
-    )
+    tool, files = WrittenBy("ktconvert", tool_version), sorted(files, key=lambda f: f.name)
+    about: dict[str, Any] = {"command": command, "settings": dict(settings), "model": dict(facts)}
+    manifest = Manifest(format=ManifestFormat(), tool=tool, **about, source=source, files=tuple(files))
     document = msgspec.to_builtins(manifest)
     return (json.dumps({**document, "sha256": digest(document)}, indent=2) + "\n").encode()
 

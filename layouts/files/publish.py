@@ -35,9 +35,8 @@ def make_readable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
-    """Write a whole small file, in place of one of this name; returns its sha256.
-
-    Without `sync`, for files of a folder that sync_tree makes durable at the end, none may be there.
+    """Write a whole small file, in place of one of this name; returns its sha256. Without `sync`, for files of a folder
+    that sync_tree makes durable at the end, none may be there.
     """
     with explained(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
@@ -117,10 +116,8 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def publish_new(partial: Path, final: Path) -> bool:
-    """Give a synced file a name that nothing has, or leave all as it is; whether it was given.
-
-    The file keeps its first name, too, where the file system has hard links. Raises OutputError where it has neither
-    these nor renames that do not replace.
+    """Give a synced file a name that nothing has, or leave all as it is; whether it was given. It keeps its first name,
+    too, where there are hard links. Raises OutputError where there are neither these nor renames that do not replace.
     """
     try:
         os.link(partial, final)
@@ -157,10 +154,8 @@ def require_replaceable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file under its final name: all of it is seen, or nothing. A link stays one.
-
-    data  has MARK near its beginning or end
-    Raises OutputError where something lies there that was not written like this.
+    """Write a small file, with MARK near its beginning or end, under its final name: all of it is seen, or nothing. A link
+    stays one. Raises OutputError where something lies there that was not written like this.
     """
     assert MARK.encode() in data[:MARKED] + data[-MARKED:]
     path = Path(os.path.realpath(path.expanduser()))
@@ -209,9 +204,7 @@ def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ())
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
     """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing
-    what lies there.
-
-    Cut off in the second way, `old` may be missing: it is in `aside` then.
+    what lies there. Cut off in the second way, `old` may be missing: it is in `aside` then.
     """
     if _renameat2(new, old, RENAME_EXCHANGE):
         remove_tree(aside)

@@ -18,8 +18,7 @@ Rows = npt.NDArray[np.uint16]
 class RowFile:
     """`count` rows of `width` BF16 values (as their bits), row after row and nothing else. Use as a context manager.
 
-    A new file has its space reserved at once, and is durable after sync(). Raises ResourceError when the disk is full,
-    InputError for an existing file of another size.
+    A new file has its space reserved at once. Raises ResourceError when the disk is full, InputError for another size.
     """
 
     def __init__(self, path: Path, count: int, width: int, *, new: bool) -> None:
@@ -41,8 +40,7 @@ class RowFile:
     def read(self, start: int, stop: int) -> Rows:
         """Rows start..stop-1, uint16 [stop - start, width]."""
         rows = np.empty((stop - start, self.width), np.uint16)
-        view = rows.reshape(-1).view(np.uint8).data
-        at = 2 * start * self.width
+        view, at = rows.reshape(-1).view(np.uint8).data, 2 * start * self.width
         while view:
             got = os.preadv(self._fd, [view], at)
             if not got:
@@ -52,8 +50,7 @@ class RowFile:
 
     def write(self, start: int, rows: Rows) -> None:
         """Put rows, uint16 [n, width], from row `start` on."""
-        view = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-        at = 2 * start * self.width
+        view, at = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, 2 * start * self.width
         with explained(self.path):
             while view:
                 put = os.pwrite(self._fd, view, at)

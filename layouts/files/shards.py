@@ -35,11 +35,8 @@ def plan_shard(entries: Iterable[TensorInfo], metadata: Mapping[str, str]) -> Sh
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     for entry in entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
+        offsets = [offset, offset + entry.nbytes]
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
         offset += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)

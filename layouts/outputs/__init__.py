@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import cpu_card, gpu_card
-from ktconvert.layouts.outputs.format import Format
+from ktconvert.layouts.outputs.format import Format as Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
-from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
+from ktconvert.layouts.outputs.parts import PROJECTIONS as PROJECTIONS
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
-
-__all__ = [
-    "FORMATS",
-    "LAYOUTS",
-    "LOOSE_METHODS",
-    "OPAQUE",
-    "PROJECTIONS",
-    "Format",
-    "backward_alone",
-    "format_of",
-    "formats_of",
-]
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (
@@ -44,6 +34,12 @@ WITHOUT_VNNI = (
     "fault"
 )
 
+
+def _whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
+    first, settings = next(iter(variants.values())), pack_quantized.SETTINGS
+    return Format(name, first, WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
+
+
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
@@ -61,17 +57,8 @@ FORMATS: dict[str, Format] = {
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
-        *(
-            Format(
-                name,
-                next(iter(variants.values())),
-                WHOLE_MODEL,
-                gpu_card.DESCRIPTION,
-                settings=pack_quantized.SETTINGS,
-                variants=variants,
-            )
-            for name, variants in (("W4A16", pack_quantized.W4A16), ("W8A16", pack_quantized.W8A16))
-        ),
+        _whole_model("W4A16", pack_quantized.W4A16),
+        _whole_model("W8A16", pack_quantized.W8A16),
     )
 }
 

@@ -18,27 +18,11 @@ CONTRACT = "0.19.0"
 
 def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
     """compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
-    weights = {
-        "num_bits": grid.bits,
-        "type": "int",
-        "symmetric": True,
-        "group_size": grid.group,
-        "strategy": "group",
-        "block_structure": None,
-        "dynamic": False,
-        "actorder": None,
-        "scale_dtype": None,
-        "zp_dtype": None,
-        "observer": None,
-        "observer_kwargs": {},
-    }
-    scheme = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }
+    weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, "group_size": grid.group, "strategy": "group"}
+    weights |= {"block_structure": None, "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None}
+    weights |= {"observer": None, "observer_kwargs": {}}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    scheme |= {"format": "pack-quantized"}
     return {
         "config_groups": {"group_0": scheme},
         "quant_method": "compressed-tensors",
@@ -61,13 +45,9 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
     return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
 
 
-RAWINT4 = {"bits": 4, "group_size": 32}  # of kt-kernel's method of this name
-FOLDER = "/path/to/this/folder"
-
-
 def is_rawint4(facts: Mapping[str, Any]) -> bool:
-    """Whether experts with these facts are what RAWINT4 computes, whatever their names are."""
-    return {name: facts.get(name) for name in RAWINT4} == RAWINT4
+    """Whether experts with these facts are what kt-kernel's RAWINT4 computes, whatever their names are."""
+    return (facts.get("bits"), facts.get("group_size")) == (4, 32)
 
 
 def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
@@ -80,7 +60,7 @@ def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
     return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
 
 
-def launch(facts: Mapping[str, Any], folder: str = FOLDER) -> tuple[str, ...]:
+def launch(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tuple[str, ...]:
     """How SGLang is started with the output as the model: with its own experts on the CPU, too, or with others."""
     if why_not_for_cpu(facts) is None:
         return cpu_card.launch(folder, "RAWINT4", "NUMA_NODES", folder)

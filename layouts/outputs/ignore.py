@@ -72,7 +72,8 @@ def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tu
 
 def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
     """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
-    for name in _expert_names(model):
+    named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
+    for name in _loader_names(named):
         for pattern in patterns:
             if is_match(name, pattern):
                 raise UsageError(
@@ -84,12 +85,6 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
         what = "the router" if ROUTER.search(f"{shown}.") else "the module"
         raise UsageError(f"the ignore list leaves out {what} {shown}, which a loader would take for quantized; add it")
-
-
-def _expert_names(model: MoeModel) -> Iterator[str]:
-    """The names that loaders use for the routed experts of a model."""
-    for layer in model.layers:
-        yield from _loader_names((projection, name) for _, projection, name, _, _ in linears(model, layer))
 
 
 def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -104,9 +99,7 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
     """The defects of config.json and its ignore list, which must separate the experts of an output from all other
-    modules.
-
-    config_for(ignore list) gives the quantization_config that must be there.
+    modules. config_for: ignore list -> the quantization_config that must be there.
     """
     about = output.config.get("quantization_config")
     if not isinstance(about, dict) or not isinstance(about.get("ignore"), list):
@@ -142,9 +135,8 @@ def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
 
 
 def _pattern(name: str) -> str:
-    """One expression for this module in every layer, with any prefix: loaders use several for the language model.
-
-    For other experts, such as those of MTP blocks, it covers the whole container.
+    """One expression for this module in every layer, with any prefix: loaders use several for the language model. For
+    other experts, such as those of MTP blocks, it covers the whole container.
     """
     routed = ROUTED.search(name)
     whole = name[: routed.end() - 1] if routed else name

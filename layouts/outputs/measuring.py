@@ -19,9 +19,8 @@ Shape = tuple[int, int, int]
 class Measure:
     """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt is None where we cannot tell what the
-            bytes mean
-    numa    T, the number of NUMA parts
+    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt: None where
+            we cannot tell what the bytes mean
     shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
 
@@ -49,10 +48,8 @@ class TensorKind:
 
 
 def measure(output: Output, hidden: int = 0) -> Measure:
-    """Format, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
-
-    Formats may share names and dtypes; only byte counts tell them apart then. hidden: the hidden size of the source,
-    for tensors that do not show it and have neither a manifest nor a config.json beside them.
+    """Format, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead. hidden: that of the
+    source, for tensors that do not show it and have neither a manifest nor a config.json beside them.
     """
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
@@ -75,13 +72,11 @@ def measure(output: Output, hidden: int = 0) -> Measure:
         known = known and fits
         by_layer |= dict.fromkeys(layers, best)
     fmt = mixed.of_layers(by_layer) if of_layers and by_layer else best
-    method = fmt.name if known else "unknown"
+    unsized = not fmt.forward and not any(hidden for hidden, _ in sizes.values())
+    method = fmt.name if known or unsized else "unknown"
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
     foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
-    opaque = sorted(foreign & OPAQUE) if fmt.name not in OPAQUE else []
-    if not any(hidden for hidden, _ in sizes.values()) and not fmt.forward:
-        method = fmt.name
-    if opaque:
+    if fmt.name not in OPAQUE and (opaque := sorted(foreign & OPAQUE)):
         method, known = opaque[0], False
     shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sorted(sizes.items())}
     return Measure(method, fmt if known else None, numa, backward, shapes)
@@ -93,8 +88,11 @@ def _best(
     """Of these formats the one that most tensors of these layers fit, whether most do, and the layers' sizes."""
     candidates = []
     for fmt in formats:
+        weight = fmt.encoding.tensors(0, 0)[0]
         sizes = _sizes(fmt, kinds, layers) if fmt.forward else _by_product(fmt, kinds, layers, hidden)
-        candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
+        # Formats that share names may fit in other sizes: then the dtype counts.
+        agreeing = sum(n for kind, n in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
+        candidates.append((_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
     return best, 2 * fitting > weights, sizes
@@ -149,9 +147,3 @@ def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, t
         if kind.suffix == weight.name and kind.nbytes == weight.nbytes and kind.nbytes:
             count += number
     return count
-
-
-def _agreeing(fmt: Format, kinds: Mapping[TensorKind, int]) -> int:
-    """How many packed weights have the format's dtype: formats that share names may fit in other sizes."""
-    weight = fmt.encoding.tensors(0, 0)[0]
-    return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))

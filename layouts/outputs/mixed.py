@@ -62,10 +62,10 @@ def methods_of(fmt: Format, layers: Sequence[int]) -> dict[str, dict[str, str]]:
     """The entry `methods` of the manifest; {} of what is no mix."""
     if not fmt.by_layer:
         return {}
-    names = dict.fromkeys(fmt.of_layer(layer).name for layer in sorted(layers))
-    return {
-        "methods": {name: ranges([layer for layer in layers if fmt.of_layer(layer).name == name]) for name in names}
-    }
+    numbers: dict[str, list[int]] = {}
+    for layer in sorted(layers):
+        numbers.setdefault(fmt.of_layer(layer).name, []).append(layer)
+    return {"methods": {name: ranges(own) for name, own in numbers.items()}}
 
 
 def formats_said(output: Output) -> tuple[Format, ...]:

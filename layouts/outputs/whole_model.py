@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.format import Arrangement
+from ktconvert.layouts.outputs.format import Arrangement, Format
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
 from ktconvert.quantizers import GROUP_SIZES
-
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.moe_model import MoeModel
-    from ktconvert.layouts.outputs.format import Format
 
 RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that notes name
 

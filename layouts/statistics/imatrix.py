@@ -4,8 +4,7 @@ Two forms are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], an
 tokens of each expert. The old binary form (.dat; little-endian): int32 number of records, and for each: int32 length of
 its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls, of all experts
 together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp writes a mean
-square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model, and block N of it
-is decoder layer N.
+square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model.
 Source: tools/imatrix/imatrix.cpp of llama.cpp (save_imatrix, save_imatrix_legacy).
 """
 
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.container import opened, read_at
+from ktconvert.layouts.checkpoints.containers.container import opened, read_at, read_unchanged
 from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
@@ -42,12 +41,8 @@ GIVE = "give the statistics of this model, from llama-imatrix or `ktconvert cali
 
 @dataclass(frozen=True)
 class Record:
-    """One weight's sums in a file.
-
-    start   the first byte of its float32 values
-    values  how many there are, of all experts
-    shape   [experts, columns] where the file says it, else None
-    counts  where the number of tokens of each expert lies; None: `calls` says it for all of them
+    """One weight's sums in a file: so many float32 values of all experts, from a byte on; [experts, columns] where the
+    file says it; where the number of tokens of each expert lies, or `calls` for all of them.
     """
 
     name: str
@@ -60,10 +55,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one projection of a layer.
-
-    starts   int64 [experts]: where the float32 [columns] of each lie in the file
-    counts   int64 [experts]: what they are to be divided by for means, tokens or (in a .dat) calls; 0: there are none
+    """The sums of one projection of a layer: where the float32 [columns] of each expert lie in the file, int64
+    [experts], and what they are to be divided by for means, tokens or (in a .dat) calls, int64 [experts]; 0: there are none.
     """
 
     columns: int
@@ -73,11 +66,8 @@ class Sums:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """The importance matrix of a model's experts, in a file that stays where it is; safe to use from many threads.
-
-    sha256  of the file
-    size, mtime_ns  of the file: a change while it is used is an InputError
-    sums    (layer, projection) -> where they lie
+    """The importance matrix of a model's experts, in a file that stays where it is: a change while it is used is an
+    InputError. Safe to use from many threads. sums: (layer, projection) -> where they lie.
     """
 
     path: Path
@@ -108,10 +98,7 @@ class Imatrix:
         return tuple(int(n) for n in np.flatnonzero(np.min(counts, axis=0) == 0))
 
     def _values(self, start: int, count: int) -> F32:
-        with opened(self.path, ".gguf") as (fd, status):
-            data = read_at(fd, start, 4 * count, self.path)
-            if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns) or len(data) != 4 * count:
-                raise InputError(f"{self.path}: changed while it was being read; put the old file back and resume.")
+        data = read_unchanged(self.path, ".gguf", start, 4 * count, self.size, self.mtime_ns)
         return np.frombuffer(data, "<f4").astype(np.float32)
 
 
@@ -130,15 +117,12 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int]
         found = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
                  for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
         if not found:
-            raise InputError(
-                f"{path}: holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS}); {GIVE}"
-            )
+            what = f"holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
+            raise InputError(f"{path}: {what}; {GIVE}")
         layers = {layer for layer, _, _ in found}
         if shapes.keys() - layers or layers - shapes.keys() - set(others):
-            raise InputError(
-                f"{path}: has experts in layers {ranges(sorted(layers))}, and {model} in layers "
-                f"{ranges(sorted(shapes))}; {GIVE}"
-            )
+            where, wanted = ranges(sorted(layers)), ranges(sorted(shapes))
+            raise InputError(f"{path}: has experts in layers {where}, and {model} in layers {wanted}; {GIVE}")
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
@@ -168,16 +152,16 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
     starts, counts = np.empty(experts, np.int64), np.empty(experts, np.int64)
     each = experts // len(records)
     for number, record in enumerate(records):
-        _require_size(path, record, each, columns, whose)
+        if record.shape not in (None, (each, columns)) or record.values != each * columns:
+            own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
+            wanted = f"{whose} has {each} experts of {columns} columns"
+            raise InputError(f"{path}: {record.name} has {own_shape}, and {wanted}; {GIVE}")
         values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
             expert, column = (int(n) for n in np.argwhere(wrong)[0])
-            raise damaged_file(
-                path,
-                f"{record.name} has {values[expert, column]} as a sum of squares (expert {expert + number}, "
-                f"column {column})",
-            )
+            where = f"(expert {expert + number}, column {column})"
+            raise damaged_file(path, f"{record.name} has {values[expert, column]} as a sum of squares {where}")
         own = slice(number * each, (number + 1) * each)
         starts[own] = record.start + 4 * columns * np.arange(each)
         if record.counts is None:
@@ -186,14 +170,6 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
         else:
             counts[own] = _whole(_read(fd, record.counts.start, record.counts.nbytes, path), record.counts, path)
     return Sums(columns, starts, counts)
-
-
-def _require_size(path: Path, record: Record, experts: int, columns: int, whose: str) -> None:
-    if record.shape not in (None, (experts, columns)) or record.values != experts * columns:
-        has = f"{record.values} values" if record.shape is None else "{} experts of {} columns".format(*record.shape)
-        raise InputError(
-            f"{path}: {record.name} has {has}, and {whose} has {experts} experts of {columns} columns; {GIVE}"
-        )
 
 
 def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
@@ -219,23 +195,18 @@ def _gguf_records(path: Path) -> dict[str, Record]:
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:
-        base, dot, last = name.rpartition(".")
-        ending = dot + last
-        if ending not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
+        base, _, last = name.rpartition(".")
+        if f".{last}" not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
             continue
         sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
         if sums is None or counts is None:
-            raise damaged_file(path, f"{base} has {ending[1:]} but not both {SUMS[1:]} and {COUNTS[1:]}")
+            raise damaged_file(path, f"{base} has {last} but not both {SUMS[1:]} and {COUNTS[1:]}")
         if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
             raise damaged_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
         values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
         if not values or values // columns * 4 != counts.nbytes:
-            raise damaged_tensor(
-                sums.name,
-                f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)} do not belong together",
-                REMEDY,
-                path,
-            )
+            what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
+            raise damaged_tensor(sums.name, f"{what} do not belong together", REMEDY, path)
         records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
     return records
 
@@ -285,11 +256,8 @@ TYPE_F32 = 0  # a type of tensors
 
 @dataclass(frozen=True)
 class LayerSums:
-    """What the experts of a layer read.
-
-    counts  int64 [experts]: the tokens of each expert
-    inputs  float32 [experts, H]: for each column, the sum of the squares of what gate and up read
-    middle  float32 [experts, I]: of what down reads
+    """What the experts of a layer read: the tokens of each, int64 [experts]; for each column, the sum of the squares of
+    what gate and up read, float32 [experts, H], and down, float32 [experts, I].
     """
 
     counts: I64
@@ -308,10 +276,8 @@ def write_imatrix(
 ) -> tuple[int, str]:
     """Write a new file, synced, for the caller to publish; returns its size in bytes and its sha256.
 
-    shapes      of the layers, by their numbers
-    load        gives one layer's sums; called once for each, and in no order that a caller should rely on
-    datasets    names of the data
-    chunks      sequences that went through the model, of chunk_size tokens
+    load      gives one layer's sums; called once for each, in any order
+    datasets  names of the data, of which so many sequences (chunks) of chunk_size tokens went through the model
     Raises InputError for sums that are not finite, ResourceError when the disk is full.
     """
     layers = sorted(shapes, key=lambda layer: f"{layer}.")  # as llama.cpp: by name
@@ -322,7 +288,12 @@ def write_imatrix(
             for ending, size in ((SUMS, columns), (COUNTS, 1)):
                 infos.append(_info(f"blk.{layer}.ffn_{projection}_exps.weight{ending}", (size, experts), offset))
                 offset += _padded(4 * size * experts)
-    head = b"".join((*_preamble(len(infos), datasets, chunks, chunk_size), *infos))
+    head = gguf.MAGIC + struct.pack("<IQQ", VERSION, len(infos), 4)
+    head += _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
+    head += _text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
+    head += b"".join(map(_text, datasets))
+    head += _text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
+    head += _text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size) + b"".join(infos)
     head = head.ljust(_padded(len(head)), b"\0")
     with DirectFile(path, len(head) + offset) as file:
         file.append(head)
@@ -335,16 +306,6 @@ def write_imatrix(
                     data = np.ascontiguousarray(tensor, "<f4").tobytes()
                     file.append(data.ljust(_padded(len(data)), b"\0"))
         return file.size, file.close()
-
-
-def _preamble(tensors: int, datasets: Sequence[str], chunks: int, chunk_size: int) -> Iterator[bytes]:
-    """What comes before the tensors' entries: magic, version, counts and the keys."""
-    yield gguf.MAGIC + struct.pack("<IQQ", VERSION, tensors, 4)
-    yield _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
-    yield _text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
-    yield from map(_text, datasets)
-    yield _text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
-    yield _text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size)
 
 
 def _info(name: str, dims: tuple[int, int], offset: int) -> bytes:

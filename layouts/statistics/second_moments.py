@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.containers.container import opened, read_at
+from ktconvert.layouts.checkpoints.containers.container import read_unchanged
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.publish import sha256_file
@@ -48,16 +48,16 @@ def triangle(k: int) -> int:
 def entries(shape: tuple[int, int, int]) -> list[TensorInfo]:
     """The tensors of a layer of shape (E, H, I), in file order."""
     experts, hidden, width = shape
-    shapes: dict[str, tuple[int, ...]] = {
-        "gate_up": (triangle(hidden),),
-        "down": (experts, triangle(width)),
-        "counts": (experts,),
-        "inputs": (experts, hidden),
-        "middle": (experts, width),
-    }
-    types = {name: ("I64", 8) if name == "counts" else ("F32", 4) for name in shapes}
+
+    def entry(name: str, *sizes: int, dtype: str = "F32") -> TensorInfo:
+        return TensorInfo(name, dtype, sizes, (8 if dtype == "I64" else 4) * math.prod(sizes))
+
     return [
-        TensorInfo(name, types[name][0], sizes, types[name][1] * int(np.prod(sizes))) for name, sizes in shapes.items()
+        entry("gate_up", triangle(hidden)),
+        entry("down", experts, triangle(width)),
+        entry("counts", experts, dtype="I64"),
+        entry("inputs", experts, hidden),
+        entry("middle", experts, width),
     ]
 
 
@@ -111,19 +111,13 @@ class LayerFile:
 
     def read(self, start: int, count: int) -> bytes:
         """Bytes of the file. Raises InputError if it changed."""
-        with opened(self.path, ".safetensors") as (fd, status):
-            data = read_at(fd, start, count, self.path)
-            if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns) or len(data) != count:
-                raise InputError(f"{self.path}: changed while it was being read; put the old file back and resume.")
-        return data
+        return read_unchanged(self.path, ".safetensors", start, count, self.size, self.mtime_ns)
 
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """The second moments of a model's experts, in files that stay where they are; safe to use from many threads.
-
-    path    the document that describes them; sha256: of it, which holds those of all files
-    layers  the file of each layer
+    """The second moments of a model's experts, in files that stay where they are; safe to use from many threads. path:
+    the document that describes them, whose sha256 stands for those of all files.
     """
 
     path: Path
@@ -134,9 +128,8 @@ class SecondMoments:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens.
-
-        Raises InputError for values that are no second moments, and for a file that is not the one that was described.
+        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens. Raises InputError for values
+        that are no second moments, and for a file that is not the one that was described.
         """
         file = self.layers[layer]
         with self._lock:
@@ -165,10 +158,8 @@ class SecondMoments:
 def open_second_moments(document: Path, files: Mapping[str, str], model: str, shapes: Shapes) -> SecondMoments:
     """The second moments of these layers, every header checked; values are looked at when they are read.
 
-    document  the path of statistics.json
-    files     the sha256 of each file beside it, by name, as it says
-    model     how messages call the model
-    shapes    of its layers with experts
+    document  the path of statistics.json; files: the sha256 of each file beside it, by name, as it says
+    model     how messages call the model; shapes: of its layers with experts
     Raises InputError for a file that is missing, damaged or of another layer.
     """
     found = {}
