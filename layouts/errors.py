@@ -10,8 +10,8 @@ REMEDY = "download that file again"
 
 
 class KtconvertError(Exception):
-    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback. Path and remedy
-    are left out where the problem names them; tensor: the name of the one at fault.
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback. Path and
+    remedy are left out where the problem names them; tensor: the name of the one at fault.
     """
 
     exit_code = 1

@@ -23,7 +23,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.errors import InputError
 
-STYLES = {"separate": Separate, "fused": Fused, "stacked": Stacked}
+STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
 NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does not give
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}

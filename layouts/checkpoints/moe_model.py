@@ -163,11 +163,9 @@ class MoeModel:
 
     def expert_tensor_names(self) -> set[str]:
         """Every routed-expert tensor of the converted layers, with their unused scales, without those of MTP."""
-        names: set[str] = set()
-        for moe in self.moe_layers.values():
-            names.update(info.name for weight in moe.weights.values() for info in weight.tensors.values())
-            names.update(moe.aside)
-        return names
+        weights = (weight for moe in self.moe_layers.values() for weight in moe.weights.values())
+        names = {info.name for weight in weights for info in weight.tensors.values()}
+        return names.union(*(moe.aside for moe in self.moe_layers.values()))
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
@@ -189,8 +187,8 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
     """Recognises the experts of a checkpoint from headers alone.
 
     to_read: also accept a model that no output can hold, if it can be read; `refusal` then holds the reason.
-    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
-    tensors and config disagree; both name the file and the tensor.
+    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
+    its config; both name the file and the tensor.
     """
     try:
         return _recognise(source, archs, to_read)
@@ -224,9 +222,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
             raise UnsupportedError(refusal, tensor=bias)
     _refuse_strays(seen, prefix, mtp)
     _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
-    quantization = source.quantization
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
-    moe_layers = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
+    moe_layers = {n: measure(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
@@ -237,10 +234,10 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     activation, weights_on = _activation(source, arch), arch.weights_on
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
+        usual = "silu(gate) * up with routing weights on the output"
         of_amx.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 "
-            "and AMXINT8 would compute something else, silu(gate) * up with routing weights on the output: "
-            f"{arch.instead}."
+            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 would "
+            f"compute something else, {usual}: {arch.instead}."
         )
     return MoeModel(
         arch=arch,
@@ -254,7 +251,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         weights_on=weights_on,
         notes=(*notes, *of_amx),
         common_notes=tuple(notes),
-        quantization=quantization,
+        quantization=source.quantization,
         refusal=refusal,
         moe_layers=moe_layers,
     )
@@ -297,7 +294,7 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     """The prefix of the language model, the layers to convert, and the MTP layers."""
     prefixes = sorted({prefix for prefix, _ in seen.layers})
     if len(prefixes) != 1:
-        shown = ", ".join(repr(p) for p in prefixes)
+        shown = ", ".join(map(repr, prefixes))
         raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
     numbers = sorted(n for _, n in seen.layers)
     if limit is None:
@@ -305,9 +302,8 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
         first = seen.layers[prefixes[0], numbers[0]].names[0]
-        raise InputError.of_tensor(
-            first, f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
-        )
+        what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        raise InputError.of_tensor(first, what)
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 

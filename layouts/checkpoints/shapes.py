@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, no_input, of_values
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
 
@@ -37,17 +37,15 @@ class MoeLayer:
     input_major: bool
 
 
-def measure(
-    config: dict[str, Any], arch: Arch, stored: StoredLayer, prefix: str, n: int, quantization: Quantization, most: int
-) -> MoeLayer:
+def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int) -> MoeLayer:
     """Layer n's shape; `most` is the number of experts if the config does not record it.
 
     Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees; UnsupportedError for a
     weight that no row of the table of encodings reads.
     """
     style = stored.style
-    weights = _weights(stored, prefix, n, quantization)
-    experts, hidden, width = (cfg.number(config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
+    weights = _weights(stored, prefix, n, source.quantization)
+    experts, hidden, width = (cfg.number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
     separate = isinstance(style, Separate)
     count = _count(weights, experts, most) if separate else 0
     for part in style.parts:
@@ -66,11 +64,9 @@ def measure(
         h, i, turned = _fused(weights) if isinstance(style, Fused) else _stacked(weights, style, hidden, width)
     for recorded, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
         if recorded is not None and recorded[1] != value:
-            raise InputError.of_tensor(
-                first.name,
-                f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
-                f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model",
-            )
+            by_tensors = f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be {value}"
+            says = f"config.json says {recorded[0]} = {recorded[1]}"
+            raise InputError.of_tensor(first.name, f"{by_tensors}, {says}", "they are not of one model")
     fitting: set[tuple[object, ...]] = set()
     for weight in weights.values():
         shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
@@ -161,12 +157,9 @@ def _fused(weights: Weights) -> tuple[int, int, bool]:
             return c, d, False
         if (a, b) == (d, 2 * c):
             return d, c, True
-    raise InputError(
-        f"tensors {gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)} are "
-        "neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]",
-        "download the model again",
-        tensor=gate_up.name,
-    )
+    two = f"{gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)}"
+    what = f"tensors {two} are neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]"
+    raise InputError(what, "download the model again", tensor=gate_up.name)
 
 
 def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:

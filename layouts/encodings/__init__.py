@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.encodings import fp4, fp8, ggml, gptq_awq, pack_quantized, plain
+from ktconvert.layouts.encodings import fp4, fp8, ggml, plain, words
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
 from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
 from ktconvert.layouts.encodings.checkpoint import Weight as Weight
@@ -22,9 +22,9 @@ CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
     *plain.IN_CHECKPOINTS,
     *fp8.IN_CHECKPOINTS,
     *fp4.IN_CHECKPOINTS,
-    *pack_quantized.IN_CHECKPOINTS,
+    *words.PACK_QUANTIZED,
     fp8.W8A8,
-    *gptq_awq.IN_CHECKPOINTS,
+    *words.GPTQ_AWQ,
     *ggml.IN_CHECKPOINTS,
 )
 

@@ -74,12 +74,9 @@ def _row(
         codes, scale, logical = tensors[role], tensors["scale"], shape(tensors, quantization)
         *rows, k = logical
         if k % group or scale.shape != (*rows, k // group):
-            raise damaged_tensor(
-                scale.name,
-                f"of shape {list(scale.shape)} does not fit {codes.name!r}, which is {list(logical)} "
-                f"with a scale for each {group} columns of a row",
-                "download both again",
-            )
+            fits = f"which is {list(logical)} with a scale for each {group} columns of a row"
+            what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {fits}"
+            raise damaged_tensor(scale.name, what, "download both again")
         stack, one = logical[:-2], tensors[whole] if whole else None
         if one and (one.dtype not in FLOATS or one.shape[: len(stack)] != stack or prod(one.shape) != prod(stack)):
             what = f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight of {codes.name!r}"

@@ -46,9 +46,9 @@ Grid = tuple[tuple[int, int], tuple[int, int]]
 def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool) -> Grid:
     """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one.
 
-    blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits.
-                 E8M0 scales may also be of 1x32, whatever the config says, or of any block that divides the weight.
-    input_major  the weight is stored [k, n], so its channels are columns.
+    blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits. E8M0
+                 scales may also be of 1x32, whatever the config says, or of any block that divides the weight
+    input_major  the weight is stored [k, n], so its channels are columns
     Raises InputError where no reading fits both shapes.
     """
     if scale.dtype not in (*FLOATS, *E8M0):
@@ -79,11 +79,9 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
 
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
-    return damaged_tensor(
-        scale.name,
-        f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)} in blocks of {named}",
-        "check weight_block_size in config.json, or download both again",
-    )
+    fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
+    remedy = "check weight_block_size in config.json, or download both again"
+    return damaged_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
 
 
 def _linear(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:
@@ -107,16 +105,10 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
         scale = tensors.get("scale")
         return (scale is not None and scale.dtype in E8M0) == powers
 
+    names = {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")}
+    matrix, types = _linear(FP8_E4M3), input_types
     return CheckpointEncoding(
-        name,
-        title,
-        {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")},
-        ("F8_E4M3",),
-        FP8_E4M3,
-        _linear(FP8_E4M3),
-        fit=_fit,
-        claims=claims,
-        input_types=input_types,
+        name, title, names, ("F8_E4M3",), FP8_E4M3, matrix, fit=_fit, claims=claims, input_types=types
     )
 
 
@@ -133,11 +125,8 @@ def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -
     if zeros is None:
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:
-        raise damaged_tensor(
-            zeros.name,
-            f"is {zeros.dtype} of shape {list(zeros.shape)}; zero points must be I8 of shape "
-            f"{list(scale.shape)}, as {scale.name!r}",
-        )
+        wanted = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
+        raise damaged_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {wanted}")
     return *block, "zero points"
 
 

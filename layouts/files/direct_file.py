@@ -52,10 +52,10 @@ def aligned_buffer(nbytes: int) -> Bytes:
 
 
 class DirectFile:
-    """A new file of known size, written past the page cache where the file system allows it; its space is reserved first.
+    """A new file of known size, written past the page cache where the file system allows it.
 
-    `append` hashes in file order; `write_at` may be called from any thread for whole pages that `skip` then hashes.
-    close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
+    Its space is reserved first. `append` hashes in file order; `write_at` may be called from any thread for whole pages
+    that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
     """
 
     def __init__(self, path: Path, size: int) -> None:

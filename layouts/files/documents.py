@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # since the epoch, o
 def read(data: bytes, kind: type[Kind]) -> Kind:
     """A document of this type. Raises ValueError, naming the field, for any other."""
     try:
-        return cast(Kind, _decoder(kind).decode(data))
+        document: Kind = _decoder(kind).decode(data)  # type: ignore[arg-type]
+        return document
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -45,15 +45,11 @@ class OutputFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
 
 class ManifestFormat(Struct, frozen=True):
-    """What kind of document it is."""
-
     name: Literal["ktconvert-manifest"] = "ktconvert-manifest"
     version: Number = FORMAT
 
 
 class WrittenBy(Struct, frozen=True):
-    """What wrote it."""
-
     name: str
     version: str
 
@@ -80,15 +76,11 @@ Parts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
 
 
 class ManifestSettings(Struct):
-    """Of the command."""
-
     arch_row: str | None = None
     no_merge_safetensor: bool = False
 
 
 class CalibrationFacts(Struct):
-    """The data of a calibration."""
-
     dataset: str
     samples: Number
     max_length: Number
@@ -98,15 +90,11 @@ class CalibrationFacts(Struct):
 
 
 class MachineFacts(Struct):
-    """Where it was calibrated."""
-
     device: str
     threads: Number
 
 
 class ManifestFacts(Struct):
-    """What the output is."""
-
     architecture: str = ""
     activation: str = ""
     dtypes: tuple[str, ...] = ()

@@ -154,8 +154,8 @@ def require_replaceable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file, with MARK near its beginning or end, under its final name: all of it is seen, or nothing. A link
-    stays one. Raises OutputError where something lies there that was not written like this.
+    """Write a small file, with MARK near its beginning or end, under its final name: all of it is seen, or nothing. A
+    link stays one. Raises OutputError where something lies there that was not written like this.
     """
     assert MARK.encode() in data[:MARKED] + data[-MARKED:]
     path = Path(os.path.realpath(path.expanduser()))

@@ -14,7 +14,6 @@ from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
 from ktconvert.layouts.outputs.parts import PROJECTIONS as PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (
@@ -37,7 +36,7 @@ WITHOUT_VNNI = (
 
 def _whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
     first, settings = next(iter(variants.values())), pack_quantized.SETTINGS
-    return Format(name, first, WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
+    return Format(name, first, gpu_card.WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
 
 
 FORMATS: dict[str, Format] = {

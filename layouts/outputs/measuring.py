@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.encodings.encoding import sizes_shown
@@ -35,9 +36,8 @@ class Measure:
         return self.method if self.fmt is None else self.fmt.of_layer(layer).name
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """What tensors of one layer have in common: which of the three projections, suffix, dtype, shape, bytes."""
+class TensorKind(NamedTuple):
+    """What tensors of one layer have in common."""
 
     layer: int
     projection: str
@@ -140,10 +140,9 @@ def _by_product(
 
 def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
     """How many packed weights (the first tensor of each part) have the size that the format requires."""
-    count = 0
-    for kind, number in kinds.items():
-        hidden, width = sizes[kind.layer]
-        weight = fmt.encoding.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
-        if kind.suffix == weight.name and kind.nbytes == weight.nbytes and kind.nbytes:
-            count += number
-    return count
+
+    def fits(kind: TensorKind) -> bool:
+        weight = fmt.encoding.tensors(*part_shape(kind.projection, *sizes[kind.layer], 1))[0]
+        return kind.suffix == weight.name and kind.nbytes == weight.nbytes > 0
+
+    return sum(number for kind, number in kinds.items() if fits(kind))

@@ -19,7 +19,6 @@ from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
-STATISTICS = "calibrate"  # the command whose output holds no weights
 WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 FOREIGN_NAME = "not a name that kt-kernel reads"
@@ -163,15 +162,13 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
 
 def _require_trusted(root: Path, about: Manifest) -> None:
     """VerificationError for a needed fact of a wrong type, UnsupportedError for statistics."""
-    if about.command == STATISTICS:
-        raise UnsupportedError(
-            f"{root}: holds statistics of a model's experts, and no weights; `ktconvert experts` and "
-            "`cpu --scale imatrix --statistics` read it."
-        )
+    if about.command == "calibrate":
+        readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
+        raise UnsupportedError(f"{root}: holds statistics of a model's experts, and no weights; {readers} read it.")
     facts = about.model
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _format_of(about).arrangement.is_trusted(facts):
-        what = f"not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
-        raise VerificationError(f"{root / manifest.NAME}: {what}")
+        path = root / manifest.NAME
+        raise VerificationError(f"{path}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite.")
 
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:

@@ -117,10 +117,10 @@ class Statistics:
         theirs = (sorted(shapes), experts, hidden, width)
         deep = decoder_layers is not None and decoder_layers != own["decoder_layers"]
         if ours != theirs or deep:
+            whose, has = own["name"] or own["architecture"], _described(own["decoder_layers"] if deep else None, *ours)
+            needed = f"{model} has {_described(decoder_layers if deep else None, *theirs)}"
             raise InputError(
-                f"{self.folder}: statistics of {own['name'] or own['architecture']}, "
-                f"{_described(own['decoder_layers'] if deep else None, *ours)}, and {model} has "
-                f"{_described(decoder_layers if deep else None, *theirs)}; give the statistics of this model"
+                f"{self.folder}: statistics of {whose}, {has}, and {needed}; give the statistics of this model"
             )
 
     def _sha256s(self) -> dict[str, str]:
@@ -153,10 +153,8 @@ def read_statistics(folder: Path) -> Statistics:
             raise InputError(f"{folder / COUNTS}: {what}; {MAKE}")
         return Statistics(folder, document, counts)
     except OSError as error:
-        raise InputError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); give a folder of `ktconvert calibrate` or "
-            "of --save-statistics"
-        ) from error
+        remedy = "give a folder of `ktconvert calibrate` or of --save-statistics"
+        raise InputError(f"{error.filename or path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
 

@@ -56,7 +56,7 @@ class Record:
 @dataclass(frozen=True)
 class Sums:
     """The sums of one projection of a layer: where the float32 [columns] of each expert lie in the file, int64
-    [experts], and what they are to be divided by for means, tokens or (in a .dat) calls, int64 [experts]; 0: there are none.
+    [experts], and what they are to be divided by for means, tokens or (in a .dat) calls, int64 [experts]; 0: none.
     """
 
     columns: int

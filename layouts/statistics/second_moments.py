@@ -176,10 +176,8 @@ def open_second_moments(document: Path, files: Mapping[str, str], model: str, sh
             entry = have.get(want.name)
             if entry is None or (entry.dtype, entry.shape) != (want.dtype, want.shape):
                 has = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
-                raise InputError(
-                    f"{path}: {want.name} {has}, and layer {layer} of {model} needs {want.dtype} of shape "
-                    f"{list(want.shape)}; give the statistics of this model"
-                )
+                needs = f"layer {layer} of {model} needs {want.dtype} of shape {list(want.shape)}"
+                raise InputError(f"{path}: {want.name} {has}, and {needs}; give the statistics of this model")
         starts = {name: entry.start for name, entry in have.items()}
         found[layer] = LayerFile(path, header.size, header.mtime_ns, files[path.name], shape, starts)
         if (found[layer].counts < 0).any():
