@@ -30,13 +30,11 @@ class KtconvertError(Exception):
         return cls(f"tensor {name!r}{'' if what.startswith(':') else ' '}{what}", remedy, tensor=name, path=path)
 
     def at(self, path: Path | str) -> Self:
-        """The same of a file or directory."""
         other = copy.copy(self)
         other.path = path
         return other
 
     def advising(self, remedy: str) -> Self:
-        """The same with another remedy."""
         other = copy.copy(self)
         other.remedy = remedy
         return other

@@ -75,7 +75,7 @@ def _style(path: str, table: Any) -> Style:
         raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
     flags = [f.name for f in fields(kind) if f.name not in kind.parts]
     _only(path, table, ["style", *kind.parts, *flags], "stored.")
-    values = {part: _template(path, part, table.get(part), kind is Separate) for part in kind.parts}
+    values: dict[str, Any] = {part: _template(path, part, table.get(part), kind is Separate) for part in kind.parts}
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):

@@ -156,7 +156,6 @@ def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
 
 
 def _dense_by(config: Config, layer: int) -> str | None:
-    """The config key that says that this layer is dense."""
     for key, is_dense in DENSE.items():
         recorded = cfg.find(config, (key,))
         if recorded is not None and is_dense(recorded[1], layer):

@@ -52,7 +52,6 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
 
 
 def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path:
-    """A file of a repository, downloaded with the other parts of its split."""
     if ".." in file.parts or file.is_absolute():
         raise UsageError(f"{name}:{file}: not the name of a file of a repository")
     files = [str(file.with_name(part)) for part in parts_of(file.name)]

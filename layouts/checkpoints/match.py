@@ -49,7 +49,6 @@ DTYPES = {
 
 
 def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
-    """The format of an expert's weight that no row reads."""
     what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
@@ -63,7 +62,6 @@ def unread_format(info: TensorInfo) -> str | None:
 
 
 def no_input(name: str, what: str) -> UnsupportedError:
-    """The sentence for a tensor that no row of the table of encodings reads."""
     return UnsupportedError.of_tensor(name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
 
 
@@ -238,6 +236,5 @@ def _shape(template: str) -> str:
 
 
 def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:
-    """The name a tensor of this style must have."""
     template: str = getattr(style, part)
     return template.replace("{prefix}", prefix).format(layer=layer, expert=expert)

@@ -138,7 +138,6 @@ class MoeModel:
         return moe.weights[part_of(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
-        """The name of that weight in an unquantized checkpoint."""
         moe = self.moe_layers[layer]
         return name_of(moe.style, moe.prefix, part_of(moe.style, projection), layer, expert)
 
@@ -236,8 +235,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         where = "" if weights_on == "output" else ", with routing weights on their input"
         usual = "silu(gate) * up with routing weights on the output"
         of_amx.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 would "
-            f"compute something else, {usual}: {arch.instead}."
+            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 "
+            f"would compute something else, {usual}: {arch.instead}."
         )
     return MoeModel(
         arch=arch,
@@ -308,7 +307,6 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
 
 
 def part_of(style: Style, projection: str) -> str:
-    """Which of the style's tensors holds this projection."""
     return "gate_up" if isinstance(style, Fused) and projection != "down" else projection
 
 

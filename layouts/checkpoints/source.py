@@ -92,11 +92,9 @@ class TensorSource:
 
     @property
     def has_config(self) -> bool:
-        """Whether there is a config.json."""
         return self.config is not self.declared and bool(self.config)
 
     def path(self, info: TensorInfo) -> Path:
-        """The file that a tensor is in."""
         return self._by_name[info.file].path
 
     def identity(self, info: TensorInfo) -> tuple[object, ...]:
@@ -105,7 +103,6 @@ class TensorSource:
         return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
         return self.view(self.tensors[name])
 
     def view(self, info: TensorInfo) -> npt.NDArray[Any]:
@@ -124,7 +121,6 @@ class TensorSource:
             self._map(info).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
 
     def prefetch(self, info: TensorInfo) -> None:
-        """Asks the system to start reading the tensor's pages."""
         mapped, stop = self._map(info), info.start + info.nbytes
         for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD):
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
@@ -134,7 +130,6 @@ class TensorSource:
         return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
 
     def paths(self) -> list[Path]:
-        """Every file that is read: weights, indexes, companions."""
         companions = [self.companion_root / name for name in self.companions()]
         return [*(shard.path for shard in self.shards), *sorted(self.root.glob("*.index.json")), *companions]
 
@@ -151,7 +146,6 @@ class TensorSource:
         return [shard.name for shard in self.shards if not is_same(shard)]
 
     def close(self) -> None:
-        """Lets go of the mapped files; each is unmapped when the last view of it goes."""
         self._maps.close()
 
     def __enter__(self) -> TensorSource:
@@ -236,7 +230,6 @@ def read_headers(
 
 
 def _select(root: Path) -> tuple[Container, Selection]:
-    """The checkpoint in a directory, by the first container that recognises one."""
     try:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:

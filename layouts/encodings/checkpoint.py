@@ -89,12 +89,10 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return self.values.name
 
     @property
     def released_shape(self) -> tuple[int, ...]:
-        """Its shape in a BF16 release."""
         *stack, n, k = self.shape
         return (*stack, k, n) if self.encoding.transposed else self.shape
 

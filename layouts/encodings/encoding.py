@@ -84,7 +84,6 @@ def never_exact(model: SourceExperts) -> bool:
 
 
 def suffixes(encoding: Encoding) -> tuple[str, ...]:
-    """How the names of its tensors end."""
     return tuple(tensor.name for tensor in encoding.tensors(0, 0))
 
 
@@ -116,7 +115,6 @@ def scale_numbers(scales: npt.NDArray[Any]) -> F32:
 
 
 def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool:
-    """Whether all numbers of a matrix are 0 or -0."""
     if len(set(stored[0][:BEGINNING].tobytes())) > ZERO_BYTES:
         return False
     blocks = (slice(first, min(first + ZERO_ROWS, n)) for first in range(0, n, ZERO_ROWS))

@@ -190,7 +190,6 @@ def _panel_codes(read: Read, scale: int) -> Bytes:
 
 
 def _row_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
-    """As DeepSeek-V4 has them."""
     groups = k // GROUP
     return TensorInfo("weight", "I8", (n, k // 2), n * k // 2), TensorInfo("scale", "F8_E8M0", (n, groups), n * groups)
 

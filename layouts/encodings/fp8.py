@@ -226,7 +226,6 @@ def require_finite(matrix: Matrix) -> None:
 
 
 def bad_code(read: Read, n: int, k: int) -> str:
-    """No code is NaN."""
     wrong = (read(0) & 0x7F) == fp8.NAN
     return f"code {int(np.argmax(wrong))} is not a number" if wrong.any() else ""
 

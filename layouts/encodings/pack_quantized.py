@@ -90,7 +90,6 @@ def all_zeros(bits: int) -> Defect:
 
 
 def bad_shape(read: Read, n: int, k: int) -> str:
-    """weight_shape is the shape."""
     stored = read(1).view("<i8").tolist()
     return "" if stored == [n, k] else f"weight_shape says {' x '.join(map(str, stored))}"
 

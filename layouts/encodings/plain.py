@@ -83,7 +83,6 @@ def is_exact(model: SourceExperts) -> bool:
 
 
 def bad_number(read: Read, n: int, k: int) -> str:
-    """No number is infinite or NaN."""
     wrong = (read(0).view("<u2") & 0x7FFF) >= 0x7F80
     return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""
 

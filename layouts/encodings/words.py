@@ -75,7 +75,6 @@ def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: in
 
 
 def _require_matrix(codes: TensorInfo) -> None:
-    """Raises InputError unless these words are a matrix."""
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
 
@@ -157,7 +156,6 @@ def _fits_a_group(bits: int, tensors: Tensors, quantization: Quantization) -> bo
 
 
 def _packed_group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
-    """Columns that share a scale. Raises as columns_per_scale."""
     codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
     if about.dtype not in ("I64", "I32") or about.shape != (2,):
         raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")

@@ -41,7 +41,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def no_space_sentence(path: Path | str, error: OSError) -> str:
-    """What is said of an error of FULL."""
     assert error.errno is not None
     return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
 
@@ -55,7 +54,7 @@ class DirectFile:
     """A new file of known size, written past the page cache where the file system allows it.
 
     Its space is reserved first. `append` hashes in file order; `write_at` may be called from any thread for whole pages
-    that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
+    that `skip` then hashes. close() cuts the padding off and syncs. ResourceError: the disk, quota or limit is full.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -98,7 +97,6 @@ class DirectFile:
         return direct
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
-        """Write and hash the next bytes of the file, any length."""
         view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
         self.sha256.update(view)
         source = np.frombuffer(view, dtype=np.uint8)
@@ -124,7 +122,6 @@ class DirectFile:
         self._offset += data.size
 
     def close(self) -> str:
-        """Finish the file, sync it, and return its sha256 in hex."""
         with explained(self.path):
             self._flush()
             if self._offset != self.size:
@@ -147,7 +144,6 @@ class DirectFile:
 
 @functools.cache
 def umask() -> int:
-    """The user's."""
     status = Path("/proc/self/status").read_text()
     return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
 

@@ -60,7 +60,6 @@ class Mapping(mmap.mmap):
     _address = 0
 
     def register(self, path: Path, may_lose: bool) -> None:
-        """Name the file where a page cannot be read."""
         address = int(np.frombuffer(self, np.uint8).ctypes.data)
         sigbus.register_mapping(address, len(self), str(path), may_lose)
         self._address = address

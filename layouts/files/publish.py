@@ -53,12 +53,10 @@ def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> st
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """In hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """In hex; read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -87,7 +85,6 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
     with _opened_folder(path) as fd:
         os.fsync(fd)
 
@@ -109,7 +106,6 @@ def make_folder(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a synced file (or folder) its final name, durably."""
     with explained(final):
         partial.rename(final)
         sync_folder(final.parent)
@@ -141,7 +137,6 @@ def publish_new(partial: Path, final: Path) -> bool:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raise OutputError where something lies that write_whole did not write."""
     if not path.exists():
         return
     if path.is_file():

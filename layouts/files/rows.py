@@ -57,12 +57,10 @@ class RowFile:
                 view, at = view[put:], at + put
 
     def sync(self) -> None:
-        """Make all rows durable."""
         with explained(self.path):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """No more reading or writing."""
         os.close(self._fd)
 
     def __enter__(self) -> RowFile:

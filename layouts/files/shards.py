@@ -20,12 +20,10 @@ class ShardPlan:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(e.nbytes for e in self.entries)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return len(self.header) + self.data_bytes
 
 

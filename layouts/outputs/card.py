@@ -36,7 +36,6 @@ def unquantized(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) 
 
 
 def encoded(config: Mapping[str, Any]) -> bytes:
-    """config.json as we write it."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

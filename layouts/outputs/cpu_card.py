@@ -25,7 +25,6 @@ CONTENTS = {
 
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
-    """What config.json says of these experts."""
     return entries_of(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
 
 
@@ -190,7 +189,6 @@ CHOICES = (  # how codes and scales were chosen
 
 
 def equalized(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which experts --equalize changed."""
     return [("equalized", "; ".join(facts["equalized"]) or "no expert")] if "equalized" in facts else []
 
 

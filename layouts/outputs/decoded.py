@@ -26,7 +26,6 @@ def config_json(original: Mapping[str, Any]) -> bytes:
 
 
 def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
-    """The lines of the model card."""
     decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
     return Card(
         head=(),

@@ -43,7 +43,6 @@ class Arrangement:
 
 
 def has_numa_count(facts: Mapping[str, Any]) -> bool:
-    """Whether the facts name a number of NUMA parts."""
     return isinstance(facts.get("numa"), int)
 
 
@@ -114,7 +113,6 @@ class Format:
 
     @property
     def can_resplit(self) -> bool:
-        """Whether its NUMA parts can be rearranged."""
         return self.arrangement.parted and self.forward
 
     def of_layer(self, layer: int) -> Format:
@@ -133,11 +131,9 @@ class Format:
         return replace(self, encoding=next(chosen, self.encoding))
 
     def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
-        """As Arrangement.names."""
         return self.arrangement.names(self.name, self.encoding, facts, source)
 
     def names_in(self, source: MoeModel) -> Names:
-        """The names of tensors in an output of this model."""
         return self.names({"method": self.name}, source)
 
     def loose_path(self, part: Part, tensor: TensorInfo) -> str | None:
@@ -148,7 +144,6 @@ class Format:
 
 
 def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:
-    """Bytes of all tensors of one expert."""
     return sum(tensor.nbytes for part in grid.all_parts([0]) for tensor in encoding.tensors(part.n, part.k))
 
 

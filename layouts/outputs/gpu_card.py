@@ -40,7 +40,6 @@ def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignored: Sequence[str], tool_version: str) -> dict[str, Any]:
-    """compressed-tensors' own document."""
     return {"quantization_config": quantization_config(fmt.encoding.grid, ignored)}
 
 
@@ -80,7 +79,6 @@ def launch(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tu
 
 
 def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
-    """The lines of the model card."""
     method, layers = facts["method"], facts["layers"]
     return Card(
         head=(),

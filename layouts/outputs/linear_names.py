@@ -68,7 +68,6 @@ def name_templates(model: MoeModel) -> dict[str, str]:
 
 
 def are_templates(recorded: Any) -> bool:
-    """Whether a manifest's value has the form of name templates."""
     return (
         isinstance(recorded, dict)
         and sorted(recorded) == sorted(PROJECTIONS)

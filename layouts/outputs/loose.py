@@ -19,12 +19,10 @@ NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
 
 def layer_folder(layer: int) -> str:
-    """The folder of one layer."""
     return f"_layer_{layer}"
 
 
 def numa_folder(node: int) -> str:
-    """The folder of one NUMA node inside a layer's folder."""
     return f"_numa_{node}"
 
 
@@ -42,7 +40,6 @@ def tensor(what: str, nbytes: int) -> TensorInfo:
 
 
 def layers_in(root: Path) -> dict[int, Path]:
-    """The layer folders below a loose output, by layer number."""
     found = ((LAYER.fullmatch(child.name), child) for child in root.iterdir() if child.is_dir())
     return dict(sorted((int(match[1]), child) for match, child in found if match))
 

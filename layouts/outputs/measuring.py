@@ -32,7 +32,6 @@ class Measure:
     shapes: dict[int, Shape]
 
     def method_of(self, layer: int) -> str:
-        """The method of a layer."""
         return self.method if self.fmt is None else self.fmt.of_layer(layer).name
 
 
@@ -139,7 +138,6 @@ def _by_product(
 
 
 def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
-    """How many packed weights (the first tensor of each part) have the size that the format requires."""
 
     def fits(kind: TensorKind) -> bool:
         weight = fmt.encoding.tensors(*part_shape(kind.projection, *sizes[kind.layer], 1))[0]

@@ -21,7 +21,6 @@ NOT_KT = numa.SUFFIXES[1]  # how the names of tensors end
 
 
 def can_be_mixed(fmt: Format) -> bool:
-    """Whether layers of a mix may have this format: experts in NUMA parts."""
     return fmt.arrangement == numa.NUMA and fmt.forward and len(suffixes(fmt.encoding)) <= len(NOT_KT)
 
 

@@ -92,7 +92,6 @@ def open_output(root: Path) -> Output:
 
 
 def open_decoded(root: Path) -> Output:
-    """Open an output of `ktconvert dequantize` in the same way."""
     return _opened(root, manifest.read(root), _shards(root), {NativeNames(()): ()}, False)
 
 
@@ -133,7 +132,6 @@ def _opened(
 
 
 def _shards(root: Path) -> list[str]:
-    """Every safetensors file below a directory, but for those of an unfinished conversion."""
     files = (path.relative_to(root) for path in root.rglob("*.safetensors"))
     return sorted(file.as_posix() for file in files if WORK_INSIDE not in file.parts)
 

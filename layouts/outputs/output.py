@@ -62,7 +62,6 @@ class Output:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """With which options it was made, by its manifest; {} without one."""
         return {} if self.manifest is None else dict(self.manifest.settings)
 
     def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:

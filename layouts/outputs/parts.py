@@ -63,7 +63,6 @@ class Part:
 
     @property
     def place(self) -> Place:
-        """Which matrix of the model it is, without its size."""
         return Place(self.layer, self.expert, self.projection, self.backward, self.numa)
 
     def of(self, linear: Matrix) -> Matrix:
@@ -115,7 +114,6 @@ class ExpertGrid:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """The columns of I that each part has."""
         if not self.unit:
             return (self.intermediate // self.numa,) * self.numa
         each, more = divmod(self.intermediate // self.unit, self.numa)

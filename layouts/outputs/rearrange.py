@@ -62,7 +62,6 @@ def _row_blocks(encoding: Encoding, n: int) -> Iterator[slice]:
 
 
 def _of_rows(part: Part, stored: Sequence[Bytes], rows: slice) -> list[Bytes]:
-    """The tensors of a block of rows of a part; views."""
     return [each[each.size * rows.start // part.n : each.size * rows.stop // part.n] for each in stored]
 
 

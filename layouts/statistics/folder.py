@@ -196,7 +196,6 @@ def _each(sizes: int | list[int]) -> list[int]:
 
 
 def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
-    """Layers, and the numbers and sizes of their experts, for messages."""
     deep = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
     experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
     return f"{deep}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"

@@ -93,7 +93,6 @@ class Imatrix:
         return np.stack([self._values(int(start), sums.columns) for start in sums.starts])
 
     def unreached(self, layer: int) -> tuple[int, ...]:
-        """The experts of a layer for which a projection has no counts."""
         counts = [self.sums[layer, projection].counts for projection in PARTS]
         return tuple(int(n) for n in np.flatnonzero(np.min(counts, axis=0) == 0))
 
@@ -173,7 +172,6 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
 
 
 def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
-    """Numbers of tokens, float32 in the file."""
     counts = np.frombuffer(data, "<f4")
     if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():
         raise damaged_tensor(entry.name, f"holds {counts.tolist()[:4]}, no numbers of tokens", REMEDY, path)
@@ -191,7 +189,6 @@ def _read(fd: int, start: int, count: int, path: Path) -> bytes:
 
 
 def _gguf_records(path: Path) -> dict[str, Record]:
-    """The weights of experts that have sums and counts."""
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:

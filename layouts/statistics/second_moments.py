@@ -36,12 +36,10 @@ MAKE = "make them again with `ktconvert calibrate --second-moments`"
 
 
 def file_of(layer: int) -> str:
-    """The name of a layer's file."""
     return f"second-moments-{layer:03d}.safetensors"
 
 
 def triangle(k: int) -> int:
-    """The numbers of a symmetric matrix [k, k]."""
     return k * (k + 1) // 2
 
 
@@ -67,7 +65,6 @@ def packed(matrix: F32) -> F32:
 
 
 def unpacked(values: F32, k: int) -> F32:
-    """The symmetric matrix [k, k] of an upper triangle."""
     matrix, at = np.empty((k, k), np.float32), 0
     for first in range(k):
         matrix[first, first:] = matrix[first:, first] = values[at : at + k - first]
@@ -151,7 +148,6 @@ class SecondMoments:
         return 4 * (KEPT + 2) * hidden**2 + threads * 4 * (3 * width**2 + PER_COLUMN * max(hidden, width))
 
     def unreached(self, layer: int) -> tuple[int, ...]:
-        """The experts of a layer that no token reached."""
         return tuple(int(n) for n in np.flatnonzero(self.layers[layer].counts == 0))
 
 

@@ -150,15 +150,12 @@ class _Cursor:
 
     @property
     def position(self) -> int:
-        """The next byte, counted from the start of the file."""
         return self._start + self._at
 
     def fault(self, what: str) -> InputError:
-        """The error that this is wrong with the file."""
         return damaged_file(self.path, what)
 
     def take(self, count: int) -> bytes:
-        """The next bytes. InputError where the file ends before."""
         if self._at + count > len(self._chunk):
             self._load(count)
         taken = self._chunk[self._at : self._at + count]
@@ -177,7 +174,6 @@ class _Cursor:
         return count
 
     def skip(self, count: int) -> None:
-        """Leaves out bytes that are known to be in the file."""
         self._at += count
 
     def skip_texts(self, count: int) -> None:
@@ -194,7 +190,6 @@ class _Cursor:
             raise self._too_short()
 
     def _load(self, count: int) -> None:
-        """Makes the next `count` bytes the first of the chunk."""
         start = self.position
         if start + count > self.size:
             raise self._too_short()
@@ -210,7 +205,6 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """How many tensors and key-value pairs the file says it has."""
     if cursor.size < 24:
         raise cursor.fault(f"only {cursor.size} bytes, too short for a GGUF header")
     magic, version = cursor.take(4), cursor.number("I")
