@@ -90,9 +90,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
 
 
 def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
-    """Where a config.json is of another model than weight files say of themselves (declared), or None. Of two numbers
-    and names one must be known to be wrong: llama.cpp calls several families by one name.
-    """
+    """Where a config.json is surely of another model than weight files say of themselves (declared), or None."""
     own = family(declared)
     if own is not None and (other := other_family(config, own.name)) is not None:
         header = f"general.architecture = {declared['model_type'].removeprefix(PREFIX)}, {own.name}"

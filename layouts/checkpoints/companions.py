@@ -42,9 +42,7 @@ def companion_files(root: Path, *, nested: bool = True) -> list[str]:
 
 
 def require_copyable(root: Path, name: str) -> None:
-    """Raise InputError where a companion cannot be read, or is a link out of its checkpoint, but for one to a blob of
-    the Hugging Face cache (models--ORG--NAME/blobs), where downloaded files are links.
-    """
+    """Raise InputError where a companion cannot be read, or is a link out of its checkpoint, not to the hub's cache."""
     path = root / name
     try:
         real = path.resolve(strict=True)

@@ -119,9 +119,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
 
 
 def merge_quantization_files(declared: Quantization, other_file: dict[str, Any]) -> Quantization:
-    """What config.json states, with what a quantize_config.json says beyond that: of the stated method, else of GPTQ.
-    Raises ValueError, saying on what, where they contradict each other.
-    """
+    """Both together; a quantize_config.json without a method is of the declared one, else GPTQ. ValueError: a clash."""
     if not other_file.keys() & KEYS.values():
         return declared
     said = quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})

@@ -57,8 +57,7 @@ class MoeModel:
     mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors: the expert tensors of these and of blocks
                  called mtp
     dtypes       the names of the encodings that expert weights are stored in, sorted
-    activation   key of ACTIVATIONS
-    weights_on   "output" or "input"
+    activation   key of ACTIVATIONS; weights_on: "output" or "input"
     notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output
     refusal      why no output can hold these experts; None if one can
     equalized    layers whose experts are read equalized, as `equalize` says
@@ -168,9 +167,7 @@ class MoeModel:
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
-    """The same model with experts of these layers equalized whose columns differ enough (NUMERICS.md, section 10).
-    Its activation must be one of archs.UP_IS_A_FACTOR.
-    """
+    """The model with experts of these layers equalized (NUMERICS.md, section 10); activations: UP_IS_A_FACTOR."""
     chosen = frozenset(layers)
 
     @functools.lru_cache(EXPONENTS)
@@ -333,9 +330,7 @@ def _activation(source: TensorSource, arch: Arch) -> str:
 
 
 def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
-    """The sentence for a checkpoint in which no row finds experts: it has none, or they are stored in another way.
-    Their tensors are those called so, else those of three dimensions with one matrix for each expert.
-    """
+    """The sentence where no row finds experts: tensors called so, or of three dimensions with a matrix for each."""
     counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
     experts = counted[1] if counted else 0
     theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [

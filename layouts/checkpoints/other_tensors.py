@@ -16,9 +16,7 @@ from ktconvert.layouts.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint: those
-    that are copied unchanged, and the weights that become BF16. dropped: scales and other tensors of such weights.
-    """
+    """Tensors that are copied, weights that become BF16, by names in a BF16 release; dropped: scales of these."""
 
     tensors: Mapping[str, TensorInfo | Weight]
     dropped: tuple[str, ...]

@@ -57,14 +57,9 @@ class Shard:
 class TensorSource:
     """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
-    root       the directory
-    container  what kind of files it consists of
-    config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
-               {} where neither does
-    declared   what the weight files say themselves
-    quantization  how weights are quantized, by config.json and quantize_config.json
-    shards     the weight files, in the order of their names
-    ignored    files of the same kind in the directory that are not of the checkpoint
+    config    config.json as parsed (params.json where only that exists), else `declared`, what the weight files say
+              themselves; {} where neither does
+    ignored   files of the same kind in the directory that are not of the checkpoint
     companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
     """
 
@@ -162,9 +157,9 @@ class TensorSource:
 def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
     """Opens a directory, a file of weights, or a model of the Hugging Face hub; reads headers only.
 
-    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF
-    Raises InputError when files are missing, damaged or contradict the index; UnsupportedError for weights of another
-    format; UsageError for a config given with a checkpoint that needs none.
+    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF; UsageError for
+            any other checkpoint
+    Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
     path = hub.resolve(where, revision)
     if path.is_dir():

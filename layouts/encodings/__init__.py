@@ -1,8 +1,7 @@
 """How a weight is stored: a file per family of encodings, in and out.
 
-CHECKPOINT_ENCODINGS is the table of all ways in which a checkpoint may store the weight of a linear. To add one, write
-its file beside these and name its rows here: nothing else knows the names of a weight's tensors, their contents or how
-they are decoded. The encodings that we write are named by the table of output formats (layouts/outputs).
+To add a way in which a checkpoint may store a linear, write its file beside these and name its rows here: nothing else
+knows the names of a weight's tensors or their contents. What we write is named by the table of layouts/outputs.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
 def tensors_of_weight(
     values: TensorInfo, tensors: Mapping[str, TensorInfo], roles: Mapping[str, str]
 ) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
-    """For each row whose values this tensor may hold: the weight's name in BF16, and the tensors stored beside it, by
-    role. roles: the result of the function of this name.
-    """
+    """For each row whose values this may be: the weight's name in BF16, and the tensors stored beside it, by role."""
     seen: set[str] = set()
     for row in CHECKPOINT_ENCODINGS:
         for pattern in row.tensors[row.values] if values.dtype in row.dtypes else ():

@@ -160,9 +160,7 @@ IN_PANELS = panels.ROWS
 def rows_of(
     held: npt.NDArray[Any], n: int, rows: Rows, of_blocks: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """Some rows of a matrix of n rows, [rows, ...], that is held row after row, [n, ...], or in blocks of b rows,
-    [n / b, ...]. of_blocks: blocks -> their rows; only those that a slice touches are turned into rows.
-    """
+    """Some rows of n, held row after row or in blocks, [n / b, ...]; of_blocks: of those needed, -> their rows."""
     if len(held) == n:
         return held[rows]
     if not isinstance(rows, slice):

@@ -125,8 +125,8 @@ def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -
     if zeros is None:
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:
-        wanted = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
-        raise damaged_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {wanted}")
+        needed = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
+        raise damaged_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {needed}")
     return *block, "zero points"
 
 

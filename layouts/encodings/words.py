@@ -40,9 +40,8 @@ BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AW
 def _columns_per_scale(
     codes: TensorInfo, scale: TensorInfo, shape: tuple[int, int], groups: int, quantization: Quantization
 ) -> int:
-    """How many columns of a linear [n, k] of codes share a scale, where a row has `groups` scales; 0: they do not fit.
-
-    Raises InputError where the tensors or the config disagree, UnsupportedError for groups that do not divide a row.
+    """How many columns of a linear [n, k] share a scale, where a row has `groups` scales; 0: they do not fit. InputError
+    where tensors or config disagree, UnsupportedError for groups that do not divide a row.
     """
     n, k = shape
     if scale.dtype not in FLOATS:
@@ -59,9 +58,7 @@ def _columns_per_scale(
 
 
 def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> npt.NDArray[np.int32] | None:
-    """The group of each column, by g_idx; None where the columns of a group are neighbours, or all are -1: no order was
-    set. Raises InputError unless all groups are of one size.
-    """
+    """The group of each column, by g_idx; None where neighbours share one, or all are -1. InputError: sizes differ."""
     if stored is None:
         return None
     order = np.array(source.view(stored), np.int32)
@@ -82,8 +79,8 @@ def _require_matrix(codes: TensorInfo) -> None:
 def _require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
     """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
     if info is not None and (info.dtype, info.shape) != (dtype, shape):
-        wanted = f"by {codes.name!r} and its scales it must be {dtype} of shape {list(shape)}"
-        what = f"is {info.dtype} of shape {list(info.shape)}; {wanted}"
+        needed = f"by {codes.name!r} and its scales it must be {dtype} of shape {list(shape)}"
+        what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
         raise damaged_tensor(info.name, what, "download both again")
 
 
@@ -222,9 +219,7 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
 def _zeros(
     source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
 ) -> npt.NDArray[np.float32]:
-    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, those of symmetric codes
-    say it themselves: all are in the middle. Raises InputError for others.
-    """
+    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all must be in the middle."""
     for name in [quantization.format] if quantization.format else FORMATS:
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
@@ -241,9 +236,7 @@ def _which_format(zeros: TensorInfo) -> str:
 
 
 def _width(tensors: Tensors, quantization: Quantization) -> float:
-    """Bits of a code, by the shapes: words hold k codes along the rows of qweight, n along the columns of qzeros. Where
-    there is neither g_idx nor qzeros, what the config says, else 4.
-    """
+    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along its columns); else the config's."""
     codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
     if len(codes.shape) == 2 and 0 not in codes.shape:
         if order is not None and len(order.shape) == 1 and order.shape[0]:

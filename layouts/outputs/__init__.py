@@ -77,9 +77,7 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
 
 
 def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
-    """The formats of experts that a command writes, by the value of their option; without a layout, of those with the
-    same option the first in the table, and none that is for request only.
-    """
+    """Formats of experts that a command writes, by option; without a layout, the first of each not on request only."""
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
         selected = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout

@@ -143,9 +143,7 @@ WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whol
 
 
 def loading_notes(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
-    """Notes on how an output of this model can be loaded, also in tensor-parallel ranks. Raises UnsupportedError where
-    groups do not fit, alone or at one of these numbers of ranks.
-    """
+    """Notes on how an output can be loaded, also in tensor-parallel ranks. UnsupportedError where groups do not fit."""
     group, multiple = fmt.encoding.multiple, max(64, fmt.encoding.multiple)
     notes: dict[str, None] = {}
     for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):

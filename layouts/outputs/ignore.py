@@ -98,9 +98,7 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
-    """The defects of config.json and its ignore list, which must separate the experts of an output from all other
-    modules. config_for: ignore list -> the quantization_config that must be there.
-    """
+    """The defects of config.json and its ignore list, for which config_for gives the right quantization_config."""
     about = output.config.get("quantization_config")
     if not isinstance(about, dict) or not isinstance(about.get("ignore"), list):
         yield "config.json has no quantization_config with an ignore list"
@@ -135,9 +133,7 @@ def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
 
 
 def _pattern(name: str) -> str:
-    """One expression for this module in every layer, with any prefix: loaders use several for the language model. For
-    other experts, such as those of MTP blocks, it covers the whole container.
-    """
+    """One expression for this module in every layer, with any prefix; for other experts, of their container."""
     routed = ROUTED.search(name)
     whole = name[: routed.end() - 1] if routed else name
     start = max((p for p in PREFIXES if whole.startswith(p)), key=len)

@@ -54,9 +54,7 @@ def linears(
 
 
 def name_templates(model: MoeModel) -> dict[str, str]:
-    """projection -> the linears' name with {layer} for the first number that is the layer's, {expert} for the last
-    expert's; for the manifest.
-    """
+    """projection -> the linears' name with {layer} for the first layer's number, {expert} for the last expert's."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     templates = {}

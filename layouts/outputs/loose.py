@@ -53,9 +53,7 @@ def require_plain_numbers(root: Path) -> None:
 
 
 def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
-    """(NUMA node, parsed name, path) of every .kt file of one layer, ours or kt-kernel's. Raises InputError for a file
-    whose size is not the one in its name, or whose name is not kt-kernel's.
-    """
+    """(NUMA node, parsed name, path) of a layer's .kt files. InputError for a wrong size or name."""
     files = []
     for node_dir in sorted(layer_dir.iterdir()):
         node = NUMA.fullmatch(node_dir.name)

@@ -47,9 +47,7 @@ class TensorKind(NamedTuple):
 
 
 def measure(output: Output, hidden: int = 0) -> Measure:
-    """Format, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead. hidden: that of the
-    source, for tensors that do not show it and have neither a manifest nor a config.json beside them.
-    """
+    """Format, T, E, H, I, as most of the tensors have them. hidden: of the source, where tensors do not show it."""
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
     kinds: Counter[TensorKind] = Counter()

@@ -27,9 +27,7 @@ Item = TypeVar("Item")
 
 
 def is_output(path: Path) -> bool:
-    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint, as what
-    `ktconvert dequantize` wrote.
-    """
+    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
@@ -65,9 +63,8 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def open_output(root: Path) -> Output:
-    """Open an output, finished or damaged; its defects are recorded in the result, not raised.
-
-    Raises UnsupportedError where no experts are in one of our formats, VerificationError for an unreadable manifest.
+    """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where no
+    experts are in one of our formats, VerificationError for an unreadable manifest.
     """
     if not is_output(root):
         with contextlib.suppress(InputError):

@@ -27,7 +27,6 @@ class Output:
     whole       whether it is a whole model, which loaders of checkpoints open
     manifest    manifest.json, None in kt-kernel's own outputs; config: config.json, {} where there is none
     weight_map  what the index says (tensor -> shard), as total_size; None without it
-    shards      weight files relative to root, in order
     metadata    shard -> its __metadata__
     tensors     (place, suffix) -> where it is; what lies in a file of its own has the file's name
     others      tensors that are no routed experts, by name
@@ -65,10 +64,7 @@ class Output:
         return {} if self.manifest is None else dict(self.manifest.settings)
 
     def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
-        """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.
-
-        Raises VerificationError if the disk cannot be read or the file became shorter.
-        """
+        """Bytes start..stop-1 of a tensor, in `out` or new memory. VerificationError: unreadable or shorter."""
         if out is None:
             out = np.empty((stored.nbytes if stop is None else stop) - start, np.uint8)
         path, view, done = self.root / stored.file, memoryview(out.data), 0

@@ -26,9 +26,7 @@ def rounds_again(encoding: Encoding, old: int, new: int) -> bool:
 
 
 def rearrange(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
-    """Fill the parts `new` of a linear, or of its transpose, from its parts `old`; both in order, and all of them.
-    Raises ValueError for a code that is not one of the encoding's.
-    """
+    """Fill the parts `new` of a linear (or its transpose) from its parts `old`, in order. ValueError: a bad code."""
     if not encoding.grid.per_row or is_cut_by_rows(new[0][0]):
         _cut_tensors(encoding, old, new)
         return

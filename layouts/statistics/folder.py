@@ -128,9 +128,7 @@ class Statistics:
 
 
 def read_statistics(folder: Path) -> Statistics:
-    """The statistics in a folder; an importance matrix's hash is checked when it is opened. Raises InputError for files
-    that are missing or not those that the document describes, and for a document of a newer version.
-    """
+    """The statistics in a folder. InputError for files that are missing or not as described, or of a newer version."""
     path = folder / DOCUMENT
     try:
         data = path.read_bytes()

@@ -66,9 +66,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """The importance matrix of a model's experts, in a file that stays where it is: a change while it is used is an
-    InputError. Safe to use from many threads. sums: (layer, projection) -> where they lie.
-    """
+    """The importance matrix of experts in a file that must not change. sums: (layer, projection) -> where they lie."""
 
     path: Path
     sha256: str
@@ -102,11 +100,8 @@ class Imatrix:
 
 
 def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-    """The statistics of these layers, every value checked.
-
-    model   how messages call the model
-    shapes  of all its layers with experts; others: layers that may be in the file, too
-    Raises InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
+    """The statistics of these layers of a model, every value checked. others: layers that may be in the file, too. Raises
+    InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
     """
     with opened(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
@@ -120,8 +115,8 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int]
             raise InputError(f"{path}: {what}; {GIVE}")
         layers = {layer for layer, _, _ in found}
         if shapes.keys() - layers or layers - shapes.keys() - set(others):
-            where, wanted = ranges(sorted(layers)), ranges(sorted(shapes))
-            raise InputError(f"{path}: has experts in layers {where}, and {model} in layers {wanted}; {GIVE}")
+            where, needed = ranges(sorted(layers)), ranges(sorted(shapes))
+            raise InputError(f"{path}: has experts in layers {where}, and {model} in layers {needed}; {GIVE}")
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
@@ -153,8 +148,8 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
     for number, record in enumerate(records):
         if record.shape not in (None, (each, columns)) or record.values != each * columns:
             own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
-            wanted = f"{whose} has {each} experts of {columns} columns"
-            raise InputError(f"{path}: {record.name} has {own_shape}, and {wanted}; {GIVE}")
+            needed = f"{whose} has {each} experts of {columns} columns"
+            raise InputError(f"{path}: {record.name} has {own_shape}, and {needed}; {GIVE}")
         values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
@@ -253,9 +248,7 @@ TYPE_F32 = 0  # a type of tensors
 
 @dataclass(frozen=True)
 class LayerSums:
-    """What the experts of a layer read: the tokens of each, int64 [experts]; for each column, the sum of the squares of
-    what gate and up read, float32 [experts, H], and down, float32 [experts, I].
-    """
+    """Tokens of experts, int64 [experts]; sums of squares of what they read, float32 [experts, H], [experts, I]."""
 
     counts: I64
     inputs: F32

@@ -113,9 +113,7 @@ class LayerFile:
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """The second moments of a model's experts, in files that stay where they are; safe to use from many threads. path:
-    the document that describes them, whose sha256 stands for those of all files.
-    """
+    """Second moments in files that must not change, for many threads; path, sha256: of their document."""
 
     path: Path
     sha256: str
@@ -125,9 +123,7 @@ class SecondMoments:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens. Raises InputError for values
-        that are no second moments, and for a file that is not the one that was described.
-        """
+        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens. Raises InputError."""
         file = self.layers[layer]
         with self._lock:
             if layer not in self._kept:
@@ -152,11 +148,8 @@ class SecondMoments:
 
 
 def open_second_moments(document: Path, files: Mapping[str, str], model: str, shapes: Shapes) -> SecondMoments:
-    """The second moments of these layers, every header checked; values are looked at when they are read.
-
-    document  the path of statistics.json; files: the sha256 of each file beside it, by name, as it says
-    model     how messages call the model; shapes: of its layers with experts
-    Raises InputError for a file that is missing, damaged or of another layer.
+    """The second moments of these layers, every header checked; values are looked at when they are read. document: the
+    path of statistics.json; files: the sha256 of each, as it says. InputError: missing, damaged or of another layer.
     """
     found = {}
     for layer, shape in shapes.items():

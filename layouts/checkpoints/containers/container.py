@@ -16,13 +16,7 @@ from ktconvert.layouts.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file of weights.
-
-    entries   its tensors, in file order.
-    size, sha256   the file's identity, independent of its path: its bytes, and a hash of names, dtypes, shapes and
-                   offsets.
-    config    the model's configuration, as in a config.json; {} if the file has none.
-    """
+    """A file's tensors, in order; size and hash of its header identify it anywhere; config: as a config.json, or {}."""
 
     entries: tuple[TensorInfo, ...]
     metadata: dict[str, str]
@@ -34,11 +28,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a directory that make up a checkpoint, in their order.
-
-    index    tensor name -> file, from an index; None without one
-    ignored  files of the same container that do not belong to it
-    """
+    """The files of a directory that make up a checkpoint; an index, tensor -> file; files that do not belong to it."""
 
     names: list[str]
     index: dict[str, str] | None = None
