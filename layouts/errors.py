@@ -16,6 +16,9 @@ class KtconvertError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int = exit_code) -> None:
+        cls.exit_code = exit_code
+
     def __init__(self, problem: str, remedy: str = "", *, tensor: str = "", path: Path | str | None = None) -> None:
         super().__init__(problem)
         self.problem, self.remedy, self.tensor, self.path = problem, remedy, tensor, path
@@ -40,40 +43,28 @@ class KtconvertError(Exception):
         return other
 
 
-class UsageError(KtconvertError):
+class UsageError(KtconvertError, exit_code=2):
     """The options cannot be understood or do not go together."""
 
-    exit_code = 2
 
-
-class UnsupportedError(KtconvertError):
+class UnsupportedError(KtconvertError, exit_code=3):
     """The model, method or NUMA count cannot be represented; the message names the legal choices."""
 
-    exit_code = 3
 
-
-class ResourceError(KtconvertError):
+class ResourceError(KtconvertError, exit_code=4):
     """Not enough disk or memory (quota and file-size limits too)."""
 
-    exit_code = 4
 
-
-class InputError(KtconvertError):
+class InputError(KtconvertError, exit_code=5):
     """The input is damaged, incomplete, contradictory, or has changed."""
 
-    exit_code = 5
 
-
-class VerificationError(KtconvertError):
+class VerificationError(KtconvertError, exit_code=6):
     """An output is not what it should be."""
 
-    exit_code = 6
 
-
-class OutputError(KtconvertError):
+class OutputError(KtconvertError, exit_code=7):
     """The output is in use, is not ours, or was begun with other options."""
-
-    exit_code = 7
 
 
 class WorkerLostError(KtconvertError):

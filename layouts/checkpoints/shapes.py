@@ -38,7 +38,7 @@ class MoeLayer:
 
 
 def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int) -> MoeLayer:
-    """Layer n's shape; `most` is the number of experts if the config does not record it. Raises InputError where a tensor
+    """Layer n's shape; `most` is the number of experts if the config does not record it. InputError where a tensor
     is missing, too many, misshapen or the config disagrees, UnsupportedError for a weight that no row reads.
     """
     style = stored.style

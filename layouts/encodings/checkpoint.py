@@ -142,11 +142,11 @@ def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int])
     else:
         values = raw.astype(np.float32)
     values = values.reshape(shape)
-    require_finite(source, scale, values)
+    need_finite(source, scale, values)
     return values
 
 
-def require_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
+def need_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
     """Raises InputError, naming the place, where one of the scales is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]

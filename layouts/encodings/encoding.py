@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.quantizers import Grid, Matrix, differences, panels
+from ktconvert.quantizers import Grid, Matrix, differences
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
 
@@ -151,10 +151,6 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
         elif by_columns and not by_rows:
             k = size * unit // one.shape[axis]
     return n, k
-
-
-IN_ROWS = 1  # rows of a matrix that lie in one row of its tensor
-IN_PANELS = panels.ROWS
 
 
 def rows_of(

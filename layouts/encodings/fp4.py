@@ -18,14 +18,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import (
-    E8M0,
-    FLOATS,
-    CheckpointEncoding,
-    Tensors,
-    read_scales,
-    require_finite,
-)
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, need_finite, read_scales
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
@@ -106,7 +99,7 @@ def _nvfp4_scales(
         info = tensors[whole]
         raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
-    require_finite(source, tensors["scale"], scales)
+    need_finite(source, tensors["scale"], scales)
     return scales
 
 

@@ -15,18 +15,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
-from ktconvert.layouts.encodings.encoding import (
-    F32,
-    IN_PANELS,
-    IN_ROWS,
-    Bytes,
-    Defect,
-    Encoding,
-    Read,
-    Rows,
-    SourceExperts,
-    rows_of,
-)
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
@@ -251,5 +240,5 @@ def _bad_scale(order: int) -> Defect:
     return bad_scale
 
 
-PANELS = _encoding(IN_PANELS, "codes", "scales")
-ROWS = _encoding(IN_ROWS, "weight", "weight_scale_inv")
+PANELS = _encoding(panels.ROWS, "codes", "scales")
+ROWS = _encoding(1, "weight", "weight_scale_inv")

@@ -18,13 +18,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import (
-    FLOATS,
-    CheckpointEncoding,
-    Tensors,
-    missing,
-    read_scales,
-)
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
@@ -40,7 +34,7 @@ BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AW
 def _columns_per_scale(
     codes: TensorInfo, scale: TensorInfo, shape: tuple[int, int], groups: int, quantization: Quantization
 ) -> int:
-    """How many columns of a linear [n, k] share a scale, where a row has `groups` scales; 0: they do not fit. InputError
+    """How many columns of a linear [n, k] share a scale, where a row has `groups` scales; 0: none fit. InputError
     where tensors or config disagree, UnsupportedError for groups that do not divide a row.
     """
     n, k = shape
@@ -219,7 +213,7 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
 def _zeros(
     source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
 ) -> npt.NDArray[np.float32]:
-    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all must be in the middle."""
+    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all are in the middle."""
     for name in [quantization.format] if quantization.format else FORMATS:
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
@@ -236,7 +230,7 @@ def _which_format(zeros: TensorInfo) -> str:
 
 
 def _width(tensors: Tensors, quantization: Quantization) -> float:
-    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along its columns); else the config's."""
+    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns); else the config's."""
     codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
     if len(codes.shape) == 2 and 0 not in codes.shape:
         if order is not None and len(order.shape) == 1 and order.shape[0]:

@@ -35,7 +35,7 @@ def make_readable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
-    """Write a small file, in place of one of this name; its sha256. Without `sync`, for sync_tree, none may be there."""
+    """Write a small file, in place of one of this name; its sha256. Without `sync`, for sync_tree, none may exist."""
     with explained(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
         fd = os.open(path, flags, readable_mode())

@@ -63,8 +63,8 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def open_output(root: Path) -> Output:
-    """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where no
-    experts are in one of our formats, VerificationError for an unreadable manifest.
+    """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where
+    no experts are in one of our formats, VerificationError for an unreadable manifest.
     """
     if not is_output(root):
         with contextlib.suppress(InputError):

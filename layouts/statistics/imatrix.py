@@ -100,7 +100,7 @@ class Imatrix:
 
 
 def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-    """The statistics of these layers of a model, every value checked. others: layers that may be in the file, too. Raises
+    """The statistics of these layers of a model, every value checked. others: layers that may be in the file, too.
     InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
     """
     with opened(path, ".gguf") as (fd, status):
