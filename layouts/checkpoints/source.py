@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         container=container,
         declared=declared,
         companion_root=companion_root,
-        quantization=_quantization(companion_root, own),
+        quantization=read_quantization(companion_root, own),
     )
 
 
@@ -258,13 +259,9 @@ def read_config(root: Path) -> dict[str, Any]:
     return {}
 
 
-def read_quantization(root: Path) -> cfg.Quantization:
+def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Quantization:
     """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong."""
-    return _quantization(root, read_config(root))
-
-
-def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
-    declared, other = cfg.quantization(config), root / cfg.QUANTIZE_CONFIG
+    declared, other = cfg.quantization(read_config(root) if config is None else config), root / cfg.QUANTIZE_CONFIG
     if not other.exists():
         return declared
     try:
@@ -290,8 +287,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _blob(path: Path) -> str | None:
     """The blob that a link of a Hugging Face cache snapshot points to; its name is the content's hash."""
-    try:
-        target = path.readlink()
-    except OSError:
-        return None
-    return target.name if target.parent.name == "blobs" else None
+    with contextlib.suppress(OSError):
+        if (target := path.readlink()).parent.name == "blobs":
+            return target.name
+    return None

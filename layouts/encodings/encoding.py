@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +81,15 @@ class Encoding:
 def never_exact(model: SourceExperts) -> bool:
     """Of encodings whose codes are always chosen anew."""
     return False
+
+
+def stored_as(model: SourceExperts, names: Collection[str], fit: object) -> bool:
+    """Whether all weights have one of these encodings, fitting so, and are no tensor's every other row."""
+    return all(
+        weight.encoding.name in names and weight.fit(moe.input_major) == fit
+        for moe in model.moe_layers.values()
+        for weight in moe.weights.values()
+    ) and not any(getattr(moe.style, "interleaved", False) for moe in model.moe_layers.values())
 
 
 def suffixes(encoding: Encoding) -> tuple[str, ...]:

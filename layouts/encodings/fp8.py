@@ -15,7 +15,17 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.encodings.encoding import (
+    F32,
+    Bytes,
+    Defect,
+    Encoding,
+    Read,
+    Rows,
+    SourceExperts,
+    rows_of,
+    stored_as,
+)
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
@@ -182,13 +192,7 @@ def block_scales(last: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
 
 def is_exact(model: SourceExperts) -> bool:
     """FP8 in blocks of 128 x 128 keeps codes and scales."""
-    return all(
-        weight.encoding.name in SOURCES
-        and weight.fit(moe.input_major) == (fp8.BLOCK, fp8.BLOCK)
-        and not getattr(moe.style, "interleaved", False)  # every other row: no blocks
-        for moe in model.moe_layers.values()
-        for weight in moe.weights.values()
-    )
+    return stored_as(model, SOURCES, (fp8.BLOCK, fp8.BLOCK))
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:

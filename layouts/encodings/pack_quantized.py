@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, never_exact
+from ktconvert.layouts.encodings.encoding import (
+    F32,
+    Bytes,
+    Defect,
+    Encoding,
+    Read,
+    Rows,
+    SourceExperts,
+    never_exact,
+    stored_as,
+)
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
@@ -82,9 +92,8 @@ def all_zeros(bits: int) -> Defect:
         starts = range(0, n * k * bits // 8, CHUNK)
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
-        if (read(2).view("<u2") == groups.EMPTY_SCALE).all():
-            return ""
-        return "it is all zeros: its expert would compute nothing"
+        is_empty = (read(2).view("<u2") == groups.EMPTY_SCALE).all()
+        return "" if is_empty else "it is all zeros: its expert would compute nothing"
 
     return defect
 
@@ -120,13 +129,10 @@ _PACKED = pack_quantized(GRID, "signed")
 
 def is_exact(model: SourceExperts) -> bool:
     """Symmetric INT4 in groups of 32 columns with BF16 scales, in the order of the columns, keeps codes and scales."""
-    return all(
-        weight.encoding.name == "INT4"
-        and weight.fit(moe.input_major) == (GRID.bits, GRID.group)
-        and weight.tensors["scale"].dtype == "BF16"
-        and not moe.input_major
-        and not getattr(moe.style, "interleaved", False)
-        for moe in model.moe_layers.values()
+    layers = model.moe_layers.values()
+    return stored_as(model, ("INT4",), (GRID.bits, GRID.group)) and all(
+        weight.tensors["scale"].dtype == "BF16" and not moe.input_major
+        for moe in layers
         for weight in moe.weights.values()
     )
 
@@ -140,9 +146,8 @@ def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
     words, shape, scales = typed(GRID, out, n, k)
     words.view(np.uint8)[:] = matrix.values[:, : k // 2]
     shape[:] = n, k
-    scales[:] = f32_to_bf16(
-        np.ascontiguousarray(matrix.scales[row : row + n, column // GRID.group :][:, : k // GRID.group])
-    )
+    own = matrix.scales[row : row + n, column // GRID.group :][:, : k // GRID.group]
+    scales[:] = f32_to_bf16(np.ascontiguousarray(own))
 
 
 def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:

@@ -56,17 +56,14 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
 def launch(base_model: str | None, method: str, numa: str, folder: str = "/path/to/this/folder") -> tuple[str, ...]:
     """How SGLang with kt-kernel is started with such a folder."""
     return (
-        "```bash",
-        "python -m sglang.launch_server \\",
+        *("```bash", "python -m sglang.launch_server \\"),
         f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
         f"  --kt-weight-path {folder} \\",
         f"  --kt-method {method} \\",
         f"  --kt-threadpool-count {numa} \\",
         "  --kt-cpuinfer PHYSICAL_CORES \\",
         "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-        "```",
-        "",
-        "`ktconvert doctor` prints the two machine values.",
+        *("```", "", "`ktconvert doctor` prints the two machine values."),
     )
 
 

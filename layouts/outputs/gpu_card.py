@@ -67,15 +67,9 @@ def launch(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tu
     """How SGLang is started with the output as the model: with its own experts on the CPU, too, or with others."""
     if why_not_for_cpu(facts) is None:
         return cpu_card.launch(folder, "RAWINT4", "NUMA_NODES", folder)
-    return (
-        "```bash",
-        "python -m sglang.launch_server \\",
-        f"  --model {folder} \\",
-        "  --kt-weight-path /path/to/the/cpu/experts \\",
-        "  --kt-method AMXINT4 \\",
-        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-        "```",
-    )
+    options = (f"--model {folder}", "--kt-weight-path /path/to/the/cpu/experts", "--kt-method AMXINT4")
+    last = "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
+    return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last, "```"
 
 
 def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:

@@ -90,12 +90,9 @@ class LinearNames:
     @cached_property
     def _patterns(self) -> Mapping[str, re.Pattern[str]]:
         ends = "|".join(map(re.escape, self.suffixes))
-        numbers = {r"\{layer\}": r"(?P<layer>\d+)", r"\{expert\}": r"(?P<expert>\d+)"}
         patterns = {}
         for projection, template in self.templates:
-            text = re.escape(template)
-            for escaped, number in numbers.items():
-                text = text.replace(escaped, number)
+            text = re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(template))
             patterns[projection] = re.compile(rf"{text}\.(?P<what>{ends})")
         return patterns
 

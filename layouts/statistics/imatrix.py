@@ -162,15 +162,12 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
             filler = (values == np.float32(record.calls)).all(axis=1)
             counts[own] = np.where(filler, 0, record.calls)
         else:
-            counts[own] = _whole(_read(fd, record.counts.start, record.counts.nbytes, path), record.counts, path)
+            tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
+            if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
+                what = f"holds {tokens.tolist()[:4]}, no numbers of tokens"
+                raise damaged_tensor(record.counts.name, what, REMEDY, path)
+            counts[own] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
-
-
-def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
-    counts = np.frombuffer(data, "<f4")
-    if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():
-        raise damaged_tensor(entry.name, f"holds {counts.tolist()[:4]}, no numbers of tokens", REMEDY, path)
-    return counts.astype(np.int64)
 
 
 def _read(fd: int, start: int, count: int, path: Path) -> bytes:
@@ -276,7 +273,9 @@ def write_imatrix(
         experts, hidden, width = shapes[layer]
         for projection, columns in (("down", width), ("gate", hidden), ("up", hidden)):
             for ending, size in ((SUMS, columns), (COUNTS, 1)):
-                infos.append(_info(f"blk.{layer}.ffn_{projection}_exps.weight{ending}", (size, experts), offset))
+                dims = (size, experts) if experts > 1 else (size,)  # ggml leaves out trailing dimensions of 1
+                about = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_F32, offset)
+                infos.append(_text(f"blk.{layer}.ffn_{projection}_exps.weight{ending}") + about)
                 offset += _padded(4 * size * experts)
     head = gguf.MAGIC + struct.pack("<IQQ", VERSION, len(infos), 4)
     head += _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
@@ -296,12 +295,6 @@ def write_imatrix(
                     data = np.ascontiguousarray(tensor, "<f4").tobytes()
                     file.append(data.ljust(_padded(len(data)), b"\0"))
         return file.size, file.close()
-
-
-def _info(name: str, dims: tuple[int, int], offset: int) -> bytes:
-    """A tensor's entry. ggml leaves out trailing dimensions of 1."""
-    rank = 2 if dims[1] > 1 else 1
-    return _text(name) + struct.pack(f"<I{rank}QIQ", rank, *dims[:rank], TYPE_F32, offset)
 
 
 def _text(text: str) -> bytes:

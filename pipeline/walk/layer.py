@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.walk import bf16

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import DirectFile
-from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Link, Result, Written
