@@ -67,10 +67,8 @@ def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path
 def _require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
         what = "is incomplete in" if cached else "is not in"
-        raise InputError(
-            f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
-            f"`{_command(name, revision, files)}` where there is a network"
-        )
+        remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
+        raise InputError(f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
 
 
 def cache_root() -> Path:
@@ -118,9 +116,8 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise InputError(
-            f"{name}: not in the local cache, and downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
-        ) from None
+        needs = "downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
+        raise InputError(f"{name}: not in the local cache, and {needs}") from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
@@ -132,18 +129,18 @@ def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(f"{name}: the disk of the cache {cache_root()} is full; set HF_HUB_CACHE to another")
-    if "GatedRepoError" in kinds:
-        return InputError(f"{name}: its owner asks for consent; accept on its hub page and run `hf auth login`")
-    if "RevisionNotFoundError" in kinds:
-        return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
-    if "RepositoryNotFoundError" in kinds:
-        return InputError(
-            f"{name}: neither a local path nor a public model of the hub; if private, run `hf auth login`"
-        )
-    return InputError(
-        f"{name}{at}: cannot be downloaded ({type(e).__name__}); check the network, or run "
-        f"`{_command(name, revision)}` elsewhere and give the directory"
-    )
+    for kind, what in (
+        ("GatedRepoError", "its owner asks for consent; accept on its hub page and run `hf auth login`"),
+        ("RevisionNotFoundError", f"has no revision {revision}; look at its branches and tags on the hub"),
+        (
+            "RepositoryNotFoundError",
+            "neither a local path nor a public model of the hub; if private, run `hf auth login`",
+        ),
+    ):
+        if kind in kinds:
+            return InputError(f"{name}: {what}")
+    remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
+    return InputError(f"{name}{at}: cannot be downloaded ({type(e).__name__}); {remedy}")
 
 
 def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:

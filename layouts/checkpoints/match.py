@@ -26,26 +26,14 @@ BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a sca
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 # Outside the experts: suffixes of names, and dtypes of weights.
 SUFFIXES = {
-    ".weight_packed": "packed by compressed-tensors",
-    ".weight_zero_point": "packed by compressed-tensors",
-    ".weight_scale_2": "NVFP4",
-    ".weight_global_scale": "NVFP4",
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
+    **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
+    **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
+    **dict.fromkeys((".qweight", ".qzeros"), "GPTQ or AWQ"),
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
-DTYPES = {
-    "U8": "packed",
-    "I8": "INT8",
-    "I32": "packed",
-    "F4": "FP4",
-    "F6_E2M3": "FP6 E2M3",
-    "F6_E3M2": "FP6 E3M2",
-    "F8_E5M2": "FP8 E5M2",
-    "F8_E8M0": "FP8 E8M0",
-    "F8_E4M3FNUZ": "FP8 E4M3FNUZ",
-    "F8_E5M2FNUZ": "FP8 E5M2FNUZ",
-}
+FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F4": "FP4"}
+DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
 def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:

@@ -50,10 +50,8 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
     for name in names:
         if name not in dropped and (what := unread_format(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""
-            raise UnsupportedError(
-                f"{source.path(source.tensors[name])}: tensor {name!r} is {what}{where}; that is not an "
-                "input yet: use the model's BF16 or FP8 (E4M3) release."
-            )
+            path, remedy = source.path(source.tensors[name]), "use the model's BF16 or FP8 (E4M3) release."
+            raise UnsupportedError(f"{path}: tensor {name!r} is {what}{where}; that is not an input yet: {remedy}")
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:
@@ -76,9 +74,8 @@ def _weight(
         for role in row.tensors:
             several = candidates.get(role, [])
             if len(several) > 1:
-                raise InputError(
-                    f"tensors {several[0].name!r} and {several[1].name!r} both claim to be the {role} of one weight"
-                )
+                two = f"{several[0].name!r} and {several[1].name!r}"
+                raise InputError(f"tensors {two} both claim to be the {role} of one weight")
         weight = encodings.weight(row, template, {r: t for r, t in tensors.items() if r in row.tensors}, quantization)
         weight.fit()
         return template, weight

@@ -71,10 +71,9 @@ def open_output(root: Path) -> Output:
             quantized = read_config(root).get("quantization_config")
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
                 manifest.read(root)  # raises where it is damaged
-                raise UnsupportedError(
-                    f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that "
-                    "file back or convert again, else give the directory of an output."
-                )
+                remedy = "put that file back or convert again, else give the directory of an output."
+                what = f"is packed by {PACKER} and has no {manifest.NAME}"
+                raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     about, kinds = manifest.read(root), _by_names({})
     if about is not None:
