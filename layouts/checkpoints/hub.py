@@ -99,13 +99,12 @@ def complete(folder: Path) -> bool:
     """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
     if not _has_config(folder):
         return False
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
-            return all((folder / shard).exists() for shard in shards)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-    return any(p.exists() for p in folder.glob("*.safetensors"))
+    if (index := next(folder.glob("*.safetensors.index.json"), None)) is None:
+        return any(path.exists() for path in folder.glob("*.safetensors"))
+    try:
+        return all((folder / shard).exists() for shard in {*json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _has_config(folder: Path) -> bool:

@@ -255,9 +255,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
 
 def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
     """The first row that the config names; a row that names no family applies to any checkpoint and comes first."""
-    names = cfg.families(source.config)
     unconditional = (arch for arch in archs if not arch.matches)
-    named = (arch for name in names for arch in archs if name in arch.matches)
+    named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
     return next(unconditional, None) or next(named, None)
 
 

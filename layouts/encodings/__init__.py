@@ -18,13 +18,8 @@ from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
 CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
-    *plain.IN_CHECKPOINTS,
-    *fp8.IN_CHECKPOINTS,
-    *fp4.IN_CHECKPOINTS,
-    *words.PACK_QUANTIZED,
-    fp8.W8A8,
-    *words.GPTQ_AWQ,
-    *ggml.IN_CHECKPOINTS,
+    *(*plain.IN_CHECKPOINTS, *fp8.IN_CHECKPOINTS, *fp4.IN_CHECKPOINTS),
+    *(*words.PACK_QUANTIZED, fp8.W8A8, *words.GPTQ_AWQ, *ggml.IN_CHECKPOINTS),
 )
 
 
@@ -65,9 +60,8 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
             raise InputError.of_tensor(info.name, f"scales {values.name!r}, which is {row.title} and needs none")
     for role, patterns in row.tensors.items():
         if role not in tensors and role not in row.optional:
-            raise damaged_tensor(
-                values.name, f"is {row.title} but {spelled(patterns[0], template)} is missing", "download again"
-            )
+            lost = spelled(patterns[0], template)
+            raise damaged_tensor(values.name, f"is {row.title} but {lost} is missing", "download again")
     ordered = {role: tensors[role] for role in row.tensors if role in tensors}
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)
 

@@ -43,8 +43,7 @@ def _encoding(name: str, grid_name: str) -> Encoding:
         return kernels.dequantize(bits, codes, scales, last - first, k)[start - first : stop - first]
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
-        sums = kernels.error_sums(bits, matrix, stored[0], stored[1].view(np.float32))
-        return np.array(sums, dtype=np.float64)
+        return np.array(kernels.error_sums(bits, matrix, stored[0], stored[1].view(np.float32)), np.float64)
 
     return Encoding(
         name,
@@ -92,10 +91,10 @@ def _plain(name: str, of_tiles: Encoding) -> Encoding:
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        blocks = stored[0].reshape(n // moe_plain.ROWS, -1)
-        codes = rows_of(
-            blocks, n, rows, lambda held: moe_plain.unpack(bits, held.reshape(-1), len(held) * moe_plain.ROWS, k)
-        )
+        def unpack(blocks: Bytes) -> npt.NDArray[np.int8]:
+            return moe_plain.unpack(bits, blocks.reshape(-1), len(blocks) * moe_plain.ROWS, k)
+
+        codes = rows_of(stored[0].reshape(n // moe_plain.ROWS, -1), n, rows, unpack)
         return codes * np.float32(grid.step) * stored[1].view(np.float32)[rows, None]
 
     return replace(

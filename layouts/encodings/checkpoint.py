@@ -100,11 +100,12 @@ class Weight:
         """The tensors of one linear: of a stack, the expert's part of each."""
         if len(self.shape) == 2:
             return self.tensors
-        each = {role: info.nbytes // info.shape[0] for role, info in self.tensors.items()}
-        return {
-            role: replace(info, shape=info.shape[1:], start=info.start + expert * each[role], nbytes=each[role])
-            for role, info in self.tensors.items()
-        }
+
+        def part(info: TensorInfo) -> TensorInfo:
+            each = info.nbytes // info.shape[0]
+            return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
+
+        return {role: part(info) for role, info in self.tensors.items()}
 
     def fit(self, input_major: bool = False) -> Any:
         """As CheckpointEncoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""

@@ -119,9 +119,9 @@ def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
 def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
     block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
     zeros, scale = tensors.get("zero_point"), tensors["scale"]
-    if zeros is None and quantization.symmetric == (False,):
-        raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
     if zeros is None:
+        if quantization.symmetric == (False,):
+            raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:
         needed = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
@@ -152,10 +152,8 @@ SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such bl
 def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         blocks = (n // fp8.BLOCK, k // fp8.BLOCK)
-        return (
-            TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k),
-            TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1]),
-        )
+        codes = TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k)
+        return codes, TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1])
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         n, k = matrix.shape

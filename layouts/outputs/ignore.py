@@ -1,9 +1,8 @@
-"""The ignore list of quantization_config: the modules that a loader must not take for quantized, which are all but the
-routed experts.
+"""The ignore list of quantization_config: the modules that a loader must not take for quantized, all but experts.
 
 A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is
-not there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's
-beginning."""
+not there. A pattern is a module's name, a class's, or "re:" and an expression that matches from the name's beginning.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +75,8 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
     for name in _loader_names(named):
         for pattern in patterns:
             if is_match(name, pattern):
-                raise UsageError(
-                    f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of "
-                    "them; remove it or make it narrower"
-                )
+                what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
+                raise UsageError(f"--ignore-patterns: {what}; remove it or make it narrower")
     missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
     if missed:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])

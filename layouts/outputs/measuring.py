@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.encodings.encoding import sizes_shown
+from ktconvert.layouts.encodings.encoding import sizes_shown, suffixes
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format, mixed
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
@@ -20,8 +20,7 @@ Shape = tuple[int, int, int]
 class Measure:
     """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt: None where
-            we cannot tell what the bytes mean
+    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt: None where bytes have no known meaning
     shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
 
@@ -91,7 +90,7 @@ def _best(
         agreeing = sum(n for kind, n in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
         candidates.append((_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
-    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
+    weights = sum(count for kind, count in kinds.items() if kind.suffix == suffixes(best.encoding)[0])
     return best, 2 * fitting > weights, sizes
 
 

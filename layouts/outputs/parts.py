@@ -98,10 +98,8 @@ def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices.
-
-    unit: parts are whole units of so many columns of I, of which the first parts have one more where they do not divide
-    by T; 0: parts are equal
+    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices. unit: parts
+    are whole units of so many columns of I, the first parts one more where T does not divide them; 0: parts are equal.
     """
 
     layer: int

@@ -106,10 +106,8 @@ class Statistics:
         return open_second_moments(self.folder / DOCUMENT, self._sha256s(), model, shapes)
 
     def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
-        """Raise InputError, naming both, where the statistics are of a model with other layers or experts.
-
-        model   how messages call it; shapes: of its layers with experts
-        decoder_layers  how many layers it has in all; None if that does not matter
+        """Raise InputError, naming both, where the statistics are of a model with other layers or experts; where given,
+        with another number of layers in all. shapes: of its layers with experts.
         """
         own = self.document["model"]
         ours = (own["layers"], *(_each(own[key]) for key in ("experts", "hidden", "intermediate")))
@@ -180,12 +178,8 @@ def counts_of(folder: Path) -> I64:
 
 def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
     """statistics.json, of the entries of _Document. No time stamps, no paths: same input and options, same bytes."""
-    document = {
-        "format": {"name": "ktconvert-statistics", "version": FORMAT},
-        "tool": {"name": "ktconvert", "version": version},
-        **about,
-        "files": list(files),
-    }
+    header = {"name": "ktconvert-statistics", "version": FORMAT}
+    document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **about, "files": list(files)}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
