@@ -16,6 +16,7 @@ from ktconvert.quantizers.scales import e8m0
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 Rows = slice | npt.NDArray[np.intp]
 
 ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
@@ -162,9 +163,7 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
     return n, k
 
 
-def rows_of(
-    held: npt.NDArray[Any], n: int, rows: Rows, of_blocks: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-) -> npt.NDArray[Any]:
+def rows_of(held: Array, n: int, rows: Rows, of_blocks: Callable[[Array], Array]) -> Array:
     """Some rows of n, held row after row or in blocks, [n / b, ...]; of_blocks: of those needed, -> their rows."""
     if len(held) == n:
         return held[rows]

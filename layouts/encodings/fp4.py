@@ -90,9 +90,7 @@ def _row(
     )
 
 
-def _nvfp4_scales(
-    source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]
-) -> npt.NDArray[np.float32]:
+def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]) -> F32:
     """The scales of the groups, float32 [shape]. Raises InputError, naming the place, where one is not finite."""
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:

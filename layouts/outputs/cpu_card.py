@@ -67,6 +67,9 @@ def launch(base_model: str | None, method: str, numa: str, folder: str = "/path/
     )
 
 
+Facts = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What a folder is, by what reads it. parts: what the table says of NUMA parts; "" where it is for any number.
@@ -75,7 +78,7 @@ class _Kind:
 
     about: tuple[str, ...]
     parts: str
-    use: Callable[[Mapping[str, Any], str | None, str], tuple[str, ...]]
+    use: Callable[[Facts, str | None, str], tuple[str, ...]]
     library: str = "kt-kernel"
     title: str = "{method} expert weights"
 
@@ -142,9 +145,7 @@ BACKWARD_KIND = _Kind(
 )
 
 
-def _card(
-    kind: _Kind, facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str
-) -> Card:
+def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
     facts = {**facts, "method": facts["method"].removeprefix("KT_")}  # as kt-kernel calls it
     method, layers, numa = facts["method"], facts["layers"], facts["numa"]
     words = {
