@@ -16,9 +16,8 @@ from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs.card import CONFIG_KEYS
-from ktconvert.layouts.outputs.linear_names import USUAL, linear_name
+from ktconvert.layouts.outputs.linear_names import USUAL, linears
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import PROJECTIONS
 
 # What kt-kernel's convert_gpu_weights.py names by default.
 USUAL_PATTERNS = (
@@ -72,12 +71,7 @@ def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tu
 
 def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
     """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
-    named = (
-        (projection, linear_name(model, layer, expert, projection))
-        for layer in model.layers
-        for expert in range(model.shape(layer)[0])
-        for projection in PROJECTIONS
-    )
+    named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
     for name in _loader_names(named):
         for pattern in patterns:
             if is_match(name, pattern):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
-from ktconvert.layouts.outputs.parts import PROJECTIONS, Place
+from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
 
 # For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -40,6 +40,17 @@ def words_of(model: MoeModel) -> dict[str, str]:
     if single is None:
         return USUAL
     return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
+
+
+def linears(
+    model: MoeModel, layer: int, experts: Iterable[int] | None = None
+) -> Iterator[tuple[int, str, str, int, int]]:
+    """(expert, projection, name, n, k) of a layer's linears, in file order: by expert, then gate, up, down."""
+    count, hidden, width = model.shape(layer)
+    for expert in range(count) if experts is None else experts:
+        for projection in PROJECTIONS:
+            n, k = part_shape(projection, hidden, width, 1)
+            yield expert, projection, linear_name(model, layer, expert, projection), n, k
 
 
 def name_templates(model: MoeModel) -> dict[str, str]:
