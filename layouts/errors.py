@@ -10,14 +10,14 @@ REMEDY = "download that file again"
 
 
 class KtconvertError(Exception):
-    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback.
-
-    path    the file or directory at fault; None where the problem names it
-    remedy  what to do; "" where the problem says it
-    tensor  the name of the tensor at fault; "" where there is none
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback. Path and
+    remedy are left out where the problem names them; tensor: the name of the one at fault.
     """
 
     exit_code = 1
+
+    def __init_subclass__(cls, exit_code: int = exit_code) -> None:
+        cls.exit_code = exit_code
 
     def __init__(self, problem: str, remedy: str = "", *, tensor: str = "", path: Path | str | None = None) -> None:
         super().__init__(problem)
@@ -33,52 +33,38 @@ class KtconvertError(Exception):
         return cls(f"tensor {name!r}{'' if what.startswith(':') else ' '}{what}", remedy, tensor=name, path=path)
 
     def at(self, path: Path | str) -> Self:
-        """The same of a file or directory."""
         other = copy.copy(self)
         other.path = path
         return other
 
     def advising(self, remedy: str) -> Self:
-        """The same with another remedy."""
         other = copy.copy(self)
         other.remedy = remedy
         return other
 
 
-class UsageError(KtconvertError):
+class UsageError(KtconvertError, exit_code=2):
     """The options cannot be understood or do not go together."""
 
-    exit_code = 2
 
-
-class UnsupportedError(KtconvertError):
+class UnsupportedError(KtconvertError, exit_code=3):
     """The model, method or NUMA count cannot be represented; the message names the legal choices."""
 
-    exit_code = 3
 
-
-class ResourceError(KtconvertError):
+class ResourceError(KtconvertError, exit_code=4):
     """Not enough disk or memory (quota and file-size limits too)."""
 
-    exit_code = 4
 
-
-class InputError(KtconvertError):
+class InputError(KtconvertError, exit_code=5):
     """The input is damaged, incomplete, contradictory, or has changed."""
 
-    exit_code = 5
 
-
-class VerificationError(KtconvertError):
+class VerificationError(KtconvertError, exit_code=6):
     """An output is not what it should be."""
 
-    exit_code = 6
 
-
-class OutputError(KtconvertError):
+class OutputError(KtconvertError, exit_code=7):
     """The output is in use, is not ours, or was begun with other options."""
-
-    exit_code = 7
 
 
 class WorkerLostError(KtconvertError):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 class TensorInfo:
     """One tensor, or one expert's part of it.
 
-    name    as its file has it; of a tensor that an encoding describes the end of that name
-    dtype   as safetensors spells it: "BF16", "F8_E4M3", …; of a GGUF as ggml does: "Q4_K", …
-    nbytes  size in bytes
-    file    relative to the directory of the checkpoint or output; "" where it lies in none
-    start   its first byte, counted from the start of the file
+    name   as its file has it; of a tensor that an encoding describes the end of that name
+    dtype  as safetensors spells it: "BF16", "F8_E4M3", …; of a GGUF as ggml does: "Q4_K", …
+    file   relative to the directory of the checkpoint or output; "" where it lies in none
+    start  its first byte, counted from the start of the file
     """
 
     name: str

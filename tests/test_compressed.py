@@ -19,9 +19,8 @@ from ktconvert.layouts.encodings.encoding import Encoding, error_sums
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.format import expert_bytes
-from ktconvert.layouts.outputs.gpu_card import quantization_config
+from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 from ktconvert.pipeline.stages.expert_files import empty_tensors, plan_parts

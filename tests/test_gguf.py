@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header
-from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
 from ktconvert.layouts.checkpoints.moe_model import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError

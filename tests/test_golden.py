@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.encodings.encoding import suffixes
-from ktconvert.layouts.encodings.rawint4 import RAWINT4
+from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import ROW_GRIDS, reference

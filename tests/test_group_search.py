@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_golden import same
 from test_scale_search import IMPORTANCES, rows
 
-from ktconvert.layouts.encodings import mxfp4 as encodings
-from ktconvert.layouts.encodings.rawint4 import RAWINT4
+from ktconvert.layouts.encodings import fp4 as encodings
+from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_groups
 from ktconvert.native_quant.matrix import BF16, Matrix

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.encodings import mxfp4 as encodings_of_mxfp4
+from ktconvert.layouts.encodings import fp4 as encodings_of_mxfp4
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels

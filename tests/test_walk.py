@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels

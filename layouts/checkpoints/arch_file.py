@@ -23,11 +23,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.errors import InputError
 
-STYLES: dict[str, type[Separate] | type[Fused] | type[Stacked]] = {
-    "separate": Separate,
-    "fused": Fused,
-    "stacked": Stacked,
-}
+STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
 NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does not give
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
@@ -47,10 +43,9 @@ def parse_arch(text: str, path: str = "--arch-file") -> Arch:
     """load_arch_file() of a file's text; `path` is what errors call it."""
     try:
         tree = tomllib.loads(text)
-    except ValueError as e:
-        raise InputError(f"{path}: not valid TOML ({e})") from None
-    except RecursionError:
-        raise InputError(f"{path}: not valid TOML (nested too deeply)") from None
+    except (ValueError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else e
+        raise InputError(f"{path}: not valid TOML ({reason})") from None
     known = [f.name for f in fields(Arch) if f.name not in NO_KEYS]
     _only(path, tree, known, "")
     name = tree.pop("name", None)
@@ -80,9 +75,7 @@ def _style(path: str, table: Any) -> Style:
         raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
     flags = [f.name for f in fields(kind) if f.name not in kind.parts]
     _only(path, table, ["style", *kind.parts, *flags], "stored.")
-    values: dict[str, Any] = {}
-    for part in kind.parts:
-        values[part] = _template(path, part, table.get(part), with_expert=kind is Separate)
+    values: dict[str, Any] = {part: _template(path, part, table.get(part), kind is Separate) for part in kind.parts}
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):
@@ -102,9 +95,8 @@ def _template(path: str, part: str, value: Any, with_expert: bool) -> str:
     except (ValueError, TypeError):
         good = False
     if not good or ("{prefix}" in value and not value.startswith("{prefix}")):
-        raise InputError(
-            f"{path}: stored.{part} must be a tensor name with {shown} between dots, {{prefix}} only in front"
-        )
+        want_name = f"a tensor name with {shown} between dots, {{prefix}} only in front"
+        raise InputError(f"{path}: stored.{part} must be {want_name}")
     return str(value)
 
 

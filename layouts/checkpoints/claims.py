@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.archs import (
-    ARCHS,
-    HIDDEN,
-    HIDDEN_ACT,
-    HIDDEN_ACTS,
-    MOE_WIDTH,
-    NUM_EXPERTS,
-    NUM_LAYERS,
-    Arch,
-)
+from ktconvert.layouts.checkpoints.archs import Arch
 from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
 
 Config = dict[str, Any]
@@ -61,13 +53,13 @@ DENSE: Mapping[str, Callable[[Any, int], bool]] = {
 
 def family(config: Config) -> Arch | None:
     """The row of the table of architectures that the config names."""
-    return next((arch for name in cfg.families(config) for arch in ARCHS if name in arch.matches), None)
+    return next((arch for name in cfg.families(config) for arch in archs.ARCHS if name in arch.matches), None)
 
 
 def num_layers(config: Config) -> tuple[str, int] | None:
     """The config key of the number of layers, and its value; layers beyond are of MTP."""
     row = family(config)
-    return cfg.number(config, row.layers if row else NUM_LAYERS)
+    return cfg.number(config, row.layers if row else archs.NUM_LAYERS)
 
 
 def moe_layers(config: Config) -> list[int] | None:
@@ -80,40 +72,35 @@ def moe_layers(config: Config) -> list[int] | None:
 
 # What a weight file states, under config.json's name -> the keys of a config.json that may hold the same number.
 SAME: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": HIDDEN[1:],
-    "routed_expert_hidden_size": HIDDEN[:1],
-    "num_experts": NUM_EXPERTS,
-    "moe_intermediate_size": (*MOE_WIDTH, "intermediate_size", "moe_ffn_hidden_size"),
+    "hidden_size": archs.HIDDEN[1:],
+    "routed_expert_hidden_size": archs.HIDDEN[:1],
+    "num_experts": archs.NUM_EXPERTS,
+    "moe_intermediate_size": (*archs.MOE_WIDTH, "intermediate_size", "moe_ffn_hidden_size"),
     "intermediate_size": ("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "moe_ffn_hidden_size"),
     "first_k_dense_replace": tuple(key for key, is_dense in DENSE.items() if is_dense is _below),
 }
 
 
 def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
-    """Where a config.json is of another model than weight files say of themselves (declared), or None. Of two numbers
-    and names one must be known to be wrong: llama.cpp calls several families by one name.
-    """
+    """Where a config.json is surely of another model than weight files say of themselves (declared), or None."""
     own = family(declared)
     if own is not None and (other := other_family(config, own.name)) is not None:
-        called = declared["model_type"].removeprefix(PREFIX)
-        return (
-            f"config.json is of {other}, and the weights' own header says general.architecture = {called}, {own.name}"
-        )
-    limit, blocks = cfg.number(config, arch.layers), cfg.number(declared, NUM_LAYERS)
+        header = f"general.architecture = {declared['model_type'].removeprefix(PREFIX)}, {own.name}"
+        return f"config.json is of {other}, and the weights' own header says {header}"
+    limit, blocks = cfg.number(config, arch.layers), cfg.number(declared, archs.NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
-        return (
-            f"config.json says {limit[0]} = {limit[1]}, and the weights are of {blocks[1]} layers by their own header"
-        )
+        header = f"the weights are of {blocks[1]} layers by their own header"
+        return f"config.json says {limit[0]} = {limit[1]}, and {header}"
     for name, keys in SAME.items():
         number = declared.get(name)
         said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}
         if type(number) is int and said and number not in said.values():
             key = next(iter(said))
             return f"config.json says {key} = {said[key]}, and the weights' own header {KEYS[name]} = {number}"
-    acts = [cfg.find(each, HIDDEN_ACT) for each in (config, declared)]
+    acts = [cfg.find(each, archs.HIDDEN_ACT) for each in (config, declared)]
     if acts[0] and acts[1]:
-        one, two = ({*HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
+        one, two = ({*archs.HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
         if not one & two:
             return f"config.json says {acts[0][0]} = {acts[0][1]}, and the weights' own header {acts[1][1]}"
     return None
@@ -121,7 +108,7 @@ def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
 
 def other_family(config: Config, name: str) -> str | None:
     """The family that the config names where it is surely not this one; else None: llama.cpp's names are shared."""
-    own, other = next((row for row in ARCHS if row.name == name), None), family(config)
+    own, other = next((row for row in archs.ARCHS if row.name == name), None), family(config)
     if own is None or other is None or own is other:
         return None
     names, others = ({m.removeprefix(PREFIX) for m in row.matches if m.startswith(PREFIX)} for row in (own, other))
@@ -152,14 +139,13 @@ def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
     """Name of a size -> the config key and its value, None if the config does not record it."""
     row = family(config)
     return {
-        "experts": cfg.number(config, row.experts if row else NUM_EXPERTS, layer),
-        "hidden size": cfg.number(config, row.hidden if row else HIDDEN, layer),
+        "experts": cfg.number(config, row.experts if row else archs.NUM_EXPERTS, layer),
+        "hidden size": cfg.number(config, row.hidden if row else archs.HIDDEN, layer),
         "expert width": cfg.number(config, row.width, layer) if row else None,
     }
 
 
 def _dense_by(config: Config, layer: int) -> str | None:
-    """The config key that says that this layer is dense."""
     for key, is_dense in DENSE.items():
         recorded = cfg.find(config, (key,))
         if recorded is not None and is_dense(recorded[1], layer):

@@ -21,26 +21,28 @@ INDEX_NAME = re.compile(r"\.index(\.[^.]+)?\.json\Z")
 
 def companion_files(root: Path, *, nested: bool = True) -> list[str]:
     """Every file of a directory that is neither weights nor an index of them, as sorted paths relative to it; no dot
-    files.
-
-    Links to folders are not entered. Without `nested` only files directly beside a config.json.
-    Raises InputError for a folder that cannot be listed.
+    files, and none in linked folders. Without `nested` only files directly beside a config.json. Raises InputError for
+    a folder that cannot be listed.
     """
     if not nested and not (root / "config.json").is_file():
         return []
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be listed ({error.strerror}); check its permissions") from None
+
+    def left_out(name: str) -> bool:
+        return name.startswith(".") or Path(name).suffix.lower() in WEIGHT_SUFFIXES
+
     companions: list[str] = []
-    for folder, folders, files in os.walk(root, onerror=_refuse):
-        folders[:] = sorted(d for d in folders if _is_entered(d)) if nested else []
-        base = Path(folder)
-        companions += [(base / f).relative_to(root).as_posix() for f in files if _is_companion(base / f)]
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = sorted(d for d in folders if not left_out(d) and not LOOSE_LAYER.fullmatch(d)) if nested else []
+        paths = [Path(folder) / name for name in files if not left_out(name) and not INDEX_NAME.search(name)]
+        companions += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(companions)
 
 
 def require_copyable(root: Path, name: str) -> None:
-    """Raise InputError where a companion cannot be read, or is a link out of its checkpoint.
-
-    A link is followed to a file of the same checkpoint, and to a blob of the Hugging Face cache, where downloaded files
-    are links."""
+    """Raise InputError where a companion cannot be read, or is a link out of its checkpoint, not to the hub's cache."""
     path = root / name
     try:
         real = path.resolve(strict=True)
@@ -52,31 +54,10 @@ def require_copyable(root: Path, name: str) -> None:
             f"{path}: cannot be read ({reason}), and would be copied beside the weights; "
             "change its permissions, download it again, or move it out of the checkpoint."
         ) from None
-    if not real.is_relative_to(root.resolve()) and not _is_hub_blob(real):
+    model = real.parent.parent
+    is_blob = real.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
+    if not real.is_relative_to(root.resolve()) and not is_blob:
         raise InputError(
             f"{path}: is a link to {real}, outside the checkpoint, and is not followed; "
             "put a copy of the file in its place, or remove the link."
         )
-
-
-def _is_hub_blob(path: Path) -> bool:
-    """Whether it is a file in models--ORG--NAME/blobs of a Hugging Face cache."""
-    model = path.parent.parent
-    return path.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
-
-
-def _is_entered(folder: str) -> bool:
-    return not (folder.startswith(".") or _is_weights(folder) or LOOSE_LAYER.fullmatch(folder))
-
-
-def _is_companion(path: Path) -> bool:
-    name = path.name
-    return not (name.startswith(".") or _is_weights(name) or INDEX_NAME.search(name)) and path.is_file()
-
-
-def _is_weights(name: str) -> bool:
-    return Path(name).suffix.lower() in WEIGHT_SUFFIXES
-
-
-def _refuse(error: OSError) -> None:
-    raise InputError(f"{error.filename}: cannot be listed ({error.strerror}); check its permissions") from None

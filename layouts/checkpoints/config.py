@@ -57,12 +57,12 @@ def families(config: dict[str, Any]) -> list[str]:
 class Quantization:
     """How weights are quantized, according to a config; empty if it does not say.
 
-    method       quant_method, such as "compressed-tensors".
-    format       of GPTQ and AWQ: how words are laid out, "gptq_v2" or "gemm"; "" if the config does not say.
-    blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
-    bits, groups widths of integer codes, and columns that share one of their scales.
-    symmetric    False where such codes have zero points, True where they have none; both if the config has both.
-    ordered      True where g_idx says which columns share a scale, False where neighbours do.
+    method     quant_method, such as "compressed-tensors"
+    format     of GPTQ and AWQ: how words are laid out, "gptq_v2" or "gemm"; "" if the config does not say
+    blocks     the sizes (rows, columns) of blocks that share an FP8 scale
+    bits       widths of integer codes; groups: columns that share one of their scales
+    symmetric  False where such codes have zero points, True where they have none; both if the config has both
+    ordered    True where g_idx says which columns share a scale, False where neighbours do
     """
 
     method: str = ""
@@ -77,14 +77,8 @@ class Quantization:
 QUANT_METHOD = "kt_amx"  # of our own outputs for the CPU, whatever their experts are stored in
 QUANTIZE_CONFIG = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
 # Field of Quantization -> its key there.
-KEYS = {
-    "method": "quant_method",
-    "format": "checkpoint_format",
-    "bits": "bits",
-    "groups": "group_size",
-    "symmetric": "sym",
-    "ordered": "desc_act",
-}
+KEYS = {"method": "quant_method", "format": "checkpoint_format"}
+KEYS |= {"bits": "bits", "groups": "group_size", "symmetric": "sym", "ordered": "desc_act"}
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
@@ -95,16 +89,15 @@ def quantization(config: dict[str, Any]) -> Quantization:
             if isinstance(quant := scope.get(key), dict):
                 method = method or str(quant.get("quant_method") or "")
                 groups = quant.get("config_groups")
-                inner = (
-                    [g.get("weights") for g in groups.values() if isinstance(g, dict)]
-                    if isinstance(groups, dict)
-                    else []
-                )
+                named = groups.values() if isinstance(groups, dict) else ()
+                inner = [group.get("weights") for group in named if isinstance(group, dict)]
                 schemes = [scheme for scheme in inner if isinstance(scheme, dict)]
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
-                    words = words or _format(quant)
+                    formats = map(quant.get, ("checkpoint_format", "format", "version"))
+                    called = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
+                    words = words or str(called).lower()
                     weights += _schemes(quant)
     blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
@@ -126,28 +119,16 @@ def quantization(config: dict[str, Any]) -> Quantization:
 
 
 def merge_quantization_files(declared: Quantization, other_file: dict[str, Any]) -> Quantization:
-    """What config.json states, with what a quantize_config.json says beyond that; one without a quant_method is of the
-    stated one, else of GPTQ. Raises ValueError, saying on what, where they contradict each other.
-    """
+    """Both together; a quantize_config.json without a method is of the declared one, else GPTQ. ValueError: a clash."""
     if not other_file.keys() & KEYS.values():
         return declared
     said = quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
     for name, key in KEYS.items():
         one, other = getattr(declared, name), getattr(said, name)
         if one and other and one != other:
-            raise ValueError(f"says {key} {_shown(other)}, and config.json says {_shown(one)}")
+            two = [each if isinstance(each, str) else " and ".join(map(json.dumps, each)) for each in (other, one)]
+            raise ValueError(f"says {key} {two[0]}, and config.json says {two[1]}")
     return replace(declared, **{name: getattr(declared, name) or getattr(said, name) for name in KEYS})
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else " and ".join(json.dumps(each) for each in value)
-
-
-def _format(quant: dict[str, Any]) -> str:
-    """How a config of GPTQ or AWQ says that words are laid out."""
-    if quant.get("is_marlin_format"):
-        return "marlin"
-    return str(next(filter(None, map(quant.get, ("checkpoint_format", "format", "version"))), "")).lower()
 
 
 def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:

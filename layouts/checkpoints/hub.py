@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
+from ktconvert.layouts.checkpoints.containers.gguf import parts_of
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -22,18 +23,14 @@ TRUE = ("1", "true", "yes", "on")
 
 
 def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:
-    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins.
+    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins,
+    then a snapshot in the local cache that has all its weights; else it is downloaded, unless HF_HUB_OFFLINE is set.
 
-    A snapshot in the local cache that has all its weights is used as it is; otherwise the model is downloaded, unless
-    HF_HUB_OFFLINE is set. companions_only: without weights. Raises InputError where neither is possible, UsageError for
-    a revision of a local path.
+    companions_only: without weights. Raises InputError where that fails, UsageError for a revision of a local path.
     """
-    text = str(name)
-    path = Path(name)
-    try:
+    text, path, exists = str(name), Path(name), False
+    with contextlib.suppress(OSError, ValueError):
         exists = path.exists()
-    except (OSError, ValueError):
-        exists = False
     if exists:
         if revision is not None:
             raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
@@ -42,9 +39,8 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if file is not None and not companions_only:
         return _of_repository(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
-        raise InputError(
-            f"{text}: no such file or directory; give a checkpoint's directory, or a hub id such as org/name"
-        )
+        remedy = "give a checkpoint's directory, or a hub id such as org/name"
+        raise InputError(f"{text}: no such file or directory; {remedy}")
     cached = snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else complete(cached)):
         return cached
@@ -56,7 +52,6 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
 
 
 def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path:
-    """A file of a repository, downloaded with the other parts of its split."""
     if ".." in file.parts or file.is_absolute():
         raise UsageError(f"{name}:{file}: not the name of a file of a repository")
     files = [str(file.with_name(part)) for part in parts_of(file.name)]
@@ -72,10 +67,8 @@ def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path
 def _require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
         what = "is incomplete in" if cached else "is not in"
-        raise InputError(
-            f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
-            f"`{_command(name, revision, files)}` where there is a network"
-        )
+        remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
+        raise InputError(f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
 
 
 def cache_root() -> Path:
@@ -106,13 +99,12 @@ def complete(folder: Path) -> bool:
     """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
     if not _has_config(folder):
         return False
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
-            return all((folder / shard).exists() for shard in shards)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-    return any(p.exists() for p in folder.glob("*.safetensors"))
+    if (index := next(folder.glob("*.safetensors.index.json"), None)) is None:
+        return any(path.exists() for path in folder.glob("*.safetensors"))
+    try:
+        return all((folder / shard).exists() for shard in {*json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _has_config(folder: Path) -> bool:
@@ -123,9 +115,8 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise InputError(
-            f"{name}: not in the local cache, and downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
-        ) from None
+        needs = "downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
+        raise InputError(f"{name}: not in the local cache, and {needs}") from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
@@ -137,18 +128,18 @@ def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(f"{name}: the disk of the cache {cache_root()} is full; set HF_HUB_CACHE to another")
-    if "GatedRepoError" in kinds:
-        return InputError(f"{name}: its owner asks for consent; accept on its hub page and run `hf auth login`")
-    if "RevisionNotFoundError" in kinds:
-        return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
-    if "RepositoryNotFoundError" in kinds:
-        return InputError(
-            f"{name}: neither a local path nor a public model of the hub; if private, run `hf auth login`"
-        )
-    return InputError(
-        f"{name}{at}: cannot be downloaded ({type(e).__name__}); check the network, or run "
-        f"`{_command(name, revision)}` elsewhere and give the directory"
-    )
+    for kind, what in (
+        ("GatedRepoError", "its owner asks for consent; accept on its hub page and run `hf auth login`"),
+        ("RevisionNotFoundError", f"has no revision {revision}; look at its branches and tags on the hub"),
+        (
+            "RepositoryNotFoundError",
+            "neither a local path nor a public model of the hub; if private, run `hf auth login`",
+        ),
+    ):
+        if kind in kinds:
+            return InputError(f"{name}: {what}")
+    remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
+    return InputError(f"{name}{at}: cannot be downloaded ({type(e).__name__}); {remedy}")
 
 
 def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:

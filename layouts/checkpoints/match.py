@@ -9,56 +9,34 @@ from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Separate, Style
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
 # Scales of activations, which nothing here needs.
 UNUSED = (
-    "{s}.input_scale",
-    "{s}_input_scale",
-    "{s}.qscale_act",
-    "{s}.activation_scale",
-    "{s}.input_global_scale",
-    "{s}_activation_scale",
+    *("{s}.input_scale", "{s}_input_scale", "{s}.qscale_act"),
+    *("{s}.activation_scale", "{s}.input_global_scale", "{s}_activation_scale"),
 )
 BIASES = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
 # precedence.
-FOREIGN = {
-    "{s}.SCB": "bitsandbytes",
-    "{t}.absmax": "bitsandbytes",
-    "{s}.B": "marlin",
-    "{s}.W_q": "HQQ",
-}
+FOREIGN = {"{s}.SCB": "bitsandbytes", "{t}.absmax": "bitsandbytes", "{s}.B": "marlin", "{s}.W_q": "HQQ"}
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
 BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a scale for the whole tensor"}
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 # Outside the experts: suffixes of names, and dtypes of weights.
 SUFFIXES = {
-    ".weight_packed": "packed by compressed-tensors",
-    ".weight_zero_point": "packed by compressed-tensors",
-    ".weight_scale_2": "NVFP4",
-    ".weight_global_scale": "NVFP4",
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
+    **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
+    **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
+    **dict.fromkeys((".qweight", ".qzeros"), "GPTQ or AWQ"),
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
-DTYPES = {
-    "U8": "packed",
-    "I8": "INT8",
-    "I32": "packed",
-    "F4": "FP4",
-    "F6_E2M3": "FP6 E2M3",
-    "F6_E3M2": "FP6 E3M2",
-    "F8_E5M2": "FP8 E5M2",
-    "F8_E8M0": "FP8 E8M0",
-    "F8_E4M3FNUZ": "FP8 E4M3FNUZ",
-    "F8_E5M2FNUZ": "FP8 E5M2FNUZ",
-}
+FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F4": "FP4"}
+DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
 def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
-    """The format of an expert's weight that no row reads."""
     what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
@@ -69,6 +47,10 @@ def unread_format(info: TensorInfo) -> str | None:
     if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
         return DTYPES.get(info.dtype)
     return by_name
+
+
+def no_input(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError.of_tensor(name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
 
 
 BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
@@ -102,14 +84,13 @@ class StoredLayer:
 class Scan:
     """The result of a scan.
 
-    layers   expert tensors by prefix and layer number.
-    mtp      expert tensors of multi-token-prediction blocks that have names of their own.
-    foreign  a tensor of each format that is no input, by the format's name and layer.
-    biases   a bias of each layer that has some.
-    strays   names among the experts that match no template.
-    others   names that look like routed experts of another part of the model.
-    routers  (prefix, layer) that have a router.
-    present  (prefix, layer) that have any tensor.
+    layers   expert tensors by prefix and layer number
+    mtp      expert tensors of multi-token-prediction blocks that have names of their own
+    foreign  a tensor of each format that is no input, by the format's name and layer
+    biases   a bias of each layer that has some
+    strays   names among the experts that match no template
+    others   names that look like routed experts of another part of the model
+    routers  (prefix, layer) that have a router; present: that have any tensor
     """
 
     layers: dict[tuple[str, int], StoredLayer] = field(default_factory=dict)
@@ -197,10 +178,8 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
         return
     tensors = stored.tensors.setdefault((rule.part, expert), {})
     if rule.role in tensors:
-        raise InputError(
-            f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight",
-            tensor=tensors[rule.role].name,
-        )
+        other = tensors[rule.role].name
+        raise InputError(f"tensors {other!r} and {name!r} both claim to be the {rule.role} of one weight", tensor=other)
     tensors[rule.role] = info
 
 
@@ -213,7 +192,9 @@ def _rules(
     containers: set[str] = set()
     for style in styles:
         for part in style.parts:
-            for prefix, name in _prefixed(getattr(style, part)):
+            template: str = getattr(style, part)
+            for prefix in PREFIXES if "{prefix}" in template else ("",):
+                name = template.replace("{prefix}", prefix)
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
@@ -224,13 +205,6 @@ def _rules(
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
     return rules, frozenset(containers)
-
-
-def _prefixed(template: str) -> Iterator[tuple[str, str]]:
-    if "{prefix}" not in template:
-        yield "", template
-    else:
-        yield from ((p, template.replace("{prefix}", p)) for p in PREFIXES)
 
 
 def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
@@ -250,6 +224,5 @@ def _shape(template: str) -> str:
 
 
 def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:
-    """The name a tensor of this style must have."""
     template: str = getattr(style, part)
     return template.replace("{prefix}", prefix).format(layer=layer, expert=expert)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktconvert.layouts.checkpoints import claims
@@ -25,8 +25,7 @@ from ktconvert.layouts.checkpoints.archs import (
     Style,
 )
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
-from ktconvert.layouts.checkpoints.refusals import not_recognised, refuse_formats, refuse_gaps, refuse_strays
+from ktconvert.layouts.checkpoints.match import NUMBER, SHARED, Scan, name_of, no_input, scan
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
@@ -37,6 +36,7 @@ from ktconvert.quantizers import equalizing
 from ktconvert.quantizers.equalizing import Exponents
 
 PROJECTIONS = ("gate", "up", "down")
+MOST_NAMES = 4  # of different tensors in one sentence
 EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 
@@ -53,17 +53,15 @@ class ExpertLinears:
 class MoeModel:
     """A checkpoint whose experts were recognised.
 
-    layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them.
-    mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors names the expert tensors of these
-                 and of blocks called mtp.
-    dtypes       the names of the encodings that expert weights are stored in, sorted.
-    activation   key of ACTIVATIONS.
-    weights_on   "output" or "input".
-    notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
-    quantization what config.json says about quantization.
-    refusal      why no output can hold these experts; None if one can.
-    equalized    layers whose experts are read equalized, as `equalize` says.
-    exponents    (layer, expert) -> those of an expert that is read equalized, int8 [I]; None of any other.
+    layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them
+    mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors: the expert tensors of these and of blocks
+                 called mtp
+    dtypes       the names of the encodings that expert weights are stored in, sorted
+    activation   key of ACTIVATIONS; weights_on: "output" or "input"
+    notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output
+    refusal      why no output can hold these experts; None if one can
+    equalized    layers whose experts are read equalized, as `equalize` says
+    exponents    (layer, expert) -> those of an expert that is read equalized, int8 [I]; None of any other
     """
 
     arch: Arch
@@ -100,8 +98,7 @@ class MoeModel:
         return moe.num_experts, moe.hidden, moe.width
 
     def reading(self, layer: int) -> tuple[object, ...]:
-        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks,
-        encodings that do not follow from the dtype of the values, the format of GPTQ's and AWQ's words, equalizing."""
+        """How this layer's tensors are read, as far as names, dtypes and shapes do not say it; for fingerprints."""
         moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
         formats = (self.quantization.format,) if self.quantization.format else ()
@@ -125,7 +122,8 @@ class MoeModel:
     def stored(self, layer: int, expert: int, projection: str) -> Matrix:
         """The same as the checkpoint has it, a view."""
         moe = self.moe_layers[layer]
-        stored = self._matrix(moe, part_of(moe.style, projection), expert)
+        stored = self.weight(layer, expert, projection).matrix(self.source, expert, moe.input_major)
+        stored = stored.T if moe.input_major else stored
         if not isinstance(moe.style, Fused) or projection == "down":
             return stored
         second = int(projection == "up")
@@ -136,14 +134,11 @@ class MoeModel:
     def weight(self, layer: int, expert: int, projection: str) -> Weight:
         """The whole stored weight that contains this linear."""
         moe = self.moe_layers[layer]
-        part = part_of(moe.style, projection)
-        return moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
+        return moe.weights[part_of(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
-        """The name of that weight in an unquantized checkpoint."""
         moe = self.moe_layers[layer]
-        part = part_of(moe.style, projection)
-        return name_of(moe.style, moe.prefix, part, layer, expert)
+        return name_of(moe.style, moe.prefix, part_of(moe.style, projection), layer, expert)
 
     def reading_bytes(self, layer: int, backward: bool = False) -> int:
         """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
@@ -156,13 +151,8 @@ class MoeModel:
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
         moe = self.moe_layers[layer]
-        out: list[TensorInfo] = []
-        for part in moe.style.parts:
-            if (weight := moe.weights.get((part, expert))) is not None:
-                out += weight.tensors.values()
-            elif (weight := moe.weights.get((part, -1))) is not None:
-                out += weight.one(expert).values()
-        return tuple(out)
+        own = expert if isinstance(moe.style, Separate) else -1
+        return tuple(info for part in moe.style.parts for info in moe.weights[part, own].one(expert).values())
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Every tensor of a layer's expert weights, each whole, in the order of their names."""
@@ -171,22 +161,13 @@ class MoeModel:
 
     def expert_tensor_names(self) -> set[str]:
         """Every routed-expert tensor of the converted layers, with their unused scales, without those of MTP."""
-        names: set[str] = set()
-        for moe in self.moe_layers.values():
-            names.update(info.name for weight in moe.weights.values() for info in weight.tensors.values())
-            names.update(moe.aside)
-        return names
-
-    def _matrix(self, moe: MoeLayer, part: str, expert: int) -> Matrix:
-        weight = moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
-        matrix = weight.matrix(self.source, expert, moe.input_major)
-        return matrix.T if moe.input_major else matrix
+        weights = (weight for moe in self.moe_layers.values() for weight in moe.weights.values())
+        names = {info.name for weight in weights for info in weight.tensors.values()}
+        return names.union(*(moe.aside for moe in self.moe_layers.values()))
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
-    """The same model with experts of these layers equalized whose columns differ enough (NUMERICS.md, section 10).
-    Its activation must be one of archs.UP_IS_A_FACTOR.
-    """
+    """The model with experts of these layers equalized (NUMERICS.md, section 10); activations: UP_IS_A_FACTOR."""
     chosen = frozenset(layers)
 
     @functools.lru_cache(EXPONENTS)
@@ -202,8 +183,8 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
     """Recognises the experts of a checkpoint from headers alone.
 
     to_read: also accept a model that no output can hold, if it can be read; `refusal` then holds the reason.
-    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
-    tensors and config disagree; both name the file and the tensor.
+    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
+    its config; both name the file and the tensor.
     """
     try:
         return _recognise(source, archs, to_read)
@@ -225,7 +206,9 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     limit = cfg.number(source.config, arch.layers)
     if source.has_config and (why := claims.contradiction(source.config, source.declared, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
-    refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
+    for (kind, n), name in seen.foreign.items():
+        if limit is None or n < limit[1]:
+            raise no_input(name, kind)
     prefix, layers, mtp = _converted(seen, limit)
     stored = {n: seen.layers[prefix, n] for n in layers}
     bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
@@ -233,11 +216,10 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         refusal = f"tensor {bias!r}: kt-kernel's AMX formats have no place for biases of experts"
         if not to_read:
             raise UnsupportedError(refusal, tensor=bias)
-    refuse_strays(seen, prefix, mtp)
-    refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
-    quantization = source.quantization
+    _refuse_strays(seen, prefix, mtp)
+    _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
-    moe_layers = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
+    moe_layers = {n: measure(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
@@ -248,10 +230,10 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     activation, weights_on = _activation(source, arch), arch.weights_on
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
+        usual = "silu(gate) * up with routing weights on the output"
         of_amx.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 "
-            "and AMXINT8 would compute something else, silu(gate) * up with routing weights on the output: "
-            f"{arch.instead}."
+            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 "
+            f"would compute something else, {usual}: {arch.instead}."
         )
     return MoeModel(
         arch=arch,
@@ -265,7 +247,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         weights_on=weights_on,
         notes=(*notes, *of_amx),
         common_notes=tuple(notes),
-        quantization=quantization,
+        quantization=source.quantization,
         refusal=refusal,
         moe_layers=moe_layers,
     )
@@ -273,9 +255,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
 
 def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
     """The first row that the config names; a row that names no family applies to any checkpoint and comes first."""
-    names = cfg.families(source.config)
     unconditional = (arch for arch in archs if not arch.matches)
-    named = (arch for name in names for arch in archs if name in arch.matches)
+    named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
     return next(unconditional, None) or next(named, None)
 
 
@@ -294,7 +275,7 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
         ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style in hits)
         raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
     if not hits and not seen.foreign:
-        raise not_recognised(called, source, archs)
+        raise _not_recognised(called, source, archs)
     if known is not None or not hits:
         return known or Arch(called, ()), seen
     notes.append(
@@ -308,7 +289,7 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     """The prefix of the language model, the layers to convert, and the MTP layers."""
     prefixes = sorted({prefix for prefix, _ in seen.layers})
     if len(prefixes) != 1:
-        shown = ", ".join(repr(p) for p in prefixes)
+        shown = ", ".join(map(repr, prefixes))
         raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
     numbers = sorted(n for _, n in seen.layers)
     if limit is None:
@@ -316,14 +297,12 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
         first = seen.layers[prefixes[0], numbers[0]].names[0]
-        raise InputError.of_tensor(
-            first, f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
-        )
+        what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        raise InputError.of_tensor(first, what)
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
 def part_of(style: Style, projection: str) -> str:
-    """Which of the style's tensors holds this projection."""
     return "gate_up" if isinstance(style, Fused) and projection != "down" else projection
 
 
@@ -344,3 +323,53 @@ def _activation(source: TensorSource, arch: Arch) -> str:
         return activation
     clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
     return "swiglu_limit" if clamps else "silu"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
+    """The sentence where no row finds experts: tensors called so, or of three dimensions with a matrix for each."""
+    counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
+    experts = counted[1] if counted else 0
+    theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
+        name for name, info in source.tensors.items() if len(info.shape) == 3 and info.shape[0] == experts > 1
+    ]
+    if experts < 2 and not theirs:
+        return UnsupportedError(f"{called}: a dense model, it has no experts to convert")
+    remedy = "if they are gate, up and down matrices, describe them with --arch-file"
+    if not theirs:
+        key = counted[0] if counted else ""
+        return UnsupportedError(
+            f"{called}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
+        )
+    kinds = list({NUMBER.sub("#", name): name for name in reversed(theirs)}.values())[::-1]
+    shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
+    rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
+    return UnsupportedError(
+        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}",
+        tensor=kinds[0],
+    )
+
+
+def _refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
+    """Names among the experts of a converted layer that are none of their parts. Raises InputError."""
+    left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
+    for name in seen.strays:
+        if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
+            what = "stands among the experts but is none of their parts"
+            raise InputError.of_tensor(name, what, "remove it, or describe this model with --arch-file")
+
+
+def _refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
+    """Of `count` layers, one that has a router but no experts, or that is not there at all, was lost: InputError."""
+    if "{prefix}" not in getattr(style, style.parts[0]) and style not in GGUF_STYLES:
+        return  # where such a row's other tensors are is not known
+    for n in range(count):
+        if n in layers:
+            continue
+        name = name_of(style, prefix, style.parts[0], n, 0)
+        if (prefix, n) in seen.routers:
+            raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", "download the model again")
+        if n > min(layers) and (prefix, n) not in seen.present:
+            raise InputError(f"layer {n} is missing ({name!r} and all else)", "download the model again")

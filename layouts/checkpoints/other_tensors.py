@@ -16,22 +16,17 @@ from ktconvert.layouts.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint.
-
-    tensors  those that are copied unchanged, and the weights that become BF16.
-    dropped  scales and other tensors of such weights.
-    """
+    """Tensors that are copied, weights that become BF16, by names in a BF16 release; dropped: scales of these."""
 
     tensors: Mapping[str, TensorInfo | Weight]
     dropped: tuple[str, ...]
 
 
 def other_tensors(source: TensorSource, taken: Collection[str], quantization: Quantization) -> OtherTensors:
-    """Sorts all tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, all
-    others copied.
+    """All tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, others copied.
 
-    Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without
-    scales."""
+    Raises UnsupportedError for a tensor that cannot be read, InputError for a weight without scales.
+    """
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
@@ -47,17 +42,16 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
             continue
         if weight is not None:
             decoded[name] = weight
-            dropped |= {t.name for t in weight[1].tensors.values()} | _aside(source, weight[0])
+            aside = (encodings.spelled(pattern, weight[0]) for pattern in UNUSED)
+            dropped |= {t.name for t in weight[1].tensors.values()} | {n for n in aside if n in source.tensors}
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
     for name in names:
         if name not in dropped and (what := unread_format(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""
-            raise UnsupportedError(
-                f"{source.path(source.tensors[name])}: tensor {name!r} is {what}{where}; that is not an "
-                "input yet: use the model's BF16 or FP8 (E4M3) release."
-            )
+            path, remedy = source.path(source.tensors[name]), "use the model's BF16 or FP8 (E4M3) release."
+            raise UnsupportedError(f"{path}: tensor {name!r} is {what}{where}; that is not an input yet: {remedy}")
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:
@@ -80,16 +74,9 @@ def _weight(
         for role in row.tensors:
             several = candidates.get(role, [])
             if len(several) > 1:
-                raise InputError(
-                    f"tensors {several[0].name!r} and {several[1].name!r} both claim to be the {role} of one weight"
-                )
+                two = f"{several[0].name!r} and {several[1].name!r}"
+                raise InputError(f"tensors {two} both claim to be the {role} of one weight")
         weight = encodings.weight(row, template, {r: t for r, t in tensors.items() if r in row.tensors}, quantization)
         weight.fit()
         return template, weight
     return None
-
-
-def _aside(source: TensorSource, template: str) -> set[str]:
-    """The tensors beside a weight that are not needed."""
-    names = {encodings.spelled(pattern, template) for pattern in UNUSED}
-    return {name for name in names if name in source.tensors}

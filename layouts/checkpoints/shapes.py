@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, of_values
-from ktconvert.layouts.checkpoints.refusals import no_input
+from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, no_input, of_values
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
 
@@ -21,12 +20,11 @@ Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One layer whose experts can be converted.
+    """One layer whose experts can be converted, of E, H and I.
 
-    weights       of all experts, in the order in which the checkpoint names them.
-    aside         names of tensors that belong to the experts and are not needed.
-    num_experts, hidden, width   E, H, I.
-    input_major   every stored matrix is [k, n], the transpose of a linear's weight.
+    weights      of all experts, in the order in which the checkpoint names them
+    aside        names of tensors that belong to the experts and are not needed
+    input_major  every stored matrix is [k, n], the transpose of a linear's weight
     """
 
     style: Style
@@ -39,54 +37,48 @@ class MoeLayer:
     input_major: bool
 
 
-def measure(
-    config: dict[str, Any],
-    arch: Arch,
-    stored: StoredLayer,
-    prefix: str,
-    n: int,
-    quantization: Quantization,
-    most: int,
-) -> MoeLayer:
-    """Layer n's shape; `most` is the number of experts if the config does not record it.
-
-    Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees; UnsupportedError for a
-    weight that no row of the table of encodings reads.
+def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int) -> MoeLayer:
+    """Layer n's shape; `most` is the number of experts if the config does not record it. InputError where a tensor
+    is missing, too many, misshapen or the config disagrees, UnsupportedError for a weight that no row reads.
     """
     style = stored.style
-    weights = _weights(stored, prefix, n, quantization)
-    experts = cfg.number(config, arch.experts, n)
-    hidden = cfg.number(config, arch.hidden, n)
-    width = cfg.number(config, arch.width, n)
+    weights = _weights(stored, prefix, n, source.quantization)
+    experts, hidden, width = (cfg.number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
+    separate = isinstance(style, Separate)
+    count = _count(weights, experts, most) if separate else 0
+    for part in style.parts:
+        for expert in range(count) if separate else (-1,):
+            if (part, expert) not in weights:
+                rows = (weight.encoding for weight in weights.values())
+                pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # or unused tensors alone
+                name = encodings.spelled(pattern, name_of(style, prefix, part, n, expert))
+                what = f"is missing, though layer {n} has other expert tensors"
+                raise damaged_tensor(name, what, "download the model again")
+    first = weights[style.parts[0], 0 if separate else -1]
+    count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
-        count = _count(weights, style, prefix, n, experts, most)
         h, i, turned = _separate(weights, count)
-        first = weights["gate", 0]
     else:
-        for part in style.parts:
-            if (part, -1) not in weights:
-                raise _missing(weights, style, prefix, part, n, -1)
-        first = weights[style.parts[0], -1]
-        count = first.shape[0] if first.shape else 0
         h, i, turned = _fused(weights) if isinstance(style, Fused) else _stacked(weights, style, hidden, width)
     for recorded, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
         if recorded is not None and recorded[1] != value:
-            raise InputError.of_tensor(
-                first.name,
-                f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
-                f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model",
-            )
-    _check_fit(weights, turned)
+            by_tensors = f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be {value}"
+            says = f"config.json says {recorded[0]} = {recorded[1]}"
+            raise InputError.of_tensor(first.name, f"{by_tensors}, {says}", "they are not of one model")
+    fitting: set[tuple[object, ...]] = set()
+    for weight in weights.values():
+        shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
+        if (alike := (weight.encoding.name, shapes)) not in fitting:
+            weight.fit(turned)
+            fitting.add(alike)
     _refuse_uneven(weights, style, prefix, n)
     return MoeLayer(style, prefix, weights, tuple(stored.aside), count, h, i, turned)
 
 
 def _weights(stored: StoredLayer, prefix: str, n: int, quantization: Quantization) -> dict[tuple[str, int], Weight]:
-    """Each weight of a layer by its row."""
     weights: dict[tuple[str, int], Weight] = {}
-    rows: dict[
-        tuple[object, ...], CheckpointEncoding | None
-    ] = {}  # tensors of the same roles, dtypes and shapes are of one row
+    # Tensors of the same roles, dtypes and shapes are of one row.
+    rows: dict[tuple[object, ...], CheckpointEncoding | None] = {}
     for (part, expert), tensors in stored.tensors.items():
         alike = tuple((role, info.dtype, info.shape) for role, info in tensors.items())
         if alike not in rows:
@@ -110,9 +102,8 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
         other = full[part, weight.encoding.name]
         for role in other.tensors.keys() - weight.tensors.keys():
             lost = encodings.spelled(weight.encoding.tensors[role][0], name_of(style, prefix, part, n, expert))
-            raise damaged_tensor(
-                weight.name, f": {lost} is missing, and {other.tensors[role].name!r} is there", "download again"
-            )
+            what = f": {lost} is missing, and {other.tensors[role].name!r} is there"
+            raise damaged_tensor(weight.name, what, "download again")
 
 
 def _unread(name: str, tensors: encodings.Tensors) -> Exception:
@@ -131,17 +122,13 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     return damaged_tensor(info.name, f"is a scale whose weight {values!r} is missing")
 
 
-def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Recorded, most: int) -> int:
-    """The number of experts by the config, else the most of any layer. InputError unless each has all its parts."""
+def _count(weights: Weights, recorded: Recorded, most: int) -> int:
+    """The number of experts by the config, else the most of any layer. InputError for one too many."""
     last = max((expert for _, expert in weights), default=0)
     count = max(1, recorded[1] if recorded is not None else most)
     if last >= count and recorded is not None:
         name = next(weight.name for (_, expert), weight in weights.items() if expert == last)
         raise InputError.of_tensor(name, f"is one expert too many: config.json says {recorded[0]} = {recorded[1]}")
-    for part in style.parts:
-        for expert in range(count):
-            if (part, expert) not in weights:
-                raise _missing(weights, style, prefix, part, n, expert)
     return count
 
 
@@ -168,12 +155,9 @@ def _fused(weights: Weights) -> tuple[int, int, bool]:
             return c, d, False
         if (a, b) == (d, 2 * c):
             return d, c, True
-    raise InputError(
-        f"tensors {gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)} are "
-        "neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]",
-        "download the model again",
-        tensor=gate_up.name,
-    )
+    two = f"{gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)}"
+    what = f"tensors {two} are neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]"
+    raise InputError(what, "download the model again", tensor=gate_up.name)
 
 
 def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:
@@ -189,23 +173,6 @@ def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded
     as_columns = all(recorded is None or recorded[1] == value for recorded, value in ((hidden, a), (width, b)))
     output_major = style.output_major if style.fixed or as_rows == as_columns else as_rows
     return (b, a, False) if output_major else (a, b, True)
-
-
-def _check_fit(weights: Weights, turned: bool) -> None:
-    """The tensors of every weight fit each other."""
-    fitting: set[tuple[object, ...]] = set()
-    for weight in weights.values():
-        shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
-        if (alike := (weight.encoding.name, shapes)) not in fitting:
-            weight.fit(turned)
-            fitting.add(alike)
-
-
-def _missing(weights: Weights, style: Style, prefix: str, part: str, n: int, expert: int) -> InputError:
-    rows = (weight.encoding for weight in weights.values())
-    pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # there may be nothing but unused tensors
-    name = encodings.spelled(pattern, name_of(style, prefix, part, n, expert))
-    return damaged_tensor(name, f"is missing, though layer {n} has other expert tensors", "download the model again")
 
 
 def _misshapen(info: Weight, want: str) -> InputError:

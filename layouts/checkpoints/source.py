@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,16 +58,10 @@ class Shard:
 class TensorSource:
     """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
-    root       the directory.
-    container  what kind of files it consists of.
-    config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
-               {} where neither does.
-    declared   what the weight files say themselves.
-    quantization  how weights are quantized, by config.json and quantize_config.json.
-    shards     the weight files, in the order of their names.
-    tensors    every tensor by name.
-    ignored    files of the same kind in the directory that are not of the checkpoint.
-    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for.
+    config    config.json as parsed (params.json where only that exists), else `declared`, what the weight files say
+              themselves; {} where neither does
+    ignored   files of the same kind in the directory that are not of the checkpoint
+    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
     """
 
     def __init__(
@@ -83,26 +78,19 @@ class TensorSource:
         companion_root: Path | None = None,
         quantization: cfg.Quantization | None = None,
     ) -> None:
-        self.root = root
-        self.config = config
-        self.shards = shards
-        self.tensors = tensors
-        self.ignored = ignored
-        self.container = container
-        self._by_name = {shard.name: shard for shard in shards}
+        self.root, self.config, self.container = root, config, container
+        self.shards, self.tensors, self.ignored = shards, tensors, ignored
         self.declared = {} if declared is None else declared
         self.companion_root = companion_root or root
         self.quantization = cfg.quantization(config) if quantization is None else quantization
-        self._alone = alone
-        self._maps = MappedFiles()
+        self._by_name = {shard.name: shard for shard in shards}
+        self._alone, self._maps = alone, MappedFiles()
 
     @property
     def has_config(self) -> bool:
-        """Whether there is a config.json."""
         return self.config is not self.declared and bool(self.config)
 
     def path(self, info: TensorInfo) -> Path:
-        """The file that a tensor is in."""
         return self._by_name[info.file].path
 
     def identity(self, info: TensorInfo) -> tuple[object, ...]:
@@ -111,17 +99,14 @@ class TensorSource:
         return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
-        info = self.tensors[name]
-        return self.view(info)
+        return self.view(self.tensors[name])
 
     def view(self, info: TensorInfo) -> npt.NDArray[Any]:
         """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
-            raise UnsupportedError.of_tensor(
-                info.name, f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
-            )
+            what = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
+            raise UnsupportedError.of_tensor(info.name, what)
         return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
@@ -132,38 +117,31 @@ class TensorSource:
             self._map(info).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
 
     def prefetch(self, info: TensorInfo) -> None:
-        """Asks the system to start reading the tensor's pages."""
         mapped, stop = self._map(info), info.start + info.nbytes
         for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD):
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
 
     def companions(self) -> list[str]:
-        """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
-
-        For a lone file of weights only files directly beside it, and only if config.json is among them.
-        """
+        """As companion_files; for a lone file of weights only files directly beside it and a config.json."""
         return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
 
     def paths(self) -> list[Path]:
-        """Every file that is read: weights, indexes, companions."""
         companions = [self.companion_root / name for name in self.companions()]
         return [*(shard.path for shard in self.shards), *sorted(self.root.glob("*.index.json")), *companions]
 
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change differs from that at opening."""
-        out: list[str] = []
-        for shard in self.shards:
+
+        def is_same(shard: Shard) -> bool:
             try:
                 now = shard.path.stat()
             except OSError:
-                out.append(shard.name)
-                continue
-            if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                out.append(shard.name)
-        return out
+                return False
+            return (now.st_size, now.st_mtime_ns) == (shard.size, shard.mtime_ns)
+
+        return [shard.name for shard in self.shards if not is_same(shard)]
 
     def close(self) -> None:
-        """Lets go of the mapped files; each is unmapped when the last view of it goes."""
         self._maps.close()
 
     def __enter__(self) -> TensorSource:
@@ -180,21 +158,24 @@ class TensorSource:
 def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
     """Opens a directory, a file of weights, or a model of the Hugging Face hub; reads headers only.
 
-    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF
-    Raises InputError when files are missing, damaged or contradict the index; UnsupportedError for weights of another
-    format; UsageError for a config given with a checkpoint that needs none.
+    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF; UsageError for
+            any other checkpoint
+    Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
     path = hub.resolve(where, revision)
     if path.is_dir():
         container, chosen = _select(path)
         root = path
     else:
-        container = _container_of(path)
+        found = next((container for container in CONTAINERS if path.suffix == container.suffix), None)
+        if found is None:
+            suffixes = " or ".join(container.suffix for container in CONTAINERS)
+            raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
+        container = found
         chosen, root = container.of_file(path), path.parent
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
-    names = chosen.names
-    headers = read_headers(root, names, container)
+    headers = read_headers(root, chosen.names, container)
     shards = [
         Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name))
         for name, header in headers.items()
@@ -203,17 +184,18 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     for name, header in headers.items():
         for info in header.entries:
             if info.name in tensors:
-                other = tensors[info.name].file
-                raise InputError(
-                    f"{root / name}: tensor {info.name!r} is also in {other}; remove the file that does not belong"
-                )
+                where = f"{root / name}: tensor {info.name!r} is also in {tensors[info.name].file}"
+                raise InputError(f"{where}; remove the file that does not belong")
             tensors[info.name] = info
     if chosen.index is not None:
         _agree(root, chosen.index, tensors)
-    container.check(root, names, tuple(headers.values()))
+    container.check(root, chosen.names, tuple(headers.values()))
     declared = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
-    own = _config_of(companion_root, required=config is not None) or declared
+    if config is not None and not (companion_root / "config.json").is_file():
+        remedy = "name the directory of the Hugging Face model, or its id"
+        raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
+    own = read_config(companion_root) or declared
     return TensorSource(
         root,
         own,
@@ -224,15 +206,12 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         container=container,
         declared=declared,
         companion_root=companion_root,
-        quantization=_quantization(companion_root, own),
+        quantization=read_quantization(companion_root, own),
     )
 
 
 def read_headers(
-    root: Path,
-    names: Iterable[str],
-    container: Container = SAFETENSORS,
-    damaged: dict[str, InputError] | None = None,
+    root: Path, names: Iterable[str], container: Container = SAFETENSORS, damaged: dict[str, InputError] | None = None
 ) -> dict[str, Header]:
     """The headers of these files. damaged: receives the errors of files that cannot be read; else they are raised."""
     headers: dict[str, Header] = {}
@@ -246,24 +225,7 @@ def read_headers(
     return headers
 
 
-def _config_of(root: Path, *, required: bool) -> dict[str, Any]:
-    if required and not (root / "config.json").is_file():
-        raise InputError(
-            f"--config {root}: has no config.json; name the directory of the Hugging Face model, or its id"
-        )
-    return read_config(root)
-
-
-def _container_of(path: Path) -> Container:
-    for container in CONTAINERS:
-        if path.suffix == container.suffix:
-            return container
-    suffixes = " or ".join(container.suffix for container in CONTAINERS)
-    raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
-
-
 def _select(root: Path) -> tuple[Container, Selection]:
-    """The checkpoint in a directory, by the first container that recognises one."""
     try:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:
@@ -271,7 +233,11 @@ def _select(root: Path) -> tuple[Container, Selection]:
     for container in CONTAINERS:
         if (chosen := container.select(root, files)) is not None:
             return container, chosen
-    raise _no_weights(root, files)
+    for suffix in (".bin", ".pth", ".pt"):
+        if any(f.endswith(suffix) for f in files):
+            what = f"holds PyTorch {suffix} weights only, which are not an input"
+            raise UnsupportedError(f"{root}: {what}; use the safetensors release")
+    raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
 def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
@@ -285,15 +251,6 @@ def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) ->
             raise damaged_tensor(name, "is missing from the index", "download the index again", root / info.file)
 
 
-def _no_weights(root: Path, files: list[str]) -> Exception:
-    for suffix, what in ((".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
-        if any(f.endswith(suffix) for f in files):
-            return UnsupportedError(
-                f"{root}: holds {what} weights only, which are not an input; use the safetensors release"
-            )
-    return InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
-
-
 def read_config(root: Path) -> dict[str, Any]:
     """config.json of a directory, or params.json; {} where there is neither. Raises InputError for no JSON object."""
     for name in ("config.json", "params.json"):
@@ -302,19 +259,15 @@ def read_config(root: Path) -> dict[str, Any]:
     return {}
 
 
-def read_quantization(root: Path) -> cfg.Quantization:
+def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Quantization:
     """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong."""
-    return _quantization(root, read_config(root))
-
-
-def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
-    declared, companion_root = cfg.quantization(config), root / cfg.QUANTIZE_CONFIG
-    if not companion_root.exists():
+    declared, other = cfg.quantization(read_config(root) if config is None else config), root / cfg.QUANTIZE_CONFIG
+    if not other.exists():
         return declared
     try:
-        return cfg.merge_quantization_files(declared, _parsed(companion_root))
+        return cfg.merge_quantization_files(declared, _parsed(other))
     except ValueError as error:
-        raise InputError(f"{companion_root}: {error}; correct the one that is wrong") from None
+        raise InputError(f"{other}: {error}; correct the one that is wrong") from None
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -334,8 +287,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _blob(path: Path) -> str | None:
     """The blob that a link of a Hugging Face cache snapshot points to; its name is the content's hash."""
-    try:
-        target = path.readlink()
-    except OSError:
-        return None
-    return target.name if target.parent.name == "blobs" else None
+    with contextlib.suppress(OSError):
+        if (target := path.readlink()).parent.name == "blobs":
+            return target.name
+    return None

@@ -1,8 +1,7 @@
 """How a weight is stored: a file per family of encodings, in and out.
 
-CHECKPOINT_ENCODINGS is the table of all ways in which a checkpoint may store the weight of a linear. To add one, write
-its file beside these and name its rows here: nothing else knows the names of a weight's tensors, their contents or how
-they are decoded. The encodings that we write are named by the table of output formats (layouts/outputs).
+To add a way in which a checkpoint may store a linear, write its file beside these and name its rows here: nothing else
+knows the names of a weight's tensors or their contents. What we write is named by the table of layouts/outputs.
 """
 
 from __future__ import annotations
@@ -11,43 +10,16 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.encodings import (
-    fp8,
-    ggml,
-    gptq_awq,
-    int_quantized,
-    mxfp4,
-    nvfp4,
-    pack_quantized,
-    plain,
-)
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, Weight
+from ktconvert.layouts.encodings import fp4, fp8, ggml, plain, words
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
+from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
+from ktconvert.layouts.encodings.checkpoint import Weight as Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
-__all__ = [
-    "CHECKPOINT_ENCODINGS",
-    "CheckpointEncoding",
-    "Tensors",
-    "Weight",
-    "beside_weight",
-    "input_types",
-    "of_tensors",
-    "quantized",
-    "roles",
-    "spelled",
-    "weight",
-]
-
 CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
-    *plain.IN_CHECKPOINTS,
-    *fp8.IN_CHECKPOINTS,
-    *mxfp4.IN_CHECKPOINTS,
-    *nvfp4.IN_CHECKPOINTS,
-    *pack_quantized.IN_CHECKPOINTS,
-    *int_quantized.IN_CHECKPOINTS,
-    *gptq_awq.IN_CHECKPOINTS,
-    *ggml.IN_CHECKPOINTS,
+    *(*plain.IN_CHECKPOINTS, *fp8.IN_CHECKPOINTS, *fp4.IN_CHECKPOINTS),
+    *(*words.PACK_QUANTIZED, fp8.W8A8, *words.GPTQ_AWQ, *ggml.IN_CHECKPOINTS),
 )
 
 
@@ -88,9 +60,8 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
             raise InputError.of_tensor(info.name, f"scales {values.name!r}, which is {row.title} and needs none")
     for role, patterns in row.tensors.items():
         if role not in tensors and role not in row.optional:
-            raise damaged_tensor(
-                values.name, f"is {row.title} but {spelled(patterns[0], template)} is missing", "download again"
-            )
+            lost = spelled(patterns[0], template)
+            raise damaged_tensor(values.name, f"is {row.title} but {lost} is missing", "download again")
     ordered = {role: tensors[role] for role in row.tensors if role in tensors}
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)
 
@@ -98,9 +69,7 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
 def tensors_of_weight(
     values: TensorInfo, tensors: Mapping[str, TensorInfo], roles: Mapping[str, str]
 ) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
-    """For each row whose values this tensor may hold: the weight's name in BF16, and the tensors stored beside it, by
-    role. roles: the result of the function of this name.
-    """
+    """For each row whose values this may be: the weight's name in BF16, and the tensors stored beside it, by role."""
     seen: set[str] = set()
     for row in CHECKPOINT_ENCODINGS:
         for pattern in row.tensors[row.values] if values.dtype in row.dtypes else ():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
+from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
 from ktconvert.quantizers.scales import e8m0
@@ -22,49 +22,29 @@ FLOATS = ("F32", "BF16", "F16")
 E8M0 = ("F8_E8M0", "U8")  # as which E8M0 scales are stored
 
 
-def shape_of_values(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
-    """The logical shape where each item of the first tensor is a column."""
-    return next(iter(tensors.values())).shape
-
-
-def always(tensors: Tensors, quantization: Quantization) -> bool:
-    """Names and the dtype of the values suffice."""
-    return True
-
-
-def nothing_to_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> Any:
-    """There is one tensor, or nothing to compare."""
-    return ()
-
-
 @dataclass(frozen=True)
 class CheckpointEncoding:
     """How a linear's weight is stored.
 
     A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions
-    get the tensors by role and the quantization of config.json; `input_major` means that the weight is stored as [k,
-    n].
+    get the tensors by role and the quantization of config.json; input_major: the weight is stored as [k, n].
 
-    name         in facts and messages: the dtype of the values as the container spells it, if that determines the
-                 encoding.
-    title        its usual name, for messages.
+    name         in facts and messages: the dtype of the values, if that determines the encoding
+    title        its usual name, for messages
     tensors      role -> the names that its tensor may have: {t} is the weight's name in BF16 ("....gate_proj.weight"),
-                 {s} that
-                 without ".weight". The first role holds the values. A name has the same role in all rows.
-    dtypes       of the values.
-    kind         of the values: its decoder.
-    matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's
-                 content is wrong.
-    shape        (tensors, quantization) -> logical shape, [n, k] or [E, n, k]. InputError, UnsupportedError.
+                 {s} that without ".weight". The first role holds the values. A name has the same role in all rows
+    dtypes       of the values
+    kind         of the values: its decoder
+    matrix       one linear as stored. InputError where a tensor's content is wrong
+    shape        logical shape, [n, k] or [E, n, k]: that of the values by default. InputError, UnsupportedError
     fit          checks the tensors against each other: InputError, UnsupportedError; returns for fingerprints what does
-                 not follow from
-                 names, dtypes and shapes (FP8: the rows and columns of a block).
-    claims       whether tensors are of this row, where rows share roles and dtypes.
-    optional     roles whose tensors may be missing.
-    item_bytes   of roles that need more than 4 bytes of memory for each item while a weight is read: how many.
-    quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
-    transposed   whether a BF16 release holds such a weight as [k, n], or [E, k, n].
-    input_types  its names in --input-type.
+                 not follow from names, dtypes and shapes (FP8: the rows and columns of a block)
+    claims       whether tensors are of this row, where rows share roles and dtypes
+    optional     roles whose tensors may be missing
+    item_bytes   of roles that need more than 4 bytes of memory for each item while a weight is read: how many
+    quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16
+    transposed   whether a BF16 release holds such a weight as [k, n], or [E, k, n]
+    input_types  its names in --input-type
     """
 
     name: str
@@ -73,9 +53,9 @@ class CheckpointEncoding:
     dtypes: tuple[str, ...]
     kind: Kind
     matrix: Callable[[TensorSource, Tensors, Quantization, bool], Matrix]
-    shape: Callable[[Tensors, Quantization], tuple[int, ...]] = shape_of_values
-    fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
-    claims: Callable[[Tensors, Quantization], bool] = always
+    shape: Callable[[Tensors, Quantization], tuple[int, ...]] = lambda tensors, _: next(iter(tensors.values())).shape
+    fit: Callable[[Tensors, Quantization, bool], Any] = lambda tensors, quantization, input_major: ()
+    claims: Callable[[Tensors, Quantization], bool] = lambda tensors, quantization: True
     optional: frozenset[str] = frozenset()
     item_bytes: Mapping[str, int] = field(default_factory=dict)
     quantized: bool = True
@@ -109,12 +89,10 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return self.values.name
 
     @property
     def released_shape(self) -> tuple[int, ...]:
-        """Its shape in a BF16 release."""
         *stack, n, k = self.shape
         return (*stack, k, n) if self.encoding.transposed else self.shape
 
@@ -122,7 +100,12 @@ class Weight:
         """The tensors of one linear: of a stack, the expert's part of each."""
         if len(self.shape) == 2:
             return self.tensors
-        return {role: one_of(info, expert) for role, info in self.tensors.items()}
+
+        def part(info: TensorInfo) -> TensorInfo:
+            each = info.nbytes // info.shape[0]
+            return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
+
+        return {role: part(info) for role, info in self.tensors.items()}
 
     def fit(self, input_major: bool = False) -> Any:
         """As CheckpointEncoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""
@@ -140,12 +123,6 @@ class Weight:
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
         """One linear as it is stored: [k, n] if it is input-major. Raises InputError for wrong contents."""
         return self.encoding.matrix(source, self.one(expert), self.quantization, input_major)
-
-
-def one_of(info: TensorInfo, expert: int) -> TensorInfo:
-    """One expert's part of a tensor that holds all of them."""
-    each = info.nbytes // info.shape[0]
-    return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
 
 
 def aligned(source: TensorSource, info: TensorInfo) -> npt.NDArray[Any]:
@@ -166,94 +143,18 @@ def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int])
     else:
         values = raw.astype(np.float32)
     values = values.reshape(shape)
-    require_finite(source, scale, values)
+    need_finite(source, scale, values)
     return values
 
 
-def require_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
+def need_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
     """Raises InputError, naming the place, where one of the scales is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
-        raise damaged_tensor(
-            scale.name, f": scale [{row}, {column}] is {values[row, column]}", "download it again", source.path(scale)
-        )
-
-
-def nibble_columns(codes: TensorInfo) -> tuple[int, ...]:
-    """The logical shape of codes of 4 bits in bytes [n, k/2], or [E, n, k/2]. InputError where they are no such."""
-    if len(codes.shape) not in (2, 3) or 0 in codes.shape:
-        raise damaged_tensor(
-            codes.name, f"has shape {list(codes.shape)}, but must be a matrix of bytes or a stack of such"
-        )
-    return *codes.shape[:-1], 2 * codes.shape[-1]
-
-
-def columns_per_scale(
-    codes: TensorInfo, scale: TensorInfo, shape: tuple[int, int], groups: int, quantization: Quantization
-) -> int:
-    """How many columns of a linear [n, k] of codes share a scale, where a row has `groups` scales; 0: they do not fit.
-
-    Raises InputError where the tensors or the config disagree, UnsupportedError for groups that do not divide a row.
-    """
-    n, k = shape
-    if scale.dtype not in FLOATS:
-        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
-    named = [size for size in quantization.groups if groups == -(-k // size)]
-    if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
-        raise UnsupportedError.of_tensor(
-            scale.name,
-            f": groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
-            f"of {codes.name!r}; use the model's BF16 or FP8 (E4M3) release",
-        )
-    if not groups or (groups > 1 and quantization.groups and not named):
-        sizes = " or ".join(map(str, quantization.groups)) or "any size"
-        raise damaged_tensor(
-            scale.name,
-            f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}",
-            "check group_size in config.json, or download both again",
-        )
-    return k // groups
-
-
-def order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> npt.NDArray[np.int32] | None:
-    """The group of each column, by g_idx; None where the columns of a group are neighbours, or all are -1: no order was
-    set.
-
-    Raises InputError unless all groups are of one size.
-    """
-    if stored is None:
-        return None
-    order = np.array(source.view(stored), np.int32)
-    plain = np.arange(order.size, dtype=np.int32) // group
-    if (order == plain).all() or (order == -1).all():
-        return None
-    if not (np.sort(order) == plain).all():
-        raise damaged_tensor(
-            stored.name,
-            f"must name each of {order.size // group} groups for {group} columns",
-            "download it again",
-            source.path(stored),
-        )
-    return order
+        what = f": scale [{row}, {column}] is {values[row, column]}"
+        raise damaged_tensor(scale.name, what, "download it again", source.path(scale))
 
 
 def missing(codes: TensorInfo, what: str, name: str) -> InputError:
     """The error that the config says that these codes have zero points or an order, whose tensor is not there."""
     return damaged_tensor(codes.name, f"has {what} by its config, but {name} is missing")
-
-
-def require_matrix(codes: TensorInfo) -> None:
-    """Raises InputError unless these words are a matrix."""
-    if len(codes.shape) != 2 or 0 in codes.shape:
-        raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
-
-
-def require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
-    if info is not None and (info.dtype, info.shape) != (dtype, shape):
-        raise damaged_tensor(
-            info.name,
-            f"is {info.dtype} of shape {list(info.shape)}; by {codes.name!r} and its scales it "
-            f"must be {dtype} of shape {list(shape)}",
-            "download both again",
-        )

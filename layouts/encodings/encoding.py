@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.quantizers import Grid, Matrix, differences, panels
+from ktconvert.quantizers import Grid, Matrix, differences
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 Rows = slice | npt.NDArray[np.intp]
 
 ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
@@ -25,22 +26,18 @@ ZERO_BYTES, BEGINNING = 4, 256
 
 
 class Read(Protocol):
-    """Reads the stored tensors of a matrix, by their position among Encoding.tensors; whole, or some bytes of one."""
+    """Reads bytes start..stop-1 of a matrix's stored tensor, by its position in Encoding.tensors; all by default."""
 
-    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
-        """Bytes start..stop-1."""
+    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes: ...
 
 
 class SourceExperts(Protocol):
-    """The experts of a checkpoint, as far as an encoding asks whether it holds every number of them."""
+    """MoeModel, as far as an encoding asks it: names of the encodings of its experts; layer -> MoeLayer."""
 
     @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The names of the encodings that they are stored in."""
-
+    def dtypes(self) -> tuple[str, ...]: ...
     @property
-    def moe_layers(self) -> Mapping[int, Any]:
-        """layer -> its weights, and how they lie: MoeLayer of layouts/checkpoints/shapes.py."""
+    def moe_layers(self) -> Mapping[int, Any]: ...
 
 
 # (read, n, k) -> what is wrong with the numbers of one tensor, "" if nothing.
@@ -87,8 +84,16 @@ def never_exact(model: SourceExperts) -> bool:
     return False
 
 
+def stored_as(model: SourceExperts, names: Collection[str], fit: object) -> bool:
+    """Whether all weights have one of these encodings, fitting so, and are no tensor's every other row."""
+    return all(
+        weight.encoding.name in names and weight.fit(moe.input_major) == fit
+        for moe in model.moe_layers.values()
+        for weight in moe.weights.values()
+    ) and not any(getattr(moe.style, "interleaved", False) for moe in model.moe_layers.values())
+
+
 def suffixes(encoding: Encoding) -> tuple[str, ...]:
-    """How the names of its tensors end."""
     return tuple(tensor.name for tensor in encoding.tensors(0, 0))
 
 
@@ -101,10 +106,8 @@ def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) 
     if intermediate % parts:
         return f"the intermediate size {intermediate} does not divide by {parts}"
     if (intermediate // parts) % multiple:
-        return (
-            f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
-            f"is not a multiple of {multiple}"
-        )
+        size = f"{intermediate}/{parts} = {intermediate // parts}"
+        return f"the intermediate size per part, {size}, is not a multiple of {multiple}"
     return None
 
 
@@ -122,7 +125,6 @@ def scale_numbers(scales: npt.NDArray[Any]) -> F32:
 
 
 def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool:
-    """Whether all numbers of a matrix are 0 or -0."""
     if len(set(stored[0][:BEGINNING].tobytes())) > ZERO_BYTES:
         return False
     blocks = (slice(first, min(first + ZERO_ROWS, n)) for first in range(0, n, ZERO_ROWS))
@@ -161,23 +163,13 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
     return n, k
 
 
-IN_ROWS = 1  # rows of a matrix that lie in one row of its tensor
-IN_PANELS = panels.ROWS
-
-Item = TypeVar("Item", bound=np.generic)
-
-
-def rows_of(
-    held: npt.NDArray[Item], n: int, rows: Rows, of_panels: Callable[[npt.NDArray[Item]], npt.NDArray[Item]]
-) -> npt.NDArray[Item]:
-    """Some rows of a matrix of n rows, [rows, ...], that is held row after row, [n, ...], or in panels, [n / 32, ...].
-
-    of_panels  panels -> their rows; only the panels that a slice touches are turned into rows
-    """
+def rows_of(held: Array, n: int, rows: Rows, of_blocks: Callable[[Array], Array]) -> Array:
+    """Some rows of n, held row after row or in blocks, [n / b, ...]; of_blocks: of those needed, -> their rows."""
     if len(held) == n:
         return held[rows]
     if not isinstance(rows, slice):
-        return of_panels(held)[rows]
+        return of_blocks(held)[rows]
     start, stop, _ = rows.indices(n)
-    first = start // IN_PANELS
-    return of_panels(held[first : -(-stop // IN_PANELS)])[start - first * IN_PANELS : stop - first * IN_PANELS]
+    each = n // len(held)
+    first = start // each
+    return of_blocks(held[first : -(-stop // each)])[start - first * each : stop - first * each]

@@ -1,22 +1,22 @@
 """FP8 E4M3 with scales. In checkpoints one for each block, for each row, or for the whole weight; MXFP8 is FP8 whose
 scales are powers of two, stored as E8M0. Written with a float32 scale for each block of 128 x 128 (FORMAT.md).
+
+And compressed-tensors' int-quantized weights (W8A8), a signed byte for each code, with such scales.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, aligned, read_scales
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.encodings.encoding import (
     F32,
-    IN_PANELS,
-    IN_ROWS,
     Bytes,
     Defect,
     Encoding,
@@ -24,11 +24,12 @@ from ktconvert.layouts.encodings.encoding import (
     Rows,
     SourceExperts,
     rows_of,
+    stored_as,
 )
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
+from ktconvert.native_quant.matrix import FP8_E4M3, INT8_SIGNED, Kind, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, differences, fp8, panels
 from ktconvert.quantizers.reference import f32_to_bf16
 from ktconvert.quantizers.scales import E4M3
@@ -41,25 +42,18 @@ MX_BLOCK = (1, 32)  # of OCP Microscaling Formats 1.0
 Grid = tuple[tuple[int, int], tuple[int, int]]
 
 
-def grid(
-    weight: TensorInfo,
-    scale: TensorInfo,
-    blocks: Sequence[tuple[int, int]],
-    input_major: bool,
-) -> Grid:
+def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool) -> Grid:
     """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one.
 
-    blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits.
-                 E8M0 scales may also be of 1x32, whatever the config says, or of any block that divides the weight.
-    input_major  the weight is stored [k, n], so its channels are columns.
+    blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits. E8M0
+                 scales may also be of 1x32, whatever the config says, or of any block that divides the weight
+    input_major  the weight is stored [k, n], so its channels are columns
     Raises InputError where no reading fits both shapes.
     """
     if scale.dtype not in (*FLOATS, *E8M0):
         raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
     shape, of = scale.shape, weight.shape
-    if len(of) == 3:
-        if shape[:1] != of[:1]:
-            raise _misfit(weight, scale, blocks)
+    if len(of) == 3 and shape[:1] == of[:1]:
         shape, of = shape[1:], of[1:]
     if len(of) != 2:
         raise _misfit(weight, scale, blocks)
@@ -84,17 +78,19 @@ def grid(
 
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
-    return damaged_tensor(
-        scale.name,
-        f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)} in blocks of {named}",
-        "check weight_block_size in config.json, or download both again",
-    )
+    fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
+    remedy = "check weight_block_size in config.json, or download both again"
+    return damaged_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
 
 
-def _matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
-    weight, scale = tensors["weight"], tensors["scale"]
-    shape, block = grid(weight, scale, quantization.blocks, input_major)
-    return Matrix(aligned(source, weight), FP8_E4M3, read_scales(source, scale, shape), block)
+def _linear(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        weight, scale, zeros = tensors["weight"], tensors["scale"], tensors.get("zero_point")
+        shape, block = grid(weight, scale, quantization.blocks, input_major)
+        codes = None if zeros is None else (source.view(zeros) ^ 0x80).astype(np.float32).reshape(shape)
+        return Matrix(source.view(weight), kind, read_scales(source, scale, shape), block, zeros=codes)
+
+    return matrix
 
 
 def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[int, int]:
@@ -108,35 +104,56 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
         scale = tensors.get("scale")
         return (scale is not None and scale.dtype in E8M0) == powers
 
+    names = {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")}
+    matrix, types = _linear(FP8_E4M3), input_types
     return CheckpointEncoding(
-        name,
-        title,
-        {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")},
-        ("F8_E4M3",),
-        FP8_E4M3,
-        _matrix,
-        fit=_fit,
-        claims=claims,
-        input_types=input_types,
+        name, title, names, ("F8_E4M3",), FP8_E4M3, matrix, fit=_fit, claims=claims, input_types=types
     )
 
 
+def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
+    """Other scales are those of 4-bit floats, two in a byte."""
+    return "scale" in tensors and tensors["scale"].dtype in FLOATS
+
+
+def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
+    zeros, scale = tensors.get("zero_point"), tensors["scale"]
+    if zeros is None:
+        if quantization.symmetric == (False,):
+            raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
+        return block
+    if zeros.dtype != "I8" or zeros.shape != scale.shape:
+        needed = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
+        raise damaged_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {needed}")
+    return *block, "zero points"
+
+
+W8A8 = CheckpointEncoding(
+    "W8A8",
+    "INT8 (W8A8)",
+    {"weight": ("{t}",), "scale": ("{t}_scale", "{t}_scale_inv"), "zero_point": ("{t}_zero_point",)},
+    ("I8",),
+    INT8_SIGNED,
+    _linear(INT8_SIGNED),
+    fit=_w8a8_fit,
+    claims=_w8a8_claims,
+    optional=frozenset({"zero_point"}),
+    input_types=("int8",),
+)
 IN_CHECKPOINTS = (_row("F8_E4M3", "FP8", False, "fp8"), _row("MXFP8", "MXFP8", True, "mxfp8", "fp8"))
 
 
 # --- as we write it -------------------------------------------------------------------------------
 
-BF16_INFINITY = 0x7F80
 SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
 
 
 def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         blocks = (n // fp8.BLOCK, k // fp8.BLOCK)
-        return (
-            TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k),
-            TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1]),
-        )
+        codes = TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k)
+        return codes, TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1])
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         n, k = matrix.shape
@@ -173,18 +190,13 @@ def block_scales(last: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
 
 def is_exact(model: SourceExperts) -> bool:
     """FP8 in blocks of 128 x 128 keeps codes and scales."""
-    return all(
-        weight.encoding.name in SOURCES
-        and weight.fit(moe.input_major) == (fp8.BLOCK, fp8.BLOCK)
-        and not getattr(moe.style, "interleaved", False)  # every other row: no blocks
-        for moe in model.moe_layers.values()
-        for weight in moe.weights.values()
-    )
+    return stored_as(model, SOURCES, (fp8.BLOCK, fp8.BLOCK))
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
     """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
-    if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
+    kept = matrix.scales if fp8.is_kept(matrix) else None
+    if kept is None or ((kept > 0) & (kept <= fp8.LARGE_SCALE)).all():
         kernels.pack_fp8(matrix, codes, scales)
         return
     n, _ = matrix.shape
@@ -204,12 +216,7 @@ def require_finite(matrix: Matrix) -> None:
         differences.decode_finite(matrix)
 
 
-def _usual(scales: npt.NDArray[np.float32]) -> bool:
-    return bool(((scales > 0) & (scales <= fp8.LARGE_SCALE)).all())
-
-
 def bad_code(read: Read, n: int, k: int) -> str:
-    """No code is NaN."""
     wrong = (read(0) & 0x7F) == fp8.NAN
     return f"code {int(np.argmax(wrong))} is not a number" if wrong.any() else ""
 
@@ -228,12 +235,12 @@ def _bad_scale(order: int) -> Defect:
             codes = np.concatenate([read(0, start, start + fp8.BLOCK * order) for start in starts])
             with np.errstate(over="ignore"):
                 largest = E4M3[codes & 0x7F].max(initial=0) * scales[index]
-            if f32_to_bf16(largest) >= BF16_INFINITY:
+            if f32_to_bf16(largest) >= 0x7F80:  # infinity
                 return f"scale {index}, {scales[index]!s}, makes a number infinite"
         return ""
 
     return bad_scale
 
 
-PANELS = _encoding(IN_PANELS, "codes", "scales")
-ROWS = _encoding(IN_ROWS, "weight", "weight_scale_inv")
+PANELS = _encoding(panels.ROWS, "codes", "scales")
+ROWS = _encoding(1, "weight", "weight_scale_inv")

@@ -12,17 +12,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import (
-    F32,
-    IN_PANELS,
-    IN_ROWS,
-    Bytes,
-    Encoding,
-    Read,
-    Rows,
-    SourceExperts,
-    rows_of,
-)
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
@@ -52,6 +42,8 @@ IN_CHECKPOINTS = (
 
 
 def _encoding(order: int, suffix: str) -> Encoding:
+    """order: rows of a matrix that lie in one row of its tensor, 1 or those of a panel."""
+
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         return (TensorInfo(suffix, "BF16", (n // order, order * k), 2 * n * k),)
 
@@ -83,7 +75,6 @@ def is_exact(model: SourceExperts) -> bool:
 
 
 def bad_number(read: Read, n: int, k: int) -> str:
-    """No number is infinite or NaN."""
     wrong = (read(0).view("<u2") & 0x7FFF) >= 0x7F80
     return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""
 
@@ -93,16 +84,16 @@ def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
     return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
-def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    kernels.pack_bf16(matrix, out[0].view(np.uint16))
-
-
 def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
     return bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows])
 
 
-PANELS = _encoding(IN_PANELS, "codes")
-ROWS = _encoding(IN_ROWS, "weight")
+PANELS = _encoding(panels.ROWS, "codes")
+ROWS = _encoding(1, "weight")
 BLOCKS = replace(
-    PANELS, tensors=_block_tensors, quantize=_quantize_blocks, decode=_decode_blocks, defects=(bad_number, None)
+    PANELS,
+    tensors=_block_tensors,
+    quantize=lambda matrix, out: kernels.pack_bf16(matrix, out[0].view(np.uint16)),
+    decode=_decode_blocks,
+    defects=(bad_number, None),
 )

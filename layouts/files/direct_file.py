@@ -1,4 +1,6 @@
-"""A new file of known size, written past the page cache; and what is said where a disk is full."""
+"""New files of known size, written past the page cache, and of rows of BF16: activations that are too many for memory;
+and what is said where a disk is full.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.files.shards import ALIGNMENT
 
 STAGING_BYTES = 4 << 20
@@ -27,6 +29,7 @@ FULL = {
 }
 
 Bytes = npt.NDArray[np.uint8]
+BF16Rows = npt.NDArray[np.uint16]
 
 
 @contextlib.contextmanager
@@ -41,7 +44,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def no_space_sentence(path: Path | str, error: OSError) -> str:
-    """What is said of an error of FULL."""
     assert error.errno is not None
     return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
 
@@ -54,16 +56,14 @@ def aligned_buffer(nbytes: int) -> Bytes:
 class DirectFile:
     """A new file of known size, written past the page cache where the file system allows it.
 
-    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for
-    whole pages that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk,
-    quota or limit is full."""
+    Its space is reserved first. `append` hashes in file order; `write_at` may be called from any thread for whole pages
+    that `skip` then hashes. close() cuts the padding off and syncs. ResourceError: the disk, quota or limit is full.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
-        self.sha256 = hashlib.sha256()
+        self.path, self.size, self.sha256 = path, size, hashlib.sha256()
         self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
-        self._staged = 0
-        self._offset = 0
+        self._staged = self._offset = 0
         with explained(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._direct = self._set_direct(True)
@@ -100,15 +100,13 @@ class DirectFile:
         return direct
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
-        """Write and hash the next bytes of the file, any length."""
         view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
         self.sha256.update(view)
         source = np.frombuffer(view, dtype=np.uint8)
         while source.size:
-            take = min(source.size, self._staging.size - self._staged)
-            self._staging[self._staged : self._staged + take] = source[:take]
-            self._staged += take
-            source = source[take:]
+            taken, source = np.split(source, [self._staging.size - self._staged])
+            self._staging[self._staged : self._staged + taken.size] = taken
+            self._staged += taken.size
             if self._staged == self._staging.size:
                 self._flush()
 
@@ -117,8 +115,7 @@ class DirectFile:
         self._staging[self._staged : padded] = 0
         if padded:
             self.write_at(self._offset, self._staging[:padded])
-        self._offset += self._staged
-        self._staged = 0
+        self._offset, self._staged = self._offset + self._staged, 0
 
     def skip(self, data: Bytes) -> None:
         """Hash the next whole pages of the file, which write_at wrote."""
@@ -128,7 +125,6 @@ class DirectFile:
         self._offset += data.size
 
     def close(self) -> str:
-        """Finish the file, sync it, and return its sha256 in hex."""
         with explained(self.path):
             self._flush()
             if self._offset != self.size:
@@ -151,7 +147,6 @@ class DirectFile:
 
 @functools.cache
 def umask() -> int:
-    """The user's."""
     status = Path("/proc/self/status").read_text()
     return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
 
@@ -159,3 +154,58 @@ def umask() -> int:
 def readable_mode() -> int:
     """0666 less the user's umask: the account that serves the model must be able to read it."""
     return 0o666 & ~umask()
+
+
+class RowFile:
+    """`count` rows of `width` BF16 values (as their bits), row after row and nothing else. Use as a context manager.
+
+    A new file has its space reserved at once. Raises ResourceError when the disk is full, InputError for another size.
+    """
+
+    def __init__(self, path: Path, count: int, width: int, *, new: bool) -> None:
+        self.path, self.count, self.width = path, count, width
+        size = 2 * count * width
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
+        with explained(path):
+            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            if new and size:
+                try:
+                    os.posix_fallocate(self._fd, 0, size)
+                except BaseException:
+                    os.close(self._fd)
+                    raise
+        if os.fstat(self._fd).st_size != size:
+            os.close(self._fd)
+            raise InputError(f"{path}: has another size than {count} rows of {width}; remove it and resume.")
+
+    def read(self, start: int, stop: int) -> BF16Rows:
+        """Rows start..stop-1, uint16 [stop - start, width]."""
+        rows = np.empty((stop - start, self.width), np.uint16)
+        view, at = rows.reshape(-1).view(np.uint8).data, 2 * start * self.width
+        while view:
+            got = os.preadv(self._fd, [view], at)
+            if not got:
+                raise InputError(f"{self.path}: became shorter while it was read; remove it and resume.")
+            view, at = view[got:], at + got
+        return rows
+
+    def write(self, start: int, rows: BF16Rows) -> None:
+        """Put rows, uint16 [n, width], from row `start` on."""
+        view, at = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, 2 * start * self.width
+        with explained(self.path):
+            while view:
+                put = os.pwrite(self._fd, view, at)
+                view, at = view[put:], at + put
+
+    def sync(self) -> None:
+        with explained(self.path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -37,7 +37,6 @@ def one_line(document: msgspec.Struct) -> bytes:
 
 
 def indented(document: msgspec.Struct) -> bytes:
-    """A document as JSON for people, with sorted names."""
     return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=2) + b"\n"
 
 

@@ -45,15 +45,11 @@ class OutputFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
 
 class ManifestFormat(Struct, frozen=True):
-    """What kind of document it is."""
-
     name: Literal["ktconvert-manifest"] = "ktconvert-manifest"
     version: Number = FORMAT
 
 
 class WrittenBy(Struct, frozen=True):
-    """What wrote it."""
-
     name: str
     version: str
 
@@ -80,15 +76,11 @@ Parts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
 
 
 class ManifestSettings(Struct):
-    """Of the command."""
-
     arch_row: str | None = None
     no_merge_safetensor: bool = False
 
 
 class CalibrationFacts(Struct):
-    """The data of a calibration."""
-
     dataset: str
     samples: Number
     max_length: Number
@@ -98,15 +90,11 @@ class CalibrationFacts(Struct):
 
 
 class MachineFacts(Struct):
-    """Where it was calibrated."""
-
     device: str
     threads: Number
 
 
 class ManifestFacts(Struct):
-    """What the output is."""
-
     architecture: str = ""
     activation: str = ""
     dtypes: tuple[str, ...] = ()
@@ -162,15 +150,9 @@ def encode(
     files: list[OutputFile],
 ) -> bytes:
     """The manifest. No time stamps, no paths: same input and options, same bytes."""
-    manifest = Manifest(
-        format=ManifestFormat(),
-        tool=WrittenBy("ktconvert", tool_version),
-        command=command,
-        settings=dict(settings),
-        model=dict(facts),
-        source=source,
-        files=tuple(sorted(files, key=lambda f: f.name)),
-    )
+    tool, files = WrittenBy("ktconvert", tool_version), sorted(files, key=lambda f: f.name)
+    about: dict[str, Any] = {"command": command, "settings": dict(settings), "model": dict(facts)}
+    manifest = Manifest(format=ManifestFormat(), tool=tool, **about, source=source, files=tuple(files))
     document = msgspec.to_builtins(manifest)
     return (json.dumps({**document, "sha256": digest(document)}, indent=2) + "\n").encode()
 

@@ -33,14 +33,11 @@ class MappedFiles:
                 try:
                     mapped = _map(path, size)
                 except OSError as e:
+                    what = f"{path}: cannot be mapped ({e.strerror})"
                     if e.errno in LIMITS:
-                        raise ResourceError(
-                            f"{path}: cannot be mapped ({e.strerror}); raise the limits of this process "
-                            "(ulimit -n for files, -v for memory) and start again"
-                        ) from None
-                    raise InputError(
-                        f"{path}: cannot be mapped ({e.strerror}); check the disk and start again"
-                    ) from None
+                        limits = "the limits of this process (ulimit -n for files, -v for memory)"
+                        raise ResourceError(f"{what}; raise {limits} and start again") from None
+                    raise InputError(f"{what}; check the disk and start again") from None
                 self._maps[path] = mapped
                 mapped.register(path, self._may_lose)
             return mapped
@@ -63,7 +60,6 @@ class Mapping(mmap.mmap):
     _address = 0
 
     def register(self, path: Path, may_lose: bool) -> None:
-        """Name the file where a page cannot be read."""
         address = int(np.frombuffer(self, np.uint8).ctypes.data)
         sigbus.register_mapping(address, len(self), str(path), may_lose)
         self._address = address

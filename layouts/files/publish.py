@@ -35,10 +35,7 @@ def make_readable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
-    """Write a whole small file, in place of one of this name; returns its sha256.
-
-    Without `sync`, for files of a folder that sync_tree makes durable at the end, none may be there.
-    """
+    """Write a small file, in place of one of this name; its sha256. Without `sync`, for sync_tree, none may exist."""
     with explained(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
         fd = os.open(path, flags, readable_mode())
@@ -54,12 +51,10 @@ def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> st
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """In hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """In hex; read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -88,7 +83,6 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
     with _opened_folder(path) as fd:
         os.fsync(fd)
 
@@ -110,17 +104,14 @@ def make_folder(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a synced file (or folder) its final name, durably."""
     with explained(final):
         partial.rename(final)
         sync_folder(final.parent)
 
 
 def publish_new(partial: Path, final: Path) -> bool:
-    """Give a synced file a name that nothing has, or leave all as it is; whether it was given.
-
-    The file keeps its first name, too, where the file system has hard links. Raises OutputError where it has neither
-    these nor renames that do not replace.
+    """Give a synced file a name that nothing has, or leave all as it is; whether it was given. It keeps its first name,
+    too, where there are hard links. Raises OutputError where there are neither these nor renames that do not replace.
     """
     try:
         os.link(partial, final)
@@ -144,7 +135,6 @@ def publish_new(partial: Path, final: Path) -> bool:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raise OutputError where something lies that write_whole did not write."""
     if not path.exists():
         return
     if path.is_file():
@@ -157,10 +147,8 @@ def require_replaceable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file under its final name: all of it is seen, or nothing. A link stays one.
-
-    data  has MARK near its beginning or end
-    Raises OutputError where something lies there that was not written like this.
+    """Write a small file, with MARK near its beginning or end, under its final name: all of it is seen, or nothing. A
+    link stays one. Raises OutputError where something lies there that was not written like this.
     """
     assert MARK.encode() in data[:MARKED] + data[-MARKED:]
     path = Path(os.path.realpath(path.expanduser()))
@@ -209,9 +197,7 @@ def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ())
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
     """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing
-    what lies there.
-
-    Cut off in the second way, `old` may be missing: it is in `aside` then.
+    what lies there. Cut off in the second way, `old` may be missing: it is in `aside` then.
     """
     if _renameat2(new, old, RENAME_EXCHANGE):
         remove_tree(aside)

@@ -20,12 +20,10 @@ class ShardPlan:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(e.nbytes for e in self.entries)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return len(self.header) + self.data_bytes
 
 
@@ -35,11 +33,8 @@ def plan_shard(entries: Iterable[TensorInfo], metadata: Mapping[str, str]) -> Sh
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     for entry in entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
+        offsets = [offset, offset + entry.nbytes]
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
         offset += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)

@@ -6,25 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.encodings import amx, fp8, moe_plain, mxfp4, pack_quantized, plain, rawint4
+from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import cpu_card, gpu_card
-from ktconvert.layouts.outputs.format import Format
+from ktconvert.layouts.outputs.format import Format as Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
-from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
-
-__all__ = [
-    "FORMATS",
-    "LAYOUTS",
-    "LOOSE_METHODS",
-    "OPAQUE",
-    "PROJECTIONS",
-    "Format",
-    "backward_alone",
-    "format_of",
-    "formats_of",
-]
+from ktconvert.layouts.outputs.parts import PROJECTIONS as PROJECTIONS
+from ktconvert.layouts.outputs.parts import ExpertGrid
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (
@@ -44,34 +33,31 @@ WITHOUT_VNNI = (
     "fault"
 )
 
+
+def _whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
+    first, settings = next(iter(variants.values())), pack_quantized.SETTINGS
+    return Format(name, first, gpu_card.WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
+
+
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
         Format("AMXINT4", amx.AMXINT4, NUMA, cpu_card.AMX, (PER_ROW,), loose="INT4", backward=True),
         Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
-        Format("MOE_INT4", moe_plain.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
-        Format("MOE_INT8", moe_plain.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
-        Format("MXFP4", mxfp4.PANELS, NUMA, cpu_card.MXFP4),
+        Format("MOE_INT4", amx.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
+        Format("MOE_INT8", amx.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
+        Format("MXFP4", fp4.PANELS, NUMA, cpu_card.MXFP4),
         Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
         Format("BF16", plain.PANELS, NUMA, cpu_card.BF16),
-        Format("KT_MXFP4", mxfp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
+        Format("KT_MXFP4", fp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
         Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
         Format("KT_BF16", plain.ROWS, NATIVE, cpu_card.KT_BF16),
-        Format("RAWINT4", rawint4.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
+        Format("RAWINT4", pack_quantized.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
-        *(
-            Format(
-                name,
-                next(iter(variants.values())),
-                WHOLE_MODEL,
-                gpu_card.DESCRIPTION,
-                settings=pack_quantized.SETTINGS,
-                variants=variants,
-            )
-            for name, variants in (("W4A16", pack_quantized.W4A16), ("W8A16", pack_quantized.W8A16))
-        ),
+        _whole_model("W4A16", pack_quantized.W4A16),
+        _whole_model("W8A16", pack_quantized.W8A16),
     )
 }
 
@@ -91,9 +77,7 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
 
 
 def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
-    """The formats of experts that a command writes, by the value of their option; without a layout, of those with the
-    same option the first in the table, and none that is for request only.
-    """
+    """Formats of experts that a command writes, by option; without a layout, the first of each not on request only."""
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
         selected = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout

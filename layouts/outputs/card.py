@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ktconvert.layouts.outputs.format import Card
+from ktconvert.layouts.outputs.format import Card
 
 # Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -17,10 +16,9 @@ CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 
 
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
-    """The source's config with the entries of these experts' format, quantization_config among them.
-
-    whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside
-    ours."""
+    """The source's config with the entries of these experts' format, quantization_config among them. whole: the
+    source's own quantization entries are removed, at any depth, and not kept beside ours.
+    """
     config = unquantized(original, STORED_KEYS) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
@@ -38,7 +36,6 @@ def unquantized(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) 
 
 
 def encoded(config: Mapping[str, Any]) -> bytes:
-    """config.json as we write it."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -57,19 +54,12 @@ def model_card(
         *card.head,
         "tags:",
         *(f"- {tag}" for tag in ("ktconvert", *card.tags, facts["method"].lower())),
-        "---",
-        "",
-        f"# {card.title}",
-        "",
+        *("---", "", f"# {card.title}", ""),
         *card.about,
-        "",
-        "| | |",
-        "|---|---|",
+        *("", "| | |", "|---|---|"),
         *(f"| {what} | {value} |" for what, value in card.rows),
         f"| made by | ktconvert {tool_version} |",
-        "",
-        "## Use",
-        "",
+        *("", "## Use", ""),
         *card.use,
         *error_lines(stats),
         *(layer_lines(stats) if facts.keys() & {"scale", "methods"} else []),
@@ -80,41 +70,36 @@ def model_card(
     return ("\n".join(lines) + "\n").encode()
 
 
+PROJECTIONS = ("gate", "up", "down")
+ERROR = """## Error
+
+Measured on one expert of each shard against the source in BF16 \
+(`ktconvert verify --against SOURCE --full` measures all).
+
+| projection | mean relative error | worst | lowest cosine |
+|---|---|---|---|"""
+
+
 def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The section on how far the sampled experts lie from their source; nothing where none was measured."""
     rows = []
-    for projection in ("gate", "up", "down"):
-        measured = [s[projection] for s in stats if projection in s]
-        if measured:
+    for projection in PROJECTIONS:
+        if measured := [s[projection] for s in stats if projection in s]:
             relative = [m["relative_error"] for m in measured]
-            cosine = min(m["cosine"] for m in measured)
-            rows.append(
-                f"| {projection}_proj | {sum(relative) / len(relative):.4f} | {max(relative):.4f} | {cosine:.5f} |"
-            )
-    if not rows:
-        return []
-    return [
-        "",
-        "## Error",
-        "",
-        "Measured on one expert of each shard against the source in BF16 "
-        "(`ktconvert verify --against SOURCE --full` measures all).",
-        "",
-        "| projection | mean relative error | worst | lowest cosine |",
-        "|---|---|---|---|",
-        *rows,
-    ]
+            mean, cosine = sum(relative) / len(relative), min(m["cosine"] for m in measured)
+            rows.append(f"| {projection}_proj | {mean:.4f} | {max(relative):.4f} | {cosine:.5f} |")
+    return ["", *ERROR.splitlines(), *rows] if rows else []
 
 
 def layer_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The same per layer: the mean relative error of its sampled experts."""
     layers: dict[int, list[Mapping[str, Any]]] = {}
     for s in stats:
-        if all(projection in s for projection in ("layer", "gate", "up", "down")):
+        if all(key in s for key in ("layer", *PROJECTIONS)):
             layers.setdefault(s["layer"], []).append(s)
     rows = []
     for layer, sampled in sorted(layers.items()):
-        errors = [[s[projection]["relative_error"] for s in sampled] for projection in ("gate", "up", "down")]
+        errors = [[s[projection]["relative_error"] for s in sampled] for projection in PROJECTIONS]
         rows.append(f"| {layer} | {' | '.join(f'{sum(each) / len(each):.4f}' for each in errors)} |")
     return ["", "| layer | gate_proj | up_proj | down_proj |", "|---|---|---|---|", *rows] if rows else []
 
@@ -124,8 +109,6 @@ SEEN = {  # what --calibrate means
     "routed": "each expert saw the tokens routed to it",
     "mixed": "gate and up saw every token, down those routed to its expert",
 }
-
-
 FEW = (
     "These experts saw too few tokens; what was not compensated has the codes of `--scale imatrix`, or of `mse` where "
     "they saw none"
@@ -139,15 +122,10 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
         return []
     seen = SEEN.get(calibration["calibrate"], calibration["calibrate"])
     counted = next((s for s in stats if "calibration_tokens" in s), None)
-    amount = (
-        f"{counted['samples']} samples, {counted['calibration_tokens']} tokens"
-        if counted
-        else f"{calibration['samples']} samples"
-    )
+    amount = f"{(counted or calibration)['samples']} samples"
+    amount += f", {counted['calibration_tokens']} tokens" if counted else ""
     lines = [
-        "",
-        "## Calibration",
-        "",
+        *("", "## Calibration", ""),
         f"{amount} of {calibration['dataset']}, at most {calibration['max_length']} tokens each "
         f"(seed {calibration['seed']}, dampening {calibration['dampening']}); {seen}.",
     ]
@@ -157,18 +135,13 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
         lines.append(f"{FEW}: {'; '.join(few)}.")
     routed = [s for s in stats if "routed_tokens" in s]
     if routed:
-        lines += [
-            "",
-            "| layer | tokens routed to an expert: least | median | most | experts without any | "
-            f"{'not compensated' if 'scale' in facts else 'rounded to nearest'} |",
-            "|---|---|---|---|---|---|",
-        ]
+        last = "not compensated" if "scale" in facts else "rounded to nearest"
+        head = f"| layer | tokens routed to an expert: least | median | most | experts without any | {last} |"
+        lines += ["", head, "|---|---|---|---|---|---|"]
         for s in routed:
-            t = s["routed_tokens"]
+            tokens = " | ".join(f"{s['routed_tokens'][key]}" for key in ("least", "median", "most", "none"))
             rounded = len(s["rounded_experts"]) + len(s["rounded_linears"])
-            lines.append(
-                f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} | {rounded or '-'} |"
-            )
+            lines.append(f"| {s['layer']} | {tokens} | {rounded or '-'} |")
     return lines
 
 

@@ -26,7 +26,6 @@ def config_json(original: Mapping[str, Any]) -> bytes:
 
 
 def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
-    """The lines of the model card."""
     decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
     return Card(
         head=(),
@@ -36,9 +35,6 @@ def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
             "The whole model, dequantized: each quantized weight is BF16, rounded once to nearest even from its value",
             "in float32, under the name and in the shape of a BF16 release. All else is as in the original.",
         ),
-        rows=(
-            ("quantized weights of the source, now BF16", decoded),
-            ("tensors", f"{facts['tensors']}"),
-        ),
+        rows=(("quantized weights of the source, now BF16", decoded), ("tensors", f"{facts['tensors']}")),
         use=('`AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, or as the input of `ktconvert`.',),
     )

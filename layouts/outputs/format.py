@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, why_not_multiple
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.loose import SUFFIXES, path_in_layer
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
-
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.moe_model import MoeModel
-    from ktconvert.layouts.outputs.output import Output
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,10 @@ class Arrangement:
     """One way to arrange the experts of an output.
 
     name         in reports ("merged"), unless they lie in loose files
-    command      the command that writes it, as manifests have it
+    command      that writes it, as manifests have it
     layout       the value of that command's --layout that chooses it; "" where it has no such option
-    names        (name of the format, its encoding, facts of the manifest, source) -> the names of tensors. facts: {}
-                 without a manifest; source: the model while an output of it is written, else None
+    names        (name of the format, its encoding, facts of the manifest or {}, source while an output of it is
+                 written) -> the names of tensors
     is_trusted   whether the manifest's facts that are needed have the right types
     parted       whether linears are cut into NUMA parts
     on_request   whether it is only used where its layout is asked for
@@ -45,7 +43,6 @@ class Arrangement:
 
 
 def has_numa_count(facts: Mapping[str, Any]) -> bool:
-    """Whether the facts name a number of NUMA parts."""
     return isinstance(facts.get("numa"), int)
 
 
@@ -53,12 +50,9 @@ def has_numa_count(facts: Mapping[str, Any]) -> bool:
 class Card:
     """A format's lines in the model card.
 
-    head   of the front matter, above the tags
-    tags   of the front matter, after "ktconvert"
-    title  the heading
-    about  what the folder is
-    rows   (what, value) of its table
-    use    how it is loaded
+    head, tags  of the front matter: above the tags; after "ktconvert"
+    about, use  what the folder is; how it is loaded
+    rows        (what, value) of its table
     """
 
     head: tuple[str, ...]
@@ -74,10 +68,9 @@ class Description:
     """What people and loaders read of a format: text made from the facts of a manifest.
 
     numbers         what its numbers are, for the model card
-    card            (facts, base model, loose, non_experts, numbers) -> the model card. non_experts: what
-                    --non-experts was
-    config_entries  (format, facts, ignore, version of ktconvert) -> what config.json holds besides the source's.
-                    ignore: patterns of modules that stay as they are
+    card            (facts, base model, loose, value of --non-experts, numbers) -> the model card
+    config_entries  (format, facts, patterns of modules that stay as they are, version of ktconvert) -> what config.json
+                    holds besides the source's
     check_config    (output, format, NUMA parts) -> the defects of config.json beside these experts
     """
 
@@ -120,7 +113,6 @@ class Format:
 
     @property
     def can_resplit(self) -> bool:
-        """Whether its NUMA parts can be rearranged."""
         return self.arrangement.parted and self.forward
 
     def of_layer(self, layer: int) -> Format:
@@ -133,19 +125,15 @@ class Format:
         return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
     def configured(self, settings: Mapping[str, Any]) -> Format:
-        """This format with the encoding that a command's settings, or a manifest's facts, choose; if they choose none,
-        it stays what it is.
-        """
+        """This format with the encoding that a command's settings, or a manifest's facts, choose, if they do."""
         values = tuple(settings.get(name) for name in self.settings)  # of a manifest: of any type, so never a key
         chosen = (encoding for of, encoding in self.variants.items() if of == values)
         return replace(self, encoding=next(chosen, self.encoding))
 
     def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
-        """The names of tensors: Arrangement.names."""
         return self.arrangement.names(self.name, self.encoding, facts, source)
 
     def names_in(self, source: MoeModel) -> Names:
-        """The names of tensors in an output of this model."""
         return self.names({"method": self.name}, source)
 
     def loose_path(self, part: Part, tensor: TensorInfo) -> str | None:
@@ -156,7 +144,6 @@ class Format:
 
 
 def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:
-    """Bytes of all tensors of one expert."""
     return sum(tensor.nbytes for part in grid.all_parts([0]) for tensor in encoding.tensors(part.n, part.k))
 
 
@@ -171,9 +158,8 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
 
 def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], parts: int) -> str | None:
     """Why a format cannot hold experts of these sizes (H, I) in this many parts: the first reason, None if it can."""
-    multiple = fmt.encoding.multiple
-    reasons = (why_not_multiple(multiple, h, i, parts) for h, i in dict.fromkeys(shapes))
-    return next((reason for reason in reasons if reason is not None), None)
+    reasons = (why_not_multiple(fmt.encoding.multiple, h, i, parts) for h, i in dict.fromkeys(shapes))
+    return next(filter(None, reasons), None)
 
 
 def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -184,8 +170,7 @@ def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, .
 
 def require_legal(fmt: Format, hidden: int, intermediate: int, parts: int, others: Iterable[Format] = ()) -> None:
     """Raise UnsupportedError, naming what is legal for this model, unless `parts` is."""
-    reason = illegal_reason(fmt, [(hidden, intermediate)], parts)
-    if reason is None:
+    if (reason := illegal_reason(fmt, [(hidden, intermediate)], parts)) is None:
         return
     choices = []
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):

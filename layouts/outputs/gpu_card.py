@@ -1,16 +1,21 @@
-"""The model card of a whole model with pack-quantized experts, and what config.json says of them."""
+"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (FORMAT.md): its
+model card, what config.json says of the experts, and how they are arranged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import cpu_card, ignore
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.format import Card, Description, Format
-from ktconvert.layouts.outputs.linear_names import RAWINT4_NAMES, TEMPLATES
+from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
+from ktconvert.layouts.outputs.linear_names import RAWINT4_NAMES, TEMPLATES, LinearNames, are_templates
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.quantizers import Grid
+from ktconvert.quantizers import GROUP_SIZES, Grid
 
 # What `version` in quantization_config says: the compressed-tensors release whose contract this is.
 CONTRACT = "0.19.0"
@@ -18,29 +23,12 @@ CONTRACT = "0.19.0"
 
 def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
     """compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
-    weights = {
-        "num_bits": grid.bits,
-        "type": "int",
-        "symmetric": True,
-        "group_size": grid.group,
-        "strategy": "group",
-        "block_structure": None,
-        "dynamic": False,
-        "actorder": None,
-        "scale_dtype": None,
-        "zp_dtype": None,
-        "observer": None,
-        "observer_kwargs": {},
-    }
-    scheme = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }
+    weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, "group_size": grid.group, "strategy": "group"}
+    weights |= {"block_structure": None, "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None}
+    weights |= {"observer": None, "observer_kwargs": {}}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
-        "config_groups": {"group_0": scheme},
+        "config_groups": {"group_0": scheme | {"format": "pack-quantized"}},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": None,
         "format": "pack-quantized",
@@ -52,7 +40,6 @@ def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignored: Sequence[str], tool_version: str) -> dict[str, Any]:
-    """compressed-tensors' own document."""
     return {"quantization_config": quantization_config(fmt.encoding.grid, ignored)}
 
 
@@ -61,13 +48,9 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
     return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
 
 
-RAWINT4 = {"bits": 4, "group_size": 32}  # of kt-kernel's method of this name
-FOLDER = "/path/to/this/folder"
-
-
 def is_rawint4(facts: Mapping[str, Any]) -> bool:
-    """Whether experts with these facts are what RAWINT4 computes, whatever their names are."""
-    return {name: facts.get(name) for name in RAWINT4} == RAWINT4
+    """Whether experts with these facts are what kt-kernel's RAWINT4 computes, whatever their names are."""
+    return (facts.get("bits"), facts.get("group_size")) == (4, 32)
 
 
 def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
@@ -80,23 +63,16 @@ def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
     return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
 
 
-def launch(facts: Mapping[str, Any], folder: str = FOLDER) -> tuple[str, ...]:
+def launch(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tuple[str, ...]:
     """How SGLang is started with the output as the model: with its own experts on the CPU, too, or with others."""
     if why_not_for_cpu(facts) is None:
         return cpu_card.launch(folder, "RAWINT4", "NUMA_NODES", folder)
-    return (
-        "```bash",
-        "python -m sglang.launch_server \\",
-        f"  --model {folder} \\",
-        "  --kt-weight-path /path/to/the/cpu/experts \\",
-        "  --kt-method AMXINT4 \\",
-        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-        "```",
-    )
+    options = (f"--model {folder}", "--kt-weight-path /path/to/the/cpu/experts", "--kt-method AMXINT4")
+    last = "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
+    return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last, "```"
 
 
 def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
-    """The lines of the model card."""
     method, layers = facts["method"], facts["layers"]
     return Card(
         head=(),
@@ -133,3 +109,57 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
 
 
 DESCRIPTION = Description("symmetric, one BF16 scale per {group_size} columns", card, config_entries, check_config)
+
+
+# --- the arrangement ------------------------------------------------------------------------------
+
+RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that notes name
+
+
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
+    """By the source, or by the manifest's templates: a name alone does not say which linear of which expert it is."""
+    if source is not None:
+        return LinearNames(suffixes(encoding), model=source)
+    templates = facts.get(TEMPLATES, {})
+    return LinearNames(suffixes(encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
+
+
+def _is_trusted(facts: Mapping[str, Any]) -> bool:
+    numbers = [facts.get(name) for name in ("bits", "group_size", "packed_linears")]
+    counted = all(type(number) is int and 0 < number < 1 << 31 for number in numbers)
+    return (
+        counted and are_templates(facts.get(TEMPLATES)) and isinstance(facts.get("method"), str) and "layers" in facts
+    )
+
+
+# A shard's scales, 3 % of it, are kept in memory until all codes are written.
+WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
+
+
+def loading_notes(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
+    """Notes on how an output can be loaded, also in tensor-parallel ranks. UnsupportedError where groups do not fit."""
+    group, multiple = fmt.encoding.multiple, max(64, fmt.encoding.multiple)
+    notes: dict[str, None] = {}
+    for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
+        for what, size in (("hidden size", hidden), ("expert width", width)):
+            if size % group:
+                smaller = next((f"give --group-size {other}, " for other in GROUP_SIZES if size % other == 0), "")
+                raise UnsupportedError(
+                    f"{fmt.name} has groups of {group} columns, which do not divide the {what} {size} of this model; "
+                    f"{smaller}convert it with `ktconvert cpu`, or serve its experts in BF16"
+                )
+        fits = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
+        for ranks in tensor_parallel:
+            if ranks < 1 or width % (ranks * group):
+                what = f"cannot be cut into {ranks} tensor-parallel ranks of whole groups of {group}"
+                raise UnsupportedError(f"the expert width {width} {what}; choose one of {fits}")
+            if hidden % 128 or width // ranks % multiple:
+                notes[
+                    "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
+                    f"width per rank in multiples of {multiple}: {hidden} and {width // ranks} take a slower one."
+                ] = None
+        notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {fits}."] = None
+    if model.activation != "silu" or model.weights_on != "output":
+        usual = "silu(gate) * up with routing weights on the output only"
+        notes[f"Marlin computes {usual}; these experts need another kernel."] = None
+    return tuple(notes)

@@ -1,9 +1,8 @@
-"""The ignore list of quantization_config: the modules that a loader must not take for quantized, which are all but the
-routed experts.
+"""The ignore list of quantization_config: the modules that a loader must not take for quantized, all but experts.
 
 A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is
-not there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's
-beginning."""
+not there. A pattern is a module's name, a class's, or "re:" and an expression that matches from the name's beginning.
+"""
 
 from __future__ import annotations
 
@@ -72,24 +71,17 @@ def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tu
 
 def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
     """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
-    for name in _expert_names(model):
+    named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
+    for name in _loader_names(named):
         for pattern in patterns:
             if is_match(name, pattern):
-                raise UsageError(
-                    f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of "
-                    "them; remove it or make it narrower"
-                )
+                what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
+                raise UsageError(f"--ignore-patterns: {what}; remove it or make it narrower")
     missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
     if missed:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
         what = "the router" if ROUTER.search(f"{shown}.") else "the module"
         raise UsageError(f"the ignore list leaves out {what} {shown}, which a loader would take for quantized; add it")
-
-
-def _expert_names(model: MoeModel) -> Iterator[str]:
-    """The names that loaders use for the routed experts of a model."""
-    for layer in model.layers:
-        yield from _loader_names((projection, name) for _, projection, name, _, _ in linears(model, layer))
 
 
 def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -103,11 +95,7 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
-    """The defects of config.json and its ignore list, which must separate the experts of an output from all other
-    modules.
-
-    config_for(ignore list) gives the quantization_config that must be there.
-    """
+    """The defects of config.json and its ignore list, for which config_for gives the right quantization_config."""
     about = output.config.get("quantization_config")
     if not isinstance(about, dict) or not isinstance(about.get("ignore"), list):
         yield "config.json has no quantization_config with an ignore list"
@@ -142,10 +130,7 @@ def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
 
 
 def _pattern(name: str) -> str:
-    """One expression for this module in every layer, with any prefix: loaders use several for the language model.
-
-    For other experts, such as those of MTP blocks, it covers the whole container.
-    """
+    """One expression for this module in every layer, with any prefix; for other experts, of their container."""
     routed = ROUTED.search(name)
     whole = name[: routed.end() - 1] if routed else name
     start = max((p for p in PREFIXES if whole.startswith(p)), key=len)

@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
-
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.moe_model import MoeModel
 
 # For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -31,9 +28,10 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     moe = model.moe_layers[layer]
     if isinstance(moe.style, Separate):
         return model.weight_name(layer, expert, projection).removesuffix(".weight")
-    container = _container(getattr(moe.style, part_of(moe.style, projection)))
-    base = container.replace("{prefix}", moe.prefix).format(layer=layer)
-    return f"{base}{expert}.{words_of(model)[projection]}"
+    template: str = getattr(moe.style, part_of(moe.style, projection)).removesuffix(".weight")
+    before, block, _ = template.rpartition("experts.")
+    base = (before if block else f"{template.rpartition('.')[0]}.").replace("{prefix}", moe.prefix).format(layer=layer)
+    return f"{base}experts.{expert}.{words_of(model)[projection]}"
 
 
 def words_of(model: MoeModel) -> dict[str, str]:
@@ -42,12 +40,6 @@ def words_of(model: MoeModel) -> dict[str, str]:
     if single is None:
         return USUAL
     return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
-
-
-def _container(template: str) -> str:
-    """The template up to and with "experts.", which is added where the experts of a layer have no such block."""
-    before, block, _ = template.removesuffix(".weight").rpartition("experts.")
-    return f"{before}experts." if block else f"{template.removesuffix('.weight').rpartition('.')[0]}.experts."
 
 
 def linears(
@@ -61,30 +53,24 @@ def linears(
             yield expert, projection, linear_name(model, layer, expert, projection), n, k
 
 
-def name_template(model: MoeModel, projection: str) -> str:
-    """The linears' name with {layer} for the first number that is the layer's, {expert} for the last expert's."""
+def name_templates(model: MoeModel) -> dict[str, str]:
+    """projection -> the linears' name with {layer} for the first layer's number, {expert} for the last expert's."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
-    name = linear_name(model, layer, expert, projection)
-    before, _, after = name.rpartition(f".{expert}.")
-    head, _, tail = f".{before}.".partition(f".{layer}.")
-    return f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
-
-
-def name_templates(model: MoeModel) -> dict[str, str]:
-    """The same by projection, for the manifest."""
-    return {projection: name_template(model, projection) for projection in PROJECTIONS}
+    templates = {}
+    for projection in PROJECTIONS:
+        before, _, after = linear_name(model, layer, expert, projection).rpartition(f".{expert}.")
+        head, _, tail = f".{before}.".partition(f".{layer}.")
+        templates[projection] = f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
+    return templates
 
 
 def are_templates(recorded: Any) -> bool:
-    """Whether a manifest's value has the form of name templates."""
     return (
         isinstance(recorded, dict)
         and sorted(recorded) == sorted(PROJECTIONS)
-        and all(
-            isinstance(t, str) and t.count("{") == t.count("}") == 2 and "{layer}" in t and "{expert}" in t
-            for t in recorded.values()
-        )
+        and all(isinstance(t, str) and t.count("{") == t.count("}") == 2 for t in recorded.values())
+        and all("{layer}" in t and "{expert}" in t for t in recorded.values())
     )
 
 
@@ -92,10 +78,8 @@ def are_templates(recorded: Any) -> bool:
 class LinearNames:
     """The tensors of linears under the linears' own names.
 
-    suffixes   of the tensors of one linear
     templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is
-               none, so that nothing
-               can be recognised
+               none, so that nothing can be recognised
     model      the source, while an output is written
     """
 
@@ -106,27 +90,19 @@ class LinearNames:
     @cached_property
     def _patterns(self) -> Mapping[str, re.Pattern[str]]:
         ends = "|".join(map(re.escape, self.suffixes))
-        numbers = {r"\{layer\}": r"(?P<layer>\d+)", r"\{expert\}": r"(?P<expert>\d+)"}
         patterns = {}
         for projection, template in self.templates:
-            text = re.escape(template)
-            for escaped, number in numbers.items():
-                text = text.replace(escaped, number)
+            text = re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(template))
             patterns[projection] = re.compile(rf"{text}\.(?P<what>{ends})")
         return patterns
 
-    def linear(self, layer: int, expert: int, projection: str) -> str:
-        """A linear's name, without ".weight"."""
-        if self.model is not None:
-            return linear_name(self.model, layer, expert, projection)
-        return dict(self.templates)[projection].format(layer=layer, expert=expert)
-
     def key(self, place: Place, suffix: str) -> str:
-        """The tensor's name."""
-        return f"{self.linear(place.layer, place.expert, place.projection)}.{suffix}"
+        layer, expert, projection, _, _ = place
+        if self.model is not None:
+            return f"{linear_name(self.model, layer, expert, projection)}.{suffix}"
+        return f"{dict(self.templates)[projection].format(layer=layer, expert=expert)}.{suffix}"
 
     def find(self, name: str) -> tuple[Place, str] | None:
-        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
         for projection, pattern in self._patterns.items():
             match = pattern.fullmatch(name)
             if match is not None:
@@ -135,11 +111,9 @@ class LinearNames:
         return None
 
     def stray(self, name: str) -> str | None:
-        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
         return "quantized, but no routed expert's" if name.endswith(f".{self.suffixes[0]}") else None
 
     def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for messages."""
         return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"
 
 

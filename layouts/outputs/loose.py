@@ -19,12 +19,10 @@ NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
 
 def layer_folder(layer: int) -> str:
-    """The folder of one layer."""
     return f"_layer_{layer}"
 
 
 def numa_folder(node: int) -> str:
-    """The folder of one NUMA node inside a layer's folder."""
     return f"_numa_{node}"
 
 
@@ -42,30 +40,20 @@ def tensor(what: str, nbytes: int) -> TensorInfo:
 
 
 def layers_in(root: Path) -> dict[int, Path]:
-    """The layer folders below a loose output, by layer number."""
-    folders = {}
-    for child in sorted(root.iterdir()):
-        match = LAYER.fullmatch(child.name)
-        if match and child.is_dir():
-            folders[int(match[1])] = child
-    return dict(sorted(folders.items()))
+    found = ((LAYER.fullmatch(child.name), child) for child in root.iterdir() if child.is_dir())
+    return dict(sorted((int(match[1]), child) for match, child in found if match))
 
 
 def require_plain_numbers(root: Path) -> None:
     """Raise InputError for a folder such as _layer_01 or _numa_x, which kt-kernel never opens."""
     for folder in sorted((*root.glob("_layer_*"), *root.glob("_layer_*/_numa_*"))):
         if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
-            raise InputError(
-                f"{folder}: not a name that kt-kernel reads (no zeros before a number); "
-                "rename the folder, or move it away."
-            )
+            what = "not a name that kt-kernel reads (no zeros before a number)"
+            raise InputError(f"{folder}: {what}; rename the folder, or move it away.")
 
 
 def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
-    """(NUMA node, parsed name, path) of every .kt file of one layer, ours or kt-kernel's.
-
-    Raises InputError for a file whose size is not the one in its name, or whose name is not kt-kernel's.
-    """
+    """(NUMA node, parsed name, path) of a layer's .kt files. InputError for a wrong size or name."""
     files = []
     for node_dir in sorted(layer_dir.iterdir()):
         node = NUMA.fullmatch(node_dir.name)
@@ -77,15 +65,12 @@ def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
             match = FILE.fullmatch(path.name)
             if match is None:
                 if path.suffix == ".kt":
-                    raise InputError(
-                        f"{path}: not a name that kt-kernel writes; move the file away or convert this layer again."
-                    )
+                    remedy = "move the file away or convert this layer again."
+                    raise InputError(f"{path}: not a name that kt-kernel writes; {remedy}")
                 continue
             size = path.stat().st_size
             if size != int(match["nbytes"]):
-                raise InputError(
-                    f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} "
-                    "again."
-                )
+                what = f"holds {size} bytes where its name says {match['nbytes']}"
+                raise InputError(f"{path}: {what}; convert layer {layer_dir.name} again.")
             files.append((int(node[1]), match, path))
     return files

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.encodings.encoding import sizes_shown
+from ktconvert.layouts.encodings.encoding import sizes_shown, suffixes
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format, mixed
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
@@ -19,9 +20,7 @@ Shape = tuple[int, int, int]
 class Measure:
     """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt is None where we cannot tell what the
-            bytes mean
-    numa    T, the number of NUMA parts
+    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt: None where bytes have no known meaning
     shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
 
@@ -32,13 +31,11 @@ class Measure:
     shapes: dict[int, Shape]
 
     def method_of(self, layer: int) -> str:
-        """The method of a layer."""
         return self.method if self.fmt is None else self.fmt.of_layer(layer).name
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """What tensors of one layer have in common: which of the three projections, suffix, dtype, shape, bytes."""
+class TensorKind(NamedTuple):
+    """What tensors of one layer have in common."""
 
     layer: int
     projection: str
@@ -49,11 +46,7 @@ class TensorKind:
 
 
 def measure(output: Output, hidden: int = 0) -> Measure:
-    """Format, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
-
-    Formats may share names and dtypes; only byte counts tell them apart then. hidden: the hidden size of the source,
-    for tensors that do not show it and have neither a manifest nor a config.json beside them.
-    """
+    """Format, T, E, H, I, as most of the tensors have them. hidden: of the source, where tensors do not show it."""
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
     kinds: Counter[TensorKind] = Counter()
@@ -75,13 +68,11 @@ def measure(output: Output, hidden: int = 0) -> Measure:
         known = known and fits
         by_layer |= dict.fromkeys(layers, best)
     fmt = mixed.of_layers(by_layer) if of_layers and by_layer else best
-    method = fmt.name if known else "unknown"
+    unsized = not fmt.forward and not any(hidden for hidden, _ in sizes.values())
+    method = fmt.name if known or unsized else "unknown"
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
     foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
-    opaque = sorted(foreign & OPAQUE) if fmt.name not in OPAQUE else []
-    if not any(hidden for hidden, _ in sizes.values()) and not fmt.forward:
-        method = fmt.name
-    if opaque:
+    if fmt.name not in OPAQUE and (opaque := sorted(foreign & OPAQUE)):
         method, known = opaque[0], False
     shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sorted(sizes.items())}
     return Measure(method, fmt if known else None, numa, backward, shapes)
@@ -93,10 +84,13 @@ def _best(
     """Of these formats the one that most tensors of these layers fit, whether most do, and the layers' sizes."""
     candidates = []
     for fmt in formats:
+        weight = fmt.encoding.tensors(0, 0)[0]
         sizes = _sizes(fmt, kinds, layers) if fmt.forward else _by_product(fmt, kinds, layers, hidden)
-        candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
+        # Formats that share names may fit in other sizes: then the dtype counts.
+        agreeing = sum(n for kind, n in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
+        candidates.append((_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
-    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
+    weights = sum(count for kind, count in kinds.items() if kind.suffix == suffixes(best.encoding)[0])
     return best, 2 * fitting > weights, sizes
 
 
@@ -141,17 +135,9 @@ def _by_product(
 
 
 def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
-    """How many packed weights (the first tensor of each part) have the size that the format requires."""
-    count = 0
-    for kind, number in kinds.items():
-        hidden, width = sizes[kind.layer]
-        weight = fmt.encoding.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
-        if kind.suffix == weight.name and kind.nbytes == weight.nbytes and kind.nbytes:
-            count += number
-    return count
 
+    def fits(kind: TensorKind) -> bool:
+        weight = fmt.encoding.tensors(*part_shape(kind.projection, *sizes[kind.layer], 1))[0]
+        return kind.suffix == weight.name and kind.nbytes == weight.nbytes > 0
 
-def _agreeing(fmt: Format, kinds: Mapping[TensorKind, int]) -> int:
-    """How many packed weights have the format's dtype: formats that share names may fit in other sizes."""
-    weight = fmt.encoding.tensors(0, 0)[0]
-    return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
+    return sum(number for kind, number in kinds.items() if fits(kind))

@@ -21,7 +21,6 @@ NOT_KT = numa.SUFFIXES[1]  # how the names of tensors end
 
 
 def can_be_mixed(fmt: Format) -> bool:
-    """Whether layers of a mix may have this format: experts in NUMA parts."""
     return fmt.arrangement == numa.NUMA and fmt.forward and len(suffixes(fmt.encoding)) <= len(NOT_KT)
 
 
@@ -50,28 +49,22 @@ def of_layers(by_layer: Mapping[int, Format]) -> Format:
 def facts_of(fmt: Format, layers: Sequence[int]) -> dict[str, Any]:
     """What the manifest says of the format of these layers: of a mix also `methods`, name -> layers as "0-5, 60"."""
     encodings = [fmt.of_layer(layer).encoding for layer in layers]
-    return {
-        "method": fmt.name,
-        **methods_of(fmt, layers),
-        "layout_version": one_or_all(encoding.version for encoding in encodings),
-        "bits": one_or_all(encoding.grid.bits for encoding in encodings),
-    }
+    versions, bits = one_or_all(e.version for e in encodings), one_or_all(e.grid.bits for e in encodings)
+    return {"method": fmt.name, **methods_of(fmt, layers), "layout_version": versions, "bits": bits}
 
 
 def methods_of(fmt: Format, layers: Sequence[int]) -> dict[str, dict[str, str]]:
     """The entry `methods` of the manifest; {} of what is no mix."""
     if not fmt.by_layer:
         return {}
-    names = dict.fromkeys(fmt.of_layer(layer).name for layer in sorted(layers))
-    return {
-        "methods": {name: ranges([layer for layer in layers if fmt.of_layer(layer).name == name]) for name in names}
-    }
+    numbers: dict[str, list[int]] = {}
+    for layer in sorted(layers):
+        numbers.setdefault(fmt.of_layer(layer).name, []).append(layer)
+    return {"methods": {name: ranges(own) for name, own in numbers.items()}}
 
 
 def formats_said(output: Output) -> tuple[Format, ...]:
-    """The formats that a layer may have, by the metadata of shards: all that can be mixed where these name several, or
-    one whose names are kt-kernel's elsewhere; none in an output that is no mix.
-    """
+    """The formats that a layer may have, by the metadata of shards: all that can be mixed; none where it is no mix."""
     if output.names != numa.NumaNames(NOT_KT):
         return ()
     said = {metadata["method"] for metadata in output.metadata.values() if {"method", "layer"} <= metadata.keys()}

@@ -7,14 +7,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import Place
-
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.moe_model import MoeModel
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
@@ -25,22 +23,16 @@ SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's, and others
 
 @dataclass(frozen=True)
 class NumaNames:
-    """Names of the parts of experts.
-
-    suffixes  of the tensors of a part
-    layout    of the arrangement: formats of several layouts may have the same names
-    """
+    """Names of the parts of experts. layout: of the arrangement, since formats of several may have the same names."""
 
     suffixes: tuple[str, ...]
     layout: str = "numa"
 
     def key(self, place: Place, suffix: str) -> str:
-        """The tensor's name."""
         backward = "_bwd" if place.backward else ""
         return f"blk.{place.layer}.ffn_{place.projection}{backward}_exps.{place.expert}.numa.{place.numa}.{suffix}"
 
     def find(self, name: str) -> tuple[Place, str] | None:
-        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
         match = KEY.fullmatch(name)
         if match is None or match["suffix"] not in self.suffixes:
             return None
@@ -48,11 +40,9 @@ class NumaNames:
         return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
 
     def stray(self, name: str) -> str | None:
-        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
         return "not a name that kt-kernel reads" if "ffn_" in name and "_exps" in name else None
 
     def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for messages."""
         backward = "backward " if place.backward else ""
         where = f"layer {place.layer}, expert {place.expert}, {place.projection}_proj, NUMA part {place.numa}"
         return f"{where}, {backward}{suffix}"

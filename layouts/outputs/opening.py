@@ -19,7 +19,6 @@ from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
-STATISTICS = "calibrate"  # the command whose output holds no weights
 WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 FOREIGN_NAME = "not a name that kt-kernel reads"
@@ -28,10 +27,7 @@ Item = TypeVar("Item")
 
 
 def is_output(path: Path) -> bool:
-    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint.
-
-    What `ktconvert dequantize` wrote is a checkpoint like any other.
-    """
+    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
@@ -67,22 +63,22 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def open_output(root: Path) -> Output:
-    """Open an output, finished or damaged; its defects are recorded in the result, not raised.
-
-    Raises UnsupportedError for a directory that holds no experts in one of our formats, VerificationError for a
-    manifest that cannot be read."""
+    """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where
+    no experts are in one of our formats, VerificationError for an unreadable manifest.
+    """
     if not is_output(root):
         with contextlib.suppress(InputError):
             quantized = read_config(root).get("quantization_config")
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
                 manifest.read(root)  # raises where it is damaged
-                raise UnsupportedError(
-                    f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that "
-                    "file back or convert again, else give the directory of an output."
-                )
+                remedy = "put that file back or convert again, else give the directory of an output."
+                what = f"is packed by {PACKER} and has no {manifest.NAME}"
+                raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
-    about = _trusted(root)
-    kinds = _by_names({}) if about is None else _by_names(about.model, _format_of(about))
+    about, kinds = manifest.read(root), _by_names({})
+    if about is not None:
+        _require_trusted(root, about)
+        kinds = _by_names(about.model, _format_of(about))
     folders, shards = loose.layers_in(root), _shards(root)
     is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
     output = _opened(root, about, shards, kinds, is_loose)
@@ -92,7 +88,6 @@ def open_output(root: Path) -> Output:
 
 
 def open_decoded(root: Path) -> Output:
-    """Open an output of `ktconvert dequantize` in the same way."""
     return _opened(root, manifest.read(root), _shards(root), {NativeNames(()): ()}, False)
 
 
@@ -101,51 +96,38 @@ def _opened(
 ) -> Output:
     """The output with what lies in its shards; kinds: what names its tensors may have, and the formats of each."""
     damaged: dict[str, InputError] = {}
+
+    def if_readable(name: str, read: Callable[[Path], Item]) -> Item | None:
+        try:
+            return read(root / name) if (root / name).exists() else None
+        except InputError as error:
+            damaged[name] = error
+            return None
+
     headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
     names = _named_by(kinds, (entry.name for header in headers.values() for entry in header.entries))
     names = names or next(iter(kinds))
-    formats = kinds[names]
-    config = _or_damaged(damaged, root / "config.json", lambda path: read_config(path.parent)) or {}
-    weight_map, total_size = _or_damaged(damaged, root / INDEX, read_index) or (None, None)
-    output = Output(
-        root,
-        is_loose,
-        tuple(fmt.name for fmt in formats),
-        names,
-        not formats or formats[0].arrangement.whole,
-        about,
-        config,
-        weight_map,
-        total_size,
-        shards,
-        damaged={name: f"{name}: {error.problem}" for name, error in damaged.items()},
-    )
+    methods, whole = tuple(fmt.name for fmt in kinds[names]), all(fmt.arrangement.whole for fmt in kinds[names][:1])
+    config = if_readable("config.json", lambda path: read_config(path.parent)) or {}
+    weight_map, total_size = if_readable(INDEX, read_index) or (None, None)
+    output = Output(root, is_loose, methods, names, whole, about, config, weight_map, total_size, shards)
+    output.damaged.update((name, f"{name}: {error.problem}") for name, error in damaged.items())
     for shard, header in headers.items():
         output.metadata[shard] = header.metadata
         for entry in header.entries:
             recognised = names.find(entry.name)
             if recognised is None:
-                if (why := names.stray(entry.name)) is not None:
-                    output.strays.append((entry.name, shard, why))
+                why = names.stray(entry.name)
                 _add(output, output.others, entry.name, entry)
-                continue
-            if names.key(*recognised) != entry.name:  # numbers with leading zeros
-                output.strays.append((entry.name, shard, FOREIGN_NAME))
-            _add(output, output.tensors, recognised, entry)
+            else:
+                why = None if names.key(*recognised) == entry.name else FOREIGN_NAME  # numbers with leading zeros
+                _add(output, output.tensors, recognised, entry)
+            if why is not None:
+                output.strays.append((entry.name, shard, why))
     return output
 
 
-def _or_damaged(damaged: dict[str, InputError], path: Path, read: Callable[[Path], Item]) -> Item | None:
-    """What a file holds; None where there is none, or where it is damaged, which is recorded."""
-    try:
-        return read(path) if path.exists() else None
-    except InputError as error:
-        damaged[path.name] = error
-        return None
-
-
 def _shards(root: Path) -> list[str]:
-    """Every safetensors file below a directory, but for those of an unfinished conversion."""
     files = (path.relative_to(root) for path in root.rglob("*.safetensors"))
     return sorted(file.as_posix() for file in files if WORK_INSIDE not in file.parts)
 
@@ -172,28 +154,22 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
     return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
 
 
-def _trusted(root: Path) -> Manifest | None:
-    """The manifest or None. VerificationError for a needed fact of a wrong type, UnsupportedError for statistics."""
-    about = manifest.read(root)
-    if about is None:
-        return None
-    if about.command == STATISTICS:
-        raise UnsupportedError(
-            f"{root}: holds statistics of a model's experts, and no weights; `ktconvert experts` and "
-            "`cpu --scale imatrix --statistics` read it."
-        )
+def _require_trusted(root: Path, about: Manifest) -> None:
+    """VerificationError for a needed fact of a wrong type, UnsupportedError for statistics."""
+    if about.command == "calibrate":
+        readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
+        raise UnsupportedError(f"{root}: holds statistics of a model's experts, and no weights; {readers} read it.")
     facts = about.model
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _format_of(about).arrangement.is_trusted(facts):
-        raise VerificationError(
-            f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
-        )
-    return about
+        path = root / manifest.NAME
+        raise VerificationError(f"{path}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite.")
 
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
     for layer, folder in folders.items():
         before = len(output.tensors)
-        for path in sorted(_below(folder)):
+        below = (path for node in folder.iterdir() if node.is_dir() for path in node.iterdir() if path.is_file())
+        for path in sorted(below):
             name = path.relative_to(output.root).as_posix()
             node = loose.NUMA.fullmatch(path.parent.name)
             match = loose.FILE.fullmatch(path.name)
@@ -210,10 +186,6 @@ def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
             _add(output, output.tensors, (place, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == before:
             output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
-
-
-def _below(folder: Path) -> Iterable[Path]:
-    return (path for node in folder.iterdir() if node.is_dir() for path in node.iterdir() if path.is_file())
 
 
 def _add(output: Output, where: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:

@@ -23,21 +23,17 @@ AGAIN = "convert it again"
 class Output:
     """An opened output; headers and names are read, weights are not.
 
-    manifest   manifest.json, None in kt-kernel's own outputs
-    methods    the formats whose tensors have these names; measure() determines which of them it is
-    names      of its tensors
-    whole      whether it is a whole model, which loaders of checkpoints open
-    config     config.json, {} where there is none
-    weight_map what the index says (tensor -> shard); None where there is no index
-    total_size what the index says, None where it says nothing
-    shards     weight files relative to root, in order
-    metadata   shard -> its __metadata__
-    tensors    (place, suffix) -> where it is; what lies in a file of its own has the file's name
-    others     tensors that are no routed experts, by name
-    doubles    (name, first file, second file) of tensors that exist twice
-    strays     (name, file, why it does not belong there)
-    prefixes   of the loose files' names ("INT4", ...)
-    damaged    file -> why it cannot be read
+    methods     the formats whose tensors have these names; measure() determines which of them it is
+    whole       whether it is a whole model, which loaders of checkpoints open
+    manifest    manifest.json, None in kt-kernel's own outputs; config: config.json, {} where there is none
+    weight_map  what the index says (tensor -> shard), as total_size; None without it
+    metadata    shard -> its __metadata__
+    tensors     (place, suffix) -> where it is; what lies in a file of its own has the file's name
+    others      tensors that are no routed experts, by name
+    doubles     (name, first file, second file) of tensors that exist twice
+    strays      (name, file, why it does not belong there)
+    prefixes    of the loose files' names ("INT4", ...)
+    damaged     file -> why it cannot be read
     """
 
     root: Path
@@ -65,19 +61,13 @@ class Output:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """With which options it was made, by its manifest; {} without one."""
         return {} if self.manifest is None else dict(self.manifest.settings)
 
     def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
-        """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.
-
-        Raises VerificationError if the disk cannot be read or the file became shorter.
-        """
-        stop = stored.nbytes if stop is None else stop
+        """Bytes start..stop-1 of a tensor, in `out` or new memory. VerificationError: unreadable or shorter."""
         if out is None:
-            out = np.empty(stop - start, np.uint8)
-        view, done = memoryview(out.data), 0
-        path = self.root / stored.file
+            out = np.empty((stored.nbytes if stop is None else stop) - start, np.uint8)
+        path, view, done = self.root / stored.file, memoryview(out.data), 0
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -1,8 +1,7 @@
-"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (FORMAT.md, section
-"The split").
+"""The parts that one expert is cut into, in the order in which they lie in a shard (FORMAT.md, section "The split").
 
-H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on
-its own, so T is baked into the bytes of down_proj's scales. What has no NUMA parts has T = 1.
+Every part is quantized and packed on its own, so T, their number, is baked into the bytes of down_proj's scales. What
+has no NUMA parts has T = 1.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ class Place(NamedTuple):
 
 
 class Names(Protocol):
-    """The names of an output's tensors. Two namings that give the same names compare equal."""
+    """The names of an output's tensors. Two namings that give the same names compare equal.
 
-    def key(self, place: Place, suffix: str) -> str:
-        """The name of a tensor."""
+    key       the name of a tensor
+    find      (place, suffix) of a tensor; None if it is no part of a routed expert
+    stray     why a tensor that is no part of a routed expert does not belong here; None where it may
+    describe  which tensor of which expert, for messages
+    """
 
-    def find(self, name: str) -> tuple[Place, str] | None:
-        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
-
-    def stray(self, name: str) -> str | None:
-        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
-
-    def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for messages."""
+    def key(self, place: Place, suffix: str) -> str: ...
+    def find(self, name: str) -> tuple[Place, str] | None: ...
+    def stray(self, name: str) -> str | None: ...
+    def describe(self, place: Place, suffix: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Part:
 
     @property
     def place(self) -> Place:
-        """Which matrix of the model it is, without its size."""
         return Place(self.layer, self.expert, self.projection, self.backward, self.numa)
 
     def of(self, linear: Matrix) -> Matrix:
@@ -76,9 +73,7 @@ class Part:
         return part.T if self.backward else part
 
     def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
-        """This part of an array with a number for each column of the linear, or two of them; a view. None of None and
-        a transpose.
-        """
+        """This part of an array with a number for each column of the linear, or two; a view. None of a transpose."""
         if whole is None or self.backward:
             return None
         own = slice(self.first, self.first + self.k)
@@ -103,10 +98,8 @@ def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices.
-
-    unit: parts are whole units of so many columns of I, of which the first parts have one more where they do not divide
-    by T; 0: parts are equal
+    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices. unit: parts
+    are whole units of so many columns of I, the first parts one more where T does not divide them; 0: parts are equal.
     """
 
     layer: int
@@ -119,7 +112,6 @@ class ExpertGrid:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """The columns of I that each part has."""
         if not self.unit:
             return (self.intermediate // self.numa,) * self.numa
         each, more = divmod(self.intermediate // self.unit, self.numa)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.quantizers.differences import sums_of
 from ktconvert.quantizers.rescale import to_one_scale
@@ -26,10 +26,7 @@ def rounds_again(encoding: Encoding, old: int, new: int) -> bool:
 
 
 def rearrange(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
-    """Fill the parts `new` of a linear, or of its transpose, from its parts `old`; both in order, and all of them.
-
-    Raises ValueError for a code that is not one of the encoding's.
-    """
+    """Fill the parts `new` of a linear (or its transpose) from its parts `old`, in order. ValueError: a bad code."""
     if not encoding.grid.per_row or is_cut_by_rows(new[0][0]):
         _cut_tensors(encoding, old, new)
         return
@@ -49,7 +46,10 @@ def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]
     """What rearranging by columns changed: sums of x*x, y*y, x*y and (x-y)^2, x the old numbers and y the new ones."""
     sums = np.zeros(4)
     for rows in _row_blocks(encoding, new[0][0].n):
-        x, y = (np.concatenate([_rows(encoding, *part, rows) for part in side], axis=1) for side in (old, new))
+        x, y = (
+            np.concatenate([encoding.decode(stored, part.n, part.k, rows) for part, stored in side], axis=1)
+            for side in (old, new)
+        )
         sums += sums_of(x, y)
     return sums
 
@@ -60,7 +60,6 @@ def _row_blocks(encoding: Encoding, n: int) -> Iterator[slice]:
 
 
 def _of_rows(part: Part, stored: Sequence[Bytes], rows: slice) -> list[Bytes]:
-    """The tensors of a block of rows of a part; views."""
     return [each[each.size * rows.start // part.n : each.size * rows.stop // part.n] for each in stored]
 
 
@@ -82,7 +81,3 @@ def _codes_and_scales(
     ones = np.full(rows.stop - rows.start, 1 / encoding.grid.step, np.float32)
     codes = encoding.decode([weight, ones.view(np.uint8)], len(ones), part.k, slice(None))
     return codes.astype(np.int8), scale.view(np.float32)
-
-
-def _rows(encoding: Encoding, part: Part, stored: Sequence[Bytes], rows: slice) -> F32:
-    return encoding.decode(stored, part.n, part.k, rows)

@@ -1,9 +1,6 @@
-"""A folder with the statistics of one model's experts: imatrix.gguf, counts.safetensors, maybe second moments of each
-layer, and statistics.json, which says what they are of. Written by `ktconvert calibrate` and by GPTQ with
---save-statistics.
-
-The numbers of experts that a layer does not have are zeros in counts.safetensors. The blocks of an MTP part are in
-neither file.
+"""A folder with the statistics of one model's experts, of `ktconvert calibrate` or --save-statistics: imatrix.gguf,
+counts.safetensors (zeros for experts that a layer does not have), maybe second moments of each layer, and
+statistics.json, which says what they are of. The blocks of an MTP part are in none of them.
 """
 
 from __future__ import annotations
@@ -99,22 +96,18 @@ class Statistics:
         """The importance matrix, for a model of these layers; arguments and errors as of open_imatrix."""
         self.require_model(model, shapes)
         opened = open_imatrix(self.folder / IMATRIX, model, shapes, others)
-        if opened.sha256 != self._recorded(IMATRIX)["sha256"]:
+        if opened.sha256 != self._sha256s()[IMATRIX]:
             raise InputError(f"{opened.path}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
         return opened
 
     def second_moments(self, model: str, shapes: Shapes) -> SecondMoments:
         """The second moments, for a model of these layers; arguments and errors as of open_second_moments."""
         self.require_model(model, shapes)
-        files = {file["name"]: file["sha256"] for file in self.document["files"]}
-        return open_second_moments(self.folder / DOCUMENT, files, model, shapes)
+        return open_second_moments(self.folder / DOCUMENT, self._sha256s(), model, shapes)
 
     def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
-        """Raise InputError, naming both, where the statistics are of a model with other layers or experts.
-
-        model           how messages call it
-        shapes          of its layers with experts
-        decoder_layers  how many layers it has in all; None if that does not matter
+        """Raise InputError, naming both, where the statistics are of a model with other layers or experts; where given,
+        with another number of layers in all. shapes: of its layers with experts.
         """
         own = self.document["model"]
         ours = (own["layers"], *(_each(own[key]) for key in ("experts", "hidden", "intermediate")))
@@ -122,22 +115,18 @@ class Statistics:
         theirs = (sorted(shapes), experts, hidden, width)
         deep = decoder_layers is not None and decoder_layers != own["decoder_layers"]
         if ours != theirs or deep:
+            whose, has = own["name"] or own["architecture"], _described(own["decoder_layers"] if deep else None, *ours)
+            needed = f"{model} has {_described(decoder_layers if deep else None, *theirs)}"
             raise InputError(
-                f"{self.folder}: statistics of {own['name'] or own['architecture']}, "
-                f"{_described(own['decoder_layers'] if deep else None, *ours)}, and {model} has "
-                f"{_described(decoder_layers if deep else None, *theirs)}; give the statistics of this model"
+                f"{self.folder}: statistics of {whose}, {has}, and {needed}; give the statistics of this model"
             )
 
-    def _recorded(self, name: str) -> Mapping[str, Any]:
-        return next(file for file in self.document["files"] if file["name"] == name)
+    def _sha256s(self) -> dict[str, str]:
+        return {file["name"]: file["sha256"] for file in self.document["files"]}
 
 
 def read_statistics(folder: Path) -> Statistics:
-    """The statistics in a folder. The hash of the importance matrix is checked when it is opened.
-
-    Raises InputError for a folder that has none, for files that are missing, cut short or not those that the document
-    describes, and for a document of a newer version.
-    """
+    """The statistics in a folder. InputError for files that are missing or not as described, or of a newer version."""
     path = folder / DOCUMENT
     try:
         data = path.read_bytes()
@@ -156,16 +145,12 @@ def read_statistics(folder: Path) -> Statistics:
         counts = read_counts(folder / COUNTS)
         shape = (document["model"]["decoder_layers"], max(_each(document["model"]["experts"])))
         if counts.shape != shape:
-            raise InputError(
-                f"{folder / COUNTS}: is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}; "
-                f"{MAKE}"
-            )
+            what = f"is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}"
+            raise InputError(f"{folder / COUNTS}: {what}; {MAKE}")
         return Statistics(folder, document, counts)
     except OSError as error:
-        raise InputError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); give a folder of `ktconvert calibrate` or "
-            "of --save-statistics"
-        ) from error
+        remedy = "give a folder of `ktconvert calibrate` or of --save-statistics"
+        raise InputError(f"{error.filename or path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
 
@@ -193,12 +178,8 @@ def counts_of(folder: Path) -> I64:
 
 def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
     """statistics.json, of the entries of _Document. No time stamps, no paths: same input and options, same bytes."""
-    document = {
-        "format": {"name": "ktconvert-statistics", "version": FORMAT},
-        "tool": {"name": "ktconvert", "version": version},
-        **about,
-        "files": list(files),
-    }
+    header = {"name": "ktconvert-statistics", "version": FORMAT}
+    document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **about, "files": list(files)}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
@@ -207,7 +188,6 @@ def _each(sizes: int | list[int]) -> list[int]:
 
 
 def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
-    """Layers, and the numbers and sizes of their experts, for messages."""
     deep = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
     experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
     return f"{deep}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"

@@ -4,8 +4,7 @@ Two forms are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], an
 tokens of each expert. The old binary form (.dat; little-endian): int32 number of records, and for each: int32 length of
 its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls, of all experts
 together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp writes a mean
-square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model, and block N of it
-is decoder layer N.
+square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model.
 Source: tools/imatrix/imatrix.cpp of llama.cpp (save_imatrix, save_imatrix_legacy).
 """
 
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.container import opened, read_at
+from ktconvert.layouts.checkpoints.containers.container import opened, read_at, read_unchanged
 from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
@@ -42,12 +41,8 @@ GIVE = "give the statistics of this model, from llama-imatrix or `ktconvert cali
 
 @dataclass(frozen=True)
 class Record:
-    """One weight's sums in a file.
-
-    start   the first byte of its float32 values
-    values  how many there are, of all experts
-    shape   [experts, columns] where the file says it, else None
-    counts  where the number of tokens of each expert lies; None: `calls` says it for all of them
+    """One weight's sums in a file: so many float32 values of all experts, from a byte on; [experts, columns] where the
+    file says it; where the number of tokens of each expert lies, or `calls` for all of them.
     """
 
     name: str
@@ -60,10 +55,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one projection of a layer.
-
-    starts   int64 [experts]: where the float32 [columns] of each lie in the file
-    counts   int64 [experts]: what they are to be divided by for means, tokens or (in a .dat) calls; 0: there are none
+    """The sums of one projection of a layer: where the float32 [columns] of each expert lie in the file, int64
+    [experts], and what they are to be divided by for means, tokens or (in a .dat) calls, int64 [experts]; 0: none.
     """
 
     columns: int
@@ -73,12 +66,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """The importance matrix of a model's experts, in a file that stays where it is; safe to use from many threads.
-
-    sha256  of the file
-    size, mtime_ns  of the file: a change while it is used is an InputError
-    sums    (layer, projection) -> where they lie
-    """
+    """The importance matrix of experts in a file that must not change. sums: (layer, projection) -> where they lie."""
 
     path: Path
     sha256: str
@@ -103,24 +91,17 @@ class Imatrix:
         return np.stack([self._values(int(start), sums.columns) for start in sums.starts])
 
     def unreached(self, layer: int) -> tuple[int, ...]:
-        """The experts of a layer for which a projection has no counts."""
         counts = [self.sums[layer, projection].counts for projection in PARTS]
         return tuple(int(n) for n in np.flatnonzero(np.min(counts, axis=0) == 0))
 
     def _values(self, start: int, count: int) -> F32:
-        with opened(self.path, ".gguf") as (fd, status):
-            data = read_at(fd, start, 4 * count, self.path)
-            if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns) or len(data) != 4 * count:
-                raise InputError(f"{self.path}: changed while it was being read; put the old file back and resume.")
+        data = read_unchanged(self.path, ".gguf", start, 4 * count, self.size, self.mtime_ns)
         return np.frombuffer(data, "<f4").astype(np.float32)
 
 
 def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-    """The statistics of these layers, every value checked.
-
-    model   how messages call the model
-    shapes  of all its layers with experts; others: layers that may be in the file, too
-    Raises InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
+    """The statistics of these layers of a model, every value checked. others: layers that may be in the file, too.
+    InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
     """
     with opened(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
@@ -130,15 +111,12 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int]
         found = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
                  for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
         if not found:
-            raise InputError(
-                f"{path}: holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS}); {GIVE}"
-            )
+            what = f"holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
+            raise InputError(f"{path}: {what}; {GIVE}")
         layers = {layer for layer, _, _ in found}
         if shapes.keys() - layers or layers - shapes.keys() - set(others):
-            raise InputError(
-                f"{path}: has experts in layers {ranges(sorted(layers))}, and {model} in layers "
-                f"{ranges(sorted(shapes))}; {GIVE}"
-            )
+            where, needed = ranges(sorted(layers)), ranges(sorted(shapes))
+            raise InputError(f"{path}: has experts in layers {where}, and {model} in layers {needed}; {GIVE}")
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
@@ -168,40 +146,28 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
     starts, counts = np.empty(experts, np.int64), np.empty(experts, np.int64)
     each = experts // len(records)
     for number, record in enumerate(records):
-        _require_size(path, record, each, columns, whose)
+        if record.shape not in (None, (each, columns)) or record.values != each * columns:
+            own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
+            needed = f"{whose} has {each} experts of {columns} columns"
+            raise InputError(f"{path}: {record.name} has {own_shape}, and {needed}; {GIVE}")
         values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
             expert, column = (int(n) for n in np.argwhere(wrong)[0])
-            raise damaged_file(
-                path,
-                f"{record.name} has {values[expert, column]} as a sum of squares (expert {expert + number}, "
-                f"column {column})",
-            )
+            where = f"(expert {expert + number}, column {column})"
+            raise damaged_file(path, f"{record.name} has {values[expert, column]} as a sum of squares {where}")
         own = slice(number * each, (number + 1) * each)
         starts[own] = record.start + 4 * columns * np.arange(each)
         if record.counts is None:
             filler = (values == np.float32(record.calls)).all(axis=1)
             counts[own] = np.where(filler, 0, record.calls)
         else:
-            counts[own] = _whole(_read(fd, record.counts.start, record.counts.nbytes, path), record.counts, path)
+            tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
+            if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
+                what = f"holds {tokens.tolist()[:4]}, no numbers of tokens"
+                raise damaged_tensor(record.counts.name, what, REMEDY, path)
+            counts[own] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
-
-
-def _require_size(path: Path, record: Record, experts: int, columns: int, whose: str) -> None:
-    if record.shape not in (None, (experts, columns)) or record.values != experts * columns:
-        has = f"{record.values} values" if record.shape is None else "{} experts of {} columns".format(*record.shape)
-        raise InputError(
-            f"{path}: {record.name} has {has}, and {whose} has {experts} experts of {columns} columns; {GIVE}"
-        )
-
-
-def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
-    """Numbers of tokens, float32 in the file."""
-    counts = np.frombuffer(data, "<f4")
-    if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():
-        raise damaged_tensor(entry.name, f"holds {counts.tolist()[:4]}, no numbers of tokens", REMEDY, path)
-    return counts.astype(np.int64)
 
 
 def _read(fd: int, start: int, count: int, path: Path) -> bytes:
@@ -215,27 +181,21 @@ def _read(fd: int, start: int, count: int, path: Path) -> bytes:
 
 
 def _gguf_records(path: Path) -> dict[str, Record]:
-    """The weights of experts that have sums and counts."""
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:
-        base, dot, last = name.rpartition(".")
-        ending = dot + last
-        if ending not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
+        base, _, last = name.rpartition(".")
+        if f".{last}" not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
             continue
         sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
         if sums is None or counts is None:
-            raise damaged_file(path, f"{base} has {ending[1:]} but not both {SUMS[1:]} and {COUNTS[1:]}")
+            raise damaged_file(path, f"{base} has {last} but not both {SUMS[1:]} and {COUNTS[1:]}")
         if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
             raise damaged_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
         values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
         if not values or values // columns * 4 != counts.nbytes:
-            raise damaged_tensor(
-                sums.name,
-                f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)} do not belong together",
-                REMEDY,
-                path,
-            )
+            what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
+            raise damaged_tensor(sums.name, f"{what} do not belong together", REMEDY, path)
         records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
     return records
 
@@ -285,12 +245,7 @@ TYPE_F32 = 0  # a type of tensors
 
 @dataclass(frozen=True)
 class LayerSums:
-    """What the experts of a layer read.
-
-    counts  int64 [experts]: the tokens of each expert
-    inputs  float32 [experts, H]: for each column, the sum of the squares of what gate and up read
-    middle  float32 [experts, I]: of what down reads
-    """
+    """Tokens of experts, int64 [experts]; sums of squares of what they read, float32 [experts, H], [experts, I]."""
 
     counts: I64
     inputs: F32
@@ -308,10 +263,8 @@ def write_imatrix(
 ) -> tuple[int, str]:
     """Write a new file, synced, for the caller to publish; returns its size in bytes and its sha256.
 
-    shapes      of the layers, by their numbers
-    load        gives one layer's sums; called once for each, and in no order that a caller should rely on
-    datasets    names of the data
-    chunks      sequences that went through the model, of chunk_size tokens
+    load      gives one layer's sums; called once for each, in any order
+    datasets  names of the data, of which so many sequences (chunks) of chunk_size tokens went through the model
     Raises InputError for sums that are not finite, ResourceError when the disk is full.
     """
     layers = sorted(shapes, key=lambda layer: f"{layer}.")  # as llama.cpp: by name
@@ -320,9 +273,16 @@ def write_imatrix(
         experts, hidden, width = shapes[layer]
         for projection, columns in (("down", width), ("gate", hidden), ("up", hidden)):
             for ending, size in ((SUMS, columns), (COUNTS, 1)):
-                infos.append(_info(f"blk.{layer}.ffn_{projection}_exps.weight{ending}", (size, experts), offset))
+                dims = (size, experts) if experts > 1 else (size,)  # ggml leaves out trailing dimensions of 1
+                about = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_F32, offset)
+                infos.append(_text(f"blk.{layer}.ffn_{projection}_exps.weight{ending}") + about)
                 offset += _padded(4 * size * experts)
-    head = b"".join((*_preamble(len(infos), datasets, chunks, chunk_size), *infos))
+    head = gguf.MAGIC + struct.pack("<IQQ", VERSION, len(infos), 4)
+    head += _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
+    head += _text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
+    head += b"".join(map(_text, datasets))
+    head += _text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
+    head += _text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size) + b"".join(infos)
     head = head.ljust(_padded(len(head)), b"\0")
     with DirectFile(path, len(head) + offset) as file:
         file.append(head)
@@ -335,22 +295,6 @@ def write_imatrix(
                     data = np.ascontiguousarray(tensor, "<f4").tobytes()
                     file.append(data.ljust(_padded(len(data)), b"\0"))
         return file.size, file.close()
-
-
-def _preamble(tensors: int, datasets: Sequence[str], chunks: int, chunk_size: int) -> Iterator[bytes]:
-    """What comes before the tensors' entries: magic, version, counts and the keys."""
-    yield gguf.MAGIC + struct.pack("<IQQ", VERSION, tensors, 4)
-    yield _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
-    yield _text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
-    yield from map(_text, datasets)
-    yield _text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
-    yield _text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size)
-
-
-def _info(name: str, dims: tuple[int, int], offset: int) -> bytes:
-    """A tensor's entry. ggml leaves out trailing dimensions of 1."""
-    rank = 2 if dims[1] > 1 else 1
-    return _text(name) + struct.pack(f"<I{rank}QIQ", rank, *dims[:rank], TYPE_F32, offset)
 
 
 def _text(text: str) -> bytes:

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.containers.container import opened, read_at
+from ktconvert.layouts.checkpoints.containers.container import read_unchanged
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.publish import sha256_file
@@ -36,28 +36,26 @@ MAKE = "make them again with `ktconvert calibrate --second-moments`"
 
 
 def file_of(layer: int) -> str:
-    """The name of a layer's file."""
     return f"second-moments-{layer:03d}.safetensors"
 
 
 def triangle(k: int) -> int:
-    """The numbers of a symmetric matrix [k, k]."""
     return k * (k + 1) // 2
 
 
 def entries(shape: tuple[int, int, int]) -> list[TensorInfo]:
     """The tensors of a layer of shape (E, H, I), in file order."""
     experts, hidden, width = shape
-    shapes: dict[str, tuple[int, ...]] = {
-        "gate_up": (triangle(hidden),),
-        "down": (experts, triangle(width)),
-        "counts": (experts,),
-        "inputs": (experts, hidden),
-        "middle": (experts, width),
-    }
-    types = {name: ("I64", 8) if name == "counts" else ("F32", 4) for name in shapes}
+
+    def entry(name: str, *sizes: int, dtype: str = "F32") -> TensorInfo:
+        return TensorInfo(name, dtype, sizes, (8 if dtype == "I64" else 4) * math.prod(sizes))
+
     return [
-        TensorInfo(name, types[name][0], sizes, types[name][1] * int(np.prod(sizes))) for name, sizes in shapes.items()
+        entry("gate_up", triangle(hidden)),
+        entry("down", experts, triangle(width)),
+        entry("counts", experts, dtype="I64"),
+        entry("inputs", experts, hidden),
+        entry("middle", experts, width),
     ]
 
 
@@ -67,7 +65,6 @@ def packed(matrix: F32) -> F32:
 
 
 def unpacked(values: F32, k: int) -> F32:
-    """The symmetric matrix [k, k] of an upper triangle."""
     matrix, at = np.empty((k, k), np.float32), 0
     for first in range(k):
         matrix[first, first:] = matrix[first:, first] = values[at : at + k - first]
@@ -111,20 +108,12 @@ class LayerFile:
 
     def read(self, start: int, count: int) -> bytes:
         """Bytes of the file. Raises InputError if it changed."""
-        with opened(self.path, ".safetensors") as (fd, status):
-            data = read_at(fd, start, count, self.path)
-            if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns) or len(data) != count:
-                raise InputError(f"{self.path}: changed while it was being read; put the old file back and resume.")
-        return data
+        return read_unchanged(self.path, ".safetensors", start, count, self.size, self.mtime_ns)
 
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """The second moments of a model's experts, in files that stay where they are; safe to use from many threads.
-
-    path    the document that describes them; sha256: of it, which holds those of all files
-    layers  the file of each layer
-    """
+    """Second moments in files that must not change, for many threads; path, sha256: of their document."""
 
     path: Path
     sha256: str
@@ -134,10 +123,7 @@ class SecondMoments:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens.
-
-        Raises InputError for values that are no second moments, and for a file that is not the one that was described.
-        """
+        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens. Raises InputError."""
         file = self.layers[layer]
         with self._lock:
             if layer not in self._kept:
@@ -158,18 +144,12 @@ class SecondMoments:
         return 4 * (KEPT + 2) * hidden**2 + threads * 4 * (3 * width**2 + PER_COLUMN * max(hidden, width))
 
     def unreached(self, layer: int) -> tuple[int, ...]:
-        """The experts of a layer that no token reached."""
         return tuple(int(n) for n in np.flatnonzero(self.layers[layer].counts == 0))
 
 
 def open_second_moments(document: Path, files: Mapping[str, str], model: str, shapes: Shapes) -> SecondMoments:
-    """The second moments of these layers, every header checked; values are looked at when they are read.
-
-    document  the path of statistics.json
-    files     the sha256 of each file beside it, by name, as it says
-    model     how messages call the model
-    shapes    of its layers with experts
-    Raises InputError for a file that is missing, damaged or of another layer.
+    """The second moments of these layers, every header checked; values are looked at when they are read. document: the
+    path of statistics.json; files: the sha256 of each, as it says. InputError: missing, damaged or of another layer.
     """
     found = {}
     for layer, shape in shapes.items():
@@ -185,10 +165,8 @@ def open_second_moments(document: Path, files: Mapping[str, str], model: str, sh
             entry = have.get(want.name)
             if entry is None or (entry.dtype, entry.shape) != (want.dtype, want.shape):
                 has = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
-                raise InputError(
-                    f"{path}: {want.name} {has}, and layer {layer} of {model} needs {want.dtype} of shape "
-                    f"{list(want.shape)}; give the statistics of this model"
-                )
+                needs = f"layer {layer} of {model} needs {want.dtype} of shape {list(want.shape)}"
+                raise InputError(f"{path}: {want.name} {has}, and {needs}; give the statistics of this model")
         starts = {name: entry.start for name, entry in have.items()}
         found[layer] = LayerFile(path, header.size, header.mtime_ns, files[path.name], shape, starts)
         if (found[layer].counts < 0).any():

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, moe_plain, mxfp4, plain
-from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
+from ktconvert.layouts.encodings import Tensors, Weight, amx, fp4, fp8, plain
 from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.errors import UnsupportedError
@@ -211,7 +210,7 @@ def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     their 32 rows.
     """
     count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
-    return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
+    return fp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
 
 
 def _put_nibbles(part: Matrix, codes: Bytes) -> None:
@@ -232,11 +231,11 @@ def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     fp8.require_finite(part)
     _put_nibbles(part, out[0])
     scales = stored.source.view(tensors["scale"])
-    scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, nvfp4_encoding.GROUP)
-    role = nvfp4_encoding.FACTOR if nvfp4_encoding.FACTOR in tensors else nvfp4_encoding.DIVISOR
+    scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, fp4.NVFP4_GROUP)
+    role = fp4.FACTOR if fp4.FACTOR in tensors else fp4.DIVISOR
     whole = read_scales(stored.source, tensors[role], (1, 1))
     held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
-    held[:, :4] = (whole if role == nvfp4_encoding.FACTOR else 1 / whole).view(np.uint8)
+    held[:, :4] = (whole if role == fp4.FACTOR else 1 / whole).view(np.uint8)
     of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
     held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
 
@@ -249,7 +248,7 @@ def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[Tenso
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
         count, of_panel = n // panels.ROWS, k // group * panels.ROWS
-        return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", dtype, (count, of_panel), count * of_panel * size)
+        return fp4.PANELS.tensors(n, k)[0], TensorInfo("scales", dtype, (count, of_panel), count * of_panel * size)
 
     return tensors
 
@@ -377,11 +376,11 @@ METHODS: dict[str, Method] = _by_name(
                 number,
                 "int8",
                 f"{encoding.grid.bits}-bit integers, float32 for each row",
-                arrange=moe_plain.to_tiles,
+                arrange=amx.to_tiles,
             )
             for encoding, number in (
-                (moe_plain.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4),
-                (moe_plain.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8),
+                (amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4),
+                (amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8),
             )
         ),
         _packed(
@@ -418,13 +417,13 @@ METHODS: dict[str, Method] = _by_name(
             "BF16",
             "E4M3, E8M0 for each 32 columns of a row",
             panels.ROWS,
-            lambda n, k: (fp8.PANELS.tensors(n, k)[0], mxfp4.PANELS.tensors(n, k)[1]),
+            lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
             reads=_stored_as("MXFP8", block=lambda weight: (1, mxfp4_codes.GROUP)),
             write=_write_mxfp8,
             swiglu=(LIMIT, ALPHA),
         ),
         _packed(
-            mxfp4.PANELS,
+            fp4.PANELS,
             lib.KTQ_FORMAT_MXFP4,
             "BF16",
             "E2M1, E8M0 for each 32 columns of a row",
@@ -470,7 +469,7 @@ METHODS: dict[str, Method] = _by_name(
             "5-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
         ),
         _of_type("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
-        _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_packed(mxfp4.PANELS)),
+        _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_packed(fp4.PANELS)),
         _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_packed(plain.PANELS)),
         _of_type("F16", lib.KTQ_FORMAT_F16, "FP16", _write_halves),
     )

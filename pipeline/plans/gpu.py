@@ -13,9 +13,9 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, card, formats_of, gpu_card
+from ktconvert.layouts.outputs.gpu_card import loading_notes
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
-from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.quantization import GpuOptions
 from ktconvert.pipeline.plans.checkpoint import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
-from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.pipeline.engine.units import Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration

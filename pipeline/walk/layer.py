@@ -18,8 +18,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import DirectFile
-from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.tensors import TensorInfo

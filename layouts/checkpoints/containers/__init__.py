@@ -5,18 +5,11 @@ To add one, write its file beside these and name it here. A container knows noth
 
 from __future__ import annotations
 
-from ktconvert.layouts.checkpoints.containers import gguf, gguf_split, safetensors
+from ktconvert.layouts.checkpoints.containers import gguf, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container
 
 SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors.select)
 GGUF = Container(
-    "GGUF",
-    ".gguf",
-    gguf.read_header,
-    gguf_split.select,
-    gguf_split.of_file,
-    gguf_split.check,
-    input_type="gguf",
-    experts_only=True,
+    "GGUF", ".gguf", gguf.read_header, gguf.select, gguf.of_file, gguf.check, input_type="gguf", experts_only=True
 )
 CONTAINERS: tuple[Container, ...] = (SAFETENSORS, GGUF)  # of files of several kinds in a directory, the first are read

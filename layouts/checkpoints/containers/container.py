@@ -16,13 +16,7 @@ from ktconvert.layouts.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file of weights.
-
-    entries   its tensors, in file order.
-    size, sha256   the file's identity, independent of its path: its bytes, and a hash of names, dtypes, shapes and
-                   offsets.
-    config    the model's configuration, as in a config.json; {} if the file has none.
-    """
+    """A file's tensors, in order; size and hash of its header identify it anywhere; config: as a config.json, or {}."""
 
     entries: tuple[TensorInfo, ...]
     metadata: dict[str, str]
@@ -34,48 +28,33 @@ class Header:
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a directory that make up a checkpoint.
-
-    names    in their order.
-    index    tensor name -> file, from an index; None without one.
-    ignored  files of the same container that do not belong to it.
-    """
+    """The files of a directory that make up a checkpoint; an index, tensor -> file; files that do not belong to it."""
 
     names: list[str]
     index: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()
 
 
-def alone(path: Path) -> Selection:
-    """A checkpoint of this file alone."""
-    return Selection([path.name])
-
-
-def any_files(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
-    """Files do not say how many of them there should be."""
-
-
 @dataclass(frozen=True)
 class Container:
     """A kind of weight file: a row of CONTAINERS.
 
-    title         its usual name, for messages.
-    read_header   (path, what tensors have as their file): reads a file's header and checks every length against the
-                  file, without reading weights. InputError.
-    select        (directory, its files) -> the checkpoint that they make up; None if no file is of this kind.
-                  InputError.
-    of_file       the checkpoint that a named file belongs to. InputError.
-    check         (directory, names, headers): InputError where the files say that they are not one checkpoint.
-    input_type    its name in --input-type, where it has one.
-    experts_only  tensors other than experts are not stored as in a Hugging Face checkpoint, so nothing else is read.
+    title         its usual name, for messages
+    read_header   (path, what tensors have as their file): reads a file's header, without weights, and checks every
+                  length against the file. InputError
+    select        (directory, its files) -> the checkpoint that they make up; None if no file is of this kind
+    of_file       the checkpoint that a named file belongs to, alone by default. InputError
+    check         (directory, names, headers): InputError where the files say that they are not one checkpoint
+    input_type    its name in --input-type, where it has one
+    experts_only  tensors other than experts are not stored as in a Hugging Face checkpoint, so nothing else is read
     """
 
     title: str
     suffix: str
     read_header: Callable[[Path, str], Header]
     select: Callable[[Path, list[str]], Selection | None]
-    of_file: Callable[[Path], Selection] = alone
-    check: Callable[[Path, Sequence[str], Sequence[Header]], None] = any_files
+    of_file: Callable[[Path], Selection] = lambda path: Selection([path.name])
+    check: Callable[[Path, Sequence[str], Sequence[Header]], None] = lambda root, names, headers: None
     input_type: str | None = None
     experts_only: bool = False
 
@@ -101,6 +80,15 @@ def opened(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
         yield fd, status
     finally:
         os.close(fd)
+
+
+def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, mtime_ns: int) -> bytes:
+    """Bytes of a file that had this size and time of change. InputError if it changed."""
+    with opened(path, suffix) as (fd, status):
+        data = read_at(fd, start, count, path)
+        if (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or len(data) != count:
+            raise InputError(f"{path}: changed while it was being read; put the old file back and resume.")
+    return data
 
 
 def read_at(fd: int, start: int, count: int, path: Path) -> bytes:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Header, opened, read_at
-from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_file
+from ktconvert.layouts.checkpoints.containers.container import Header, Selection, opened, read_at
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file
 from ktconvert.layouts.tensors import TensorInfo
 
 # Before general.architecture, whose names are llama.cpp's, in model_type and in the table of architectures.
@@ -149,15 +150,12 @@ class _Cursor:
 
     @property
     def position(self) -> int:
-        """The next byte, counted from the start of the file."""
         return self._start + self._at
 
     def fault(self, what: str) -> InputError:
-        """The error that this is wrong with the file."""
         return damaged_file(self.path, what)
 
     def take(self, count: int) -> bytes:
-        """The next bytes. InputError where the file ends before."""
         if self._at + count > len(self._chunk):
             self._load(count)
         taken = self._chunk[self._at : self._at + count]
@@ -176,7 +174,6 @@ class _Cursor:
         return count
 
     def skip(self, count: int) -> None:
-        """Leaves out bytes that are known to be in the file."""
         self._at += count
 
     def skip_texts(self, count: int) -> None:
@@ -193,7 +190,6 @@ class _Cursor:
             raise self._too_short()
 
     def _load(self, count: int) -> None:
-        """Makes the next `count` bytes the first of the chunk."""
         start = self.position
         if start + count > self.size:
             raise self._too_short()
@@ -209,7 +205,6 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """How many tensors and key-value pairs the file says it has."""
     if cursor.size < 24:
         raise cursor.fault(f"only {cursor.size} bytes, too short for a GGUF header")
     magic, version = cursor.take(4), cursor.number("I")
@@ -317,3 +312,60 @@ def _placed(
         if first + at > cursor.size:
             raise cursor.fault(f"cut short: tensor {name!r} ends at byte {first + at}, and the file has {cursor.size}")
         yield TensorInfo(name, dtype, shape, nbytes, file, first + offset)
+
+
+# --- which files make up a checkpoint: one, or all of a split, as llama.cpp's gguf-split names them ---------------
+
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+COUNT = "split.count"
+# Beside a model's weights: a vision or audio encoder, and statistics for quantizing.
+OTHER = re.compile(r"mmproj|imatrix", re.I)
+
+
+def select(root: Path, files: list[str]) -> Selection | None:
+    """The GGUF files of a directory that are a checkpoint. InputError where one is missing, or for several models."""
+    present = [f for f in files if f.endswith(".gguf")]
+    if not present:
+        return None
+    main = [f for f in present if not OTHER.search(f)] or present
+    first = {parts[0]: parts for parts in map(parts_of, main)}
+    if len(first) > 1:
+        raise InputError(f"{root}: holds several GGUF models ({', '.join(first)}); name one of these files")
+    (parts,) = first.values()
+    _complete(root, parts)
+    return Selection(parts, None, tuple(f for f in present if f not in parts))
+
+
+def of_file(path: Path) -> Selection:
+    """The file with the others of its split, if it is of one. InputError where one is missing."""
+    parts = parts_of(path.name)
+    _complete(path.parent, parts)
+    return Selection(parts)
+
+
+def parts_of(name: str) -> list[str]:
+    """All names of the split that a file is of, in their order."""
+    part = PART.fullmatch(name)
+    if part is None or not 1 <= int(part[2]) <= int(part[3]):
+        return [name]
+    return [f"{part[1]}-{number:05d}-of-{part[3]}.gguf" for number in range(1, int(part[3]) + 1)]
+
+
+def _complete(root: Path, parts: Sequence[str]) -> None:
+    for name in parts:
+        if len(parts) > 1 and not (root / name).exists():
+            raise damaged_file(root / name, f"missing, one of {len(parts)} files of a split")
+
+
+def check(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
+    """Raises InputError unless the files say of themselves that they are the parts of one split, in this order."""
+    tensors = sum(len(header.entries) for header in headers)
+    for number, (name, header) in enumerate(zip(names, headers, strict=True)):
+        for key, value in ((COUNT, len(names)), ("split.no", number), ("split.tensors.count", tensors)):
+            recorded = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
+            merged = key == COUNT and recorded == "0" and len(names) == 1  # what gguf-split --merge leaves
+            if recorded != str(value) and not merged:
+                raise InputError(
+                    f"{root / name}: {key} is {recorded}, but by the files' names and tensors it should be {value}; "
+                    f"files of a split must keep their names and lie in one directory, else {REMEDY}"
+                )

@@ -33,10 +33,7 @@ INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
 def read_header(path: Path, file: str = "") -> Header:
-    """Reads and checks one file's header, without reading weights. file: what its tensors have as their file.
-
-    Raises InputError when the file is missing, cut short or a Git LFS pointer, or when its header breaks the format.
-    """
+    """Reads and checks a file's header, without weights. file: what its tensors have as their file. InputError."""
     with opened(path, ".safetensors") as (fd, status):
         head = read_at(fd, 0, 8, path)
         if len(head) < 8:

@@ -1,0 +1,233 @@
+"""FP4 E2M1 codes, two to a byte, with scales for groups of columns of a row.
+
+MXFP4: one E8M0 scale for 32 columns (OCP Microscaling Formats 1.0); as checkpoints have it, and as we write it: row
+after row or in panels of 32 (FORMAT.md). NVFP4: one E4M3 scale for 16 columns, and one float32 scale for all. Of that
+there are two conventions, which its name shows: modelopt's weight_scale_2 multiplies the others, compressed-tensors'
+weight_global_scale divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, need_finite, read_scales
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.errors import damaged_tensor
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
+from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
+from ktconvert.quantizers.packed import fields
+from ktconvert.quantizers.reference import E2M1
+from ktconvert.quantizers.scales import e8m0, nvfp4
+
+# --- in checkpoints -------------------------------------------------------------------------------
+
+GROUP, NVFP4_GROUP = mxfp4.GROUP, 16  # columns that share a scale
+FACTOR, DIVISOR = "factor", "divisor"  # roles of NVFP4's scale for all
+WHOLE = {FACTOR: "{t}_scale_2", DIVISOR: "{t}_global_scale"}
+
+
+def _row(
+    role: str,
+    pattern: str,
+    scales: tuple[str, ...],
+    whole: str = "",
+    dtypes: tuple[str, ...] = ("U8",),
+    transposed: bool = False,
+) -> CheckpointEncoding:
+    """whole: FACTOR or DIVISOR of NVFP4, "" of MXFP4."""
+    name, group, scale_types = ("NVFP4", NVFP4_GROUP, ("F8_E4M3",)) if whole else ("MXFP4", GROUP, E8M0)
+
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """The type of the scales tells it from other formats of 4 bits under the same names."""
+        scale, other = tensors.get("scale"), DIVISOR if whole == FACTOR else FACTOR
+        fits = not whole or whole in tensors or other not in tensors
+        return scale is not None and scale.dtype in scale_types and fits
+
+    def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+        codes, want = tensors[role], "a matrix of bytes or a stack of such"
+        if role == "blocks":
+            want = f"blocks of {GROUP // 2} bytes, [rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack"
+            if len(codes.shape) in (3, 4) and 0 not in codes.shape and codes.shape[-1] == GROUP // 2:
+                return *codes.shape[:-2], codes.shape[-2] * GROUP
+        elif len(codes.shape) in (2, 3) and 0 not in codes.shape:
+            return *codes.shape[:-1], 2 * codes.shape[-1]
+        raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be {want}")
+
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[()]:
+        codes, scale, logical = tensors[role], tensors["scale"], shape(tensors, quantization)
+        *rows, k = logical
+        if k % group or scale.shape != (*rows, k // group):
+            fits = f"which is {list(logical)} with a scale for each {group} columns of a row"
+            what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {fits}"
+            raise damaged_tensor(scale.name, what, "download both again")
+        stack, one = logical[:-2], tensors[whole] if whole else None
+        if one and (one.dtype not in FLOATS or one.shape[: len(stack)] != stack or prod(one.shape) != prod(stack)):
+            what = f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight of {codes.name!r}"
+            raise damaged_tensor(one.name, what)
+        return ()
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        n, k = shape(tensors, quantization)
+        codes, of_groups = source.view(replace(tensors[role], dtype="U8", shape=(n, k // 2))), (n, k // group)
+        if whole:
+            return Matrix(codes, FP4_E2M1, _nvfp4_scales(source, tensors, whole, of_groups), (1, group))
+        return Matrix(codes, FP4_E2M1, read_scales(source, tensors["scale"], of_groups), (1, group))
+
+    names = {role: (pattern,), "scale": scales} | ({whole: (WHOLE[whole],)} if whole else {})
+    types = ("nvfp4",) if whole else ("mxfp4", "fp4")
+    return CheckpointEncoding(
+        name, name, names, dtypes, FP4_E2M1, matrix, shape, fit, claims, transposed=transposed, input_types=types
+    )
+
+
+def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]) -> F32:
+    """The scales of the groups, float32 [shape]. Raises InputError, naming the place, where one is not finite."""
+    one = read_scales(source, tensors[whole], (1, 1))[0, 0]
+    if one == 0 and whole == DIVISOR:
+        info = tensors[whole]
+        raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
+    scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
+    need_finite(source, tensors["scale"], scales)
+    return scales
+
+
+IN_CHECKPOINTS = (
+    # DeepSeek-V4; I8 or U8 is only a container.
+    _row("weight", "{t}", ("{s}.scale", "{t}_scale", "{t}_scale_inv"), dtypes=("I8", "U8")),
+    # compressed-tensors' mxfp4-pack-quantized.
+    _row("packed", "{t}_packed", ("{t}_scale",)),
+    # gpt-oss; in BF16 transformers holds its experts as gate_up_proj [E, H, 2I] and down_proj [E, I, H].
+    _row("blocks", "{t}_blocks", ("{t}_scales",), transposed=True),
+    _row("weight", "{t}", ("{t}_scale",), FACTOR),
+    _row("weight", "{t}", ("{t}_scale",), DIVISOR),
+    _row("packed", "{t}_packed", ("{t}_scale",), DIVISOR),
+    _row("packed", "{t}_packed", ("{t}_scale",), FACTOR),
+)
+
+
+# --- as we write it: MXFP4 ------------------------------------------------------------------------
+
+ROWS_AT_A_TIME = 128  # that lie in panels while they are written row after row
+CODE_BYTES = panels.ROWS // 2  # of a panel, for each column
+BLOCK = CODE_BYTES * GROUP
+NIBBLES = np.zeros(256, np.uint8)  # codes as quantizers choose them, as bytes -> codes of E2M1
+NIBBLES[np.rint(2 * E2M1).astype(np.int8).view(np.uint8)[::-1]] = np.arange(16)[::-1]  # 0, and not -0
+
+
+def is_exact(model: SourceExperts) -> bool:
+    """Experts that are MXFP4 in any storage, with scales for the columns of their linears, not for the rows."""
+    return model.dtypes == ("MXFP4",) and not any(layer.input_major for layer in model.moe_layers.values())
+
+
+def _bad_scale(codes_of: Callable[[Read, int], Bytes]) -> Defect:
+    """codes_of: the codes [1, 32] that a scale belongs to."""
+
+    def bad_scale(read: Read, n: int, k: int) -> str:
+        """Every scale is a number, and so are its products with the codes."""
+        scales = read(1)
+        for index in map(int, np.flatnonzero(scales > mxfp4.MOST)):
+            with np.errstate(over="ignore"):
+                numbers = mxfp4.dequantize(codes_of(read, index), scales[index].reshape(1, 1))
+            if not np.isfinite(numbers).all():
+                what = "is not a number" if scales[index] == 255 else "makes a number infinite"
+                return f"scale {index}, {scales[index]}, {what}"
+        return ""
+
+    return bad_scale
+
+
+def _pack(quantize: Callable[[Matrix, Sequence[Bytes]], None]) -> Callable[..., None]:
+    """Encoding.pack of codes in halves of numbers: quantizing keeps what is MXFP4."""
+
+    def pack(codes: npt.NDArray[np.int8], exponents: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+        nibbles = NIBBLES[codes.view(np.uint8)]
+        packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        quantize(Matrix(packed, FP4_E2M1, e8m0(exponents), (1, GROUP)), out)
+
+    return pack
+
+
+def _panel_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
+    count = n // panels.ROWS
+    codes = TensorInfo("codes", "U8", (count, CODE_BYTES * k), n * k // 2)
+    return codes, TensorInfo("scales", "U8", (count, k), n * k // GROUP)
+
+
+def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
+    count = matrix.shape[0] // panels.ROWS
+    kernels.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
+
+
+def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+    codes, scales = (each.reshape(n // panels.ROWS, -1) for each in stored)
+    return mxfp4.dequantize(
+        rows_of(codes, n, rows, mxfp4.codes_from_panels), rows_of(scales, n, rows, mxfp4.exponents_from_panels)
+    )
+
+
+def _panel_codes(read: Read, scale: int) -> Bytes:
+    block, row = divmod(scale, panels.ROWS)
+    return mxfp4.codes_from_panels(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
+
+
+def _row_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
+    groups = k // GROUP
+    return TensorInfo("weight", "I8", (n, k // 2), n * k // 2), TensorInfo("scale", "F8_E8M0", (n, groups), n * groups)
+
+
+def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
+    """As in panels, some of which exist at a time."""
+    n, k = matrix.shape
+    codes, scales = out[0].reshape(n, k // 2), out[1].reshape(n, -1)
+    for first in range(0, n, ROWS_AT_A_TIME):
+        rows = slice(first, min(n, first + ROWS_AT_A_TIME))
+        made = [np.empty(tensor.shape, np.uint8) for tensor in _panel_tensors(rows.stop - first, k)]
+        try:
+            kernels.pack_mxfp4(matrix.rows(first, rows.stop), made[0], made[1])
+        except kernels.NonFinite as bad:
+            raise kernels.NonFinite(first + bad.row, bad.column) from None
+        kernels.mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
+
+
+def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+    return mxfp4.dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
+
+
+def _row_codes(read: Read, scale: int) -> Bytes:
+    size = GROUP // 2
+    return fields(4, read(0, scale * size, (scale + 1) * size).reshape(1, size))
+
+
+PANELS = Encoding(
+    "MXFP4",
+    version=1,
+    grid=FLOAT_GRIDS["mxfp4"],
+    multiple=kernels.MXFP4_MULTIPLE,
+    tensors=_panel_tensors,
+    quantize=_quantize_panels,
+    decode=_decode_panels,
+    is_exact=is_exact,
+    defects=(None, _bad_scale(_panel_codes)),
+    pack=_pack(_quantize_panels),
+    scales=lambda last, n, k: mxfp4.exponents_from_panels(last.reshape(n // panels.ROWS, k)),
+)
+ROWS = replace(
+    PANELS,
+    multiple=GROUP,
+    tensors=_row_tensors,
+    quantize=_quantize_rows,
+    decode=_decode_rows,
+    defects=(None, _bad_scale(_row_codes)),
+    pack=_pack(_quantize_rows),
+    scales=lambda last, n, k: last.reshape(n, -1),
+)

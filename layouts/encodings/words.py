@@ -1,0 +1,306 @@
+"""Integers in words with scales for groups of columns, as checkpoints have them: compressed-tensors' pack-quantized
+(of llmcompressor and `ktconvert gpu`, and Kimi-K2's INT4), GPTQ and AWQ.
+
+pack-quantized has words along the rows, [n, k*bits/32], perhaps zero points, packed along the rows of scales, and an
+order of columns (actorder). AutoGPTQ and GPTQModel write words along the columns, [k*bits/32, n], perhaps with zero
+points and an order of columns (desc_act); AutoAWQ's GEMM version writes words of 4 bits along the rows, [k, n/8], with
+zero points: nibble p of a word is row 0, 2, 4, 6, 1, 3, 5, 7 [p].
+
+The value of a code q is (q - z) * s (NUMERICS.md, section 1). Without zero points z is 2^(bits-1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
+from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
+from ktconvert.quantizers import packed
+
+PACKER, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"  # what config.json calls them
+FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
+GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json that store what GEMM does
+NAMES = {"qweight": ("{s}.qweight",), "scales": ("{s}.scales",), "qzeros": ("{s}.qzeros",), "g_idx": ("{s}.g_idx",)}
+BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
+
+
+def _columns_per_scale(
+    codes: TensorInfo, scale: TensorInfo, shape: tuple[int, int], groups: int, quantization: Quantization
+) -> int:
+    """How many columns of a linear [n, k] share a scale, where a row has `groups` scales; 0: none fit. InputError
+    where tensors or config disagree, UnsupportedError for groups that do not divide a row.
+    """
+    n, k = shape
+    if scale.dtype not in FLOATS:
+        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
+    named = [size for size in quantization.groups if groups == -(-k // size)]
+    if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
+        what = f": groups of {max(named, default=k // groups)} columns do not divide the {k} columns of {codes.name!r}"
+        raise UnsupportedError.of_tensor(scale.name, what, "use the model's BF16 or FP8 (E4M3) release")
+    if not groups or (groups > 1 and quantization.groups and not named):
+        sizes = " or ".join(map(str, quantization.groups)) or "any size"
+        what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}"
+        raise damaged_tensor(scale.name, what, "check group_size in config.json, or download both again")
+    return k // groups
+
+
+def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> npt.NDArray[np.int32] | None:
+    """The group of each column, by g_idx; None where neighbours share one, or all are -1. InputError: sizes differ."""
+    if stored is None:
+        return None
+    order = np.array(source.view(stored), np.int32)
+    plain = np.arange(order.size, dtype=np.int32) // group
+    if (order == plain).all() or (order == -1).all():
+        return None
+    if not (np.sort(order) == plain).all():
+        what = f"must name each of {order.size // group} groups for {group} columns"
+        raise damaged_tensor(stored.name, what, "download it again", source.path(stored))
+    return order
+
+
+def _require_matrix(codes: TensorInfo) -> None:
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
+
+
+def _require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
+    if info is not None and (info.dtype, info.shape) != (dtype, shape):
+        needed = f"by {codes.name!r} and its scales it must be {dtype} of shape {list(shape)}"
+        what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
+        raise damaged_tensor(info.name, what, "download both again")
+
+
+# --- pack-quantized -------------------------------------------------------------------------------
+
+WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
+
+
+def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """The width of the codes is the config's; of several, the one that fits its groups; else 4."""
+        if quantization.method not in ("", PACKER, QUANT_METHOD):
+            return False
+        if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
+            return False  # four-bit floats
+        named = quantization.bits or (4,)
+        if len(named) > 1:
+            named = tuple(b for b in named if _fits_a_group(b, tensors, quantization))
+        return named == (bits,)
+
+    def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+        codes = tensors["packed"]
+        _require_matrix(codes)
+        return codes.shape[0], codes.shape[1] * WORD_BITS[codes.dtype] // bits
+
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+        n, k = shape(tensors, quantization)
+        group = _packed_group(tensors, n, k, quantization)
+        codes, zeros, order = tensors["packed"], tensors.get("zero_point"), tensors.get("g_idx")
+        stem = codes.name.removesuffix("packed")
+        if zeros is None and quantization.symmetric == (False,):
+            raise missing(codes, "zero points", f"{stem}zero_point")
+        if order is None and quantization.ordered == (True,) and group < k:
+            raise missing(codes, "an order of its columns (actorder)", f"{stem}g_idx")
+        _require_shape(codes, zeros, "I32", (-(-n * bits // 32), k // group))
+        _require_shape(codes, order, "I32", (k,))
+        return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        n, k = shape(tensors, quantization)
+        group = _packed_group(tensors, n, k, quantization)
+        about, zeros = tensors["shape"], tensors.get("zero_point")
+        if (recorded := np.array(source.view(about)).tolist()) != [n, k]:
+            what = f"says {recorded}, its codes are for {[n, k]}"
+            raise damaged_tensor(about.name, what, "download it again", source.path(about))
+        codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
+        scales = read_scales(source, tensors["scale"], (n, k // group))
+        points = None
+        if zeros is not None:
+            points = np.ascontiguousarray(packed.fields(bits, source.view(zeros).T).T[:n], np.float32)
+        order = _order_of_columns(source, tensors.get("g_idx"), group)
+        return Matrix(codes, kind, scales, (1, group), zeros=points, group_of=order)
+
+    name, optional = kind.name.upper(), frozenset({"zero_point", "g_idx"})
+    names = {role: (f"{{t}}_{role}",) for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
+    memory = {"zero_point": 48, "g_idx": 20}  # 8 codes of a word as bytes, twice, and as float32
+    types = (kind.name,)
+    return CheckpointEncoding(
+        name, name, names, tuple(WORD_BITS), kind, matrix, shape, fit, claims, optional, memory, input_types=types
+    )
+
+
+def _fits_a_group(bits: int, tensors: Tensors, quantization: Quantization) -> bool:
+    """Whether the codes, with this width, are as many columns as the scales' groups of some size in the config."""
+    codes, scale = tensors["packed"], tensors.get("scale")
+    if scale is None or len(scale.shape) != 2 or len(codes.shape) != 2:
+        return False
+    columns = codes.shape[1] * WORD_BITS.get(codes.dtype, 0) // bits
+    return any(scale.shape[1] * size == columns for size in quantization.groups)
+
+
+def _packed_group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
+    codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
+    if about.dtype not in ("I64", "I32") or about.shape != (2,):
+        raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
+    groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
+    return _columns_per_scale(codes, scale, (n, k), groups, quantization)
+
+
+# --- GPTQ -----------------------------------------------------------------------------------------
+
+
+def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """The row of 4 bits has the sentences for other widths and formats."""
+        if quantization.method not in ("", GPTQ):
+            return False
+        return (_width(tensors, quantization) == 8) == (bits == 8)
+
+    def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+        codes, width = tensors["qweight"], _width(tensors, quantization)
+        if quantization.format and quantization.format not in FORMATS:
+            what = f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
+            raise UnsupportedError.of_tensor(codes.name, what)
+        _require_matrix(codes)
+        if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
+            named = " or ".join(map(str, quantization.bits)) or "4 or 8"
+            what = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {named} bits"
+            raise damaged_tensor(codes.name, what, "check bits in config.json, or download them again")
+        if width != bits:
+            raise UnsupportedError.of_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
+        return codes.shape[1], codes.shape[0] * 32 // bits
+
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+        n, k = shape(tensors, quantization)
+        group = group_of_scales(tensors, n, k, quantization)
+        codes, zeros, order = tensors["qweight"], tensors.get("qzeros"), tensors.get("g_idx")
+        stem = codes.name.removesuffix("qweight")
+        if zeros is None and False in quantization.symmetric:
+            raise missing(codes, "zero points (sym: false)", f"{stem}qzeros")
+        if order is None and True in quantization.ordered and group < k:
+            raise missing(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
+        _require_shape(codes, zeros, "I32", (k // group, -(-n * bits // 32)))
+        _require_shape(codes, order, "I32", (k,))
+        if zeros is not None and not quantization.format and quantization.symmetric == (False,):
+            raise InputError(_which_format(zeros))
+        return bits, group, quantization.format, *tensors
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        n, k = shape(tensors, quantization)
+        group = group_of_scales(tensors, n, k, quantization)
+        stored = tensors.get("qzeros")
+        zeros = None if stored is None else _zeros(source, stored, bits, n, quantization)
+        words = source.view(tensors["qweight"]).view(np.uint32).T
+        scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
+        order = _order_of_columns(source, tensors.get("g_idx"), group)
+        return Matrix(words, kind, scales, (1, group), zeros=zeros, group_of=order)
+
+    name, title, optional = f"GPTQ_INT{bits}", f"GPTQ ({bits} bits)", frozenset({"qzeros", "g_idx"})
+    memory, types = {"scales": 8, "qzeros": 96, "g_idx": 20}, ("gptq",)
+    return CheckpointEncoding(
+        name, title, NAMES, ("I32",), kind, matrix, shape, fit, claims, optional, memory, input_types=types
+    )
+
+
+def _zeros(
+    source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
+) -> npt.NDArray[np.float32]:
+    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all are in the middle."""
+    for name in [quantization.format] if quantization.format else FORMATS:
+        points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
+        if quantization.format or (points == 1 << (bits - 1)).all():
+            return np.ascontiguousarray(points.T, np.float32)
+    raise InputError(f"{source.path(stored)}: {_which_format(stored)}")
+
+
+def _which_format(zeros: TensorInfo) -> str:
+    return (
+        f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
+        'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '
+        f'"gptq_v2"}} (as they are) to {QUANTIZE_CONFIG} beside the weights'
+    )
+
+
+def _width(tensors: Tensors, quantization: Quantization) -> float:
+    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns); else the config's."""
+    codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
+    if len(codes.shape) == 2 and 0 not in codes.shape:
+        if order is not None and len(order.shape) == 1 and order.shape[0]:
+            return codes.shape[0] * 32 / order.shape[0]
+        if zeros is not None and len(zeros.shape) == 2:
+            return zeros.shape[1] * 32 / codes.shape[1]
+    return quantization.bits[0] if len(quantization.bits) == 1 else 4
+
+
+def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
+    """Columns that share a scale of `scales` [groups, n]. Raises as columns_per_scale."""
+    scales = tensors["scales"]
+    groups = scales.shape[0] if len(scales.shape) == 2 and scales.shape[1] == n else 0
+    return _columns_per_scale(tensors["qweight"], scales, (n, k), groups, quantization)
+
+
+# --- AWQ ------------------------------------------------------------------------------------------
+
+
+def _awq_claims(tensors: Tensors, quantization: Quantization) -> bool:
+    """Where no config says what they are, eight times as many scales as words in a row are AWQ's."""
+    if quantization.method:
+        return quantization.method == AWQ
+    codes, scales = tensors["qweight"], tensors.get("scales")
+    return scales is not None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1] == 8 * codes.shape[1]
+
+
+def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+    codes, scales = tensors["qweight"], tensors["scales"]
+    _require_matrix(codes)
+    version = quantization.format
+    if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
+        version = "gemv"  # whose scales are [n, groups]
+    if version not in GEMM:
+        what = f": the order of AWQ's version {version!r} is not an input; {BETTER}"
+        raise UnsupportedError.of_tensor(codes.name, what)
+    if quantization.bits not in ((), (4,)):
+        named = ", ".join(map(str, quantization.bits))
+        raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
+    return 8 * codes.shape[1], codes.shape[0]
+
+
+def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    n, k = _awq_shape(tensors, quantization)
+    group = group_of_scales(tensors, n, k, quantization)
+    _require_shape(tensors["qweight"], tensors["qzeros"], "I32", (k // group, n // 8))
+    return 4, group
+
+
+def _awq_matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+    n, k = _awq_shape(tensors, quantization)
+    group = group_of_scales(tensors, n, k, quantization)
+    words = source.view(tensors["qweight"]).view(np.uint32).T
+    scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
+    zeros = np.ascontiguousarray(packed.awq_fields(source.view(tensors["qzeros"])).T, np.float32)
+    return Matrix(words, INT4_AWQ, scales, (1, group), zeros=zeros)
+
+
+AWQ_INT4 = CheckpointEncoding(
+    "AWQ_INT4",
+    "AWQ",
+    {role: NAMES[role] for role in ("qweight", "qzeros", "scales")},
+    ("I32",),
+    INT4_AWQ,
+    _awq_matrix,
+    shape=_awq_shape,
+    fit=_awq_fit,
+    claims=_awq_claims,
+    item_bytes={"scales": 8, "qzeros": 96},
+    input_types=("awq",),
+)
+PACK_QUANTIZED = (_pack_quantized(4, INT4), _pack_quantized(8, INT8))
+GPTQ_AWQ = (AWQ_INT4, _gptq(4, INT4_WORDS), _gptq(8, INT8_WORDS))
