@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import pytest
@@ -18,17 +17,17 @@ from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.options.declare import Effect, Option
+from ktconvert.pipeline.options.declare import weights
 from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.pipeline.options.types import Number
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import ConversionCommand, plan_request, request, saved_request
 
 
-class ToyOptions(CpuOptions, frozen=True, kw_only=True):
+class ToyOptions(CpuOptions):
     """Settings of `ktconvert cpu`, and one more."""
 
-    toy: Annotated[int, Option("Number of toys.", Number(min=1), effect=Effect.WEIGHTS)] = 3
+    toy: int = weights("Number of toys.", Number(min=1), default=3)
 
 
 TOY = ConversionCommand(ToyOptions, "cpu", "plan_cpu")
