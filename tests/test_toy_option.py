@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.cli import cpu as cli_cpu
+from ktconvert.pipeline.cli import conversion as cli_cpu
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.engine.existing import saved_plan
@@ -36,7 +36,7 @@ TOY = ConversionCommand(ToyOptions, "cpu", "plan_cpu")
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(commands.COMMANDS, "cpu", TOY)  # type: ignore[misc]  # its type says Mapping
-    monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function, cli_cpu.EPILOG))
+    monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function))
 
 
 def ktconvert(*words: object) -> Result:

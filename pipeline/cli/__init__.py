@@ -15,26 +15,28 @@ from typing import Any, TextIO
 
 import click
 
-# command -> (module below this package, what --help says of it)
-COMMANDS: Mapping[str, tuple[str, str]] = {
-    "cpu": ("cpu", "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU."),
-    "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
-    "calibrate": ("calibrate", "Measure what a model's routed experts read: importance matrix and routing counts."),
-    "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
-    "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
-    "resplit": ("resplit", "Rewrite an output for another number of NUMA nodes."),
-    "resume": ("resume", "Finish a conversion that was cut off."),
-    "status": ("status", "Tell how far a conversion is, who makes what, and what failed; from any host."),
-    "verify": ("verify", "Check an output, alone or against its source or another output."),
-    "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
-    "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),
-    "experts": ("experts", "Choose the experts that are to be hot, by how often they were routed to."),
-    "run": ("run", "Let a model write, its experts computed from converted weights."),
-    "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
-    "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),
-    "doctor": ("doctor", "Describe this machine, and print the kt-kernel flags that fit it."),
+# command -> what --help says of it
+COMMANDS: Mapping[str, str] = {
+    "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU.",
+    "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
+    "calibrate": "Measure what a model's routed experts read: importance matrix and routing counts.",
+    "dequantize": "Write a quantized checkpoint as a BF16 release.",
+    "merge": "Turn loose per-layer folders of .kt files into safetensors.",
+    "resplit": "Rewrite an output for another number of NUMA nodes.",
+    "resume": "Finish a conversion that was cut off.",
+    "status": "Tell how far a conversion is, who makes what, and what failed; from any host.",
+    "verify": "Check an output, alone or against its source or another output.",
+    "inspect": "Describe a checkpoint or an output, and list what it can be converted to.",
+    "bench": "Measure how fast this machine computes an output's experts, next to how fast it reads memory.",
+    "experts": "Choose the experts that are to be hot, by how often they were routed to.",
+    "run": "Let a model write, its experts computed from converted weights.",
+    "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
+    "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",
+    "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
 }
 
+# The commands that stand in conversion.py; any other has a module of its name.
+CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "resplit", "resume")
 LONGEST = 1000  # characters of a message
 
 EPILOG = """\b
@@ -91,7 +93,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         _import_numpy()
-        module = importlib.import_module(f"ktconvert.pipeline.cli.{COMMANDS[name][0]}")
+        module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
         command: click.Command = getattr(module, name)
         return command
 
@@ -108,7 +110,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the table, without importing anything."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
 
 def _import_numpy() -> None:

@@ -29,14 +29,6 @@ TOPK = (
 )
 USUAL_TOPK = 8
 
-EPILOG = """\b
-Examples:
-  ktconvert bench /models/Qwen3-30B-A3B-INT4
-  ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
-  ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
-  ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
-"""
-
 
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
     """How many experts a token is routed to, and where that number comes from."""
@@ -46,12 +38,19 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
-@command("bench", BenchOptions, EPILOG)
+@command("bench", BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Measure how fast this machine computes a layer of an output or a checkpoint, next to how fast it reads memory.
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
-    from a cache."""
+    from a cache.
+
+    Examples:
+      ktconvert bench /models/Qwen3-30B-A3B-INT4
+      ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
+      ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
+      ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
+    """
     from ktconvert.pipeline.ui.plots import plot_bench
 
     preconditions.check_plot(options.plot)

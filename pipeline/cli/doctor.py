@@ -276,16 +276,14 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-EPILOG = """\b
-Examples:
-  ktconvert doctor
-  ktconvert doctor --disk /models --json
-"""
-
-
-@command("doctor", DoctorOptions, EPILOG)
+@command("doctor", DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it."""
+    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it.
+
+    Examples:
+      ktconvert doctor
+      ktconvert doctor --disk /models --json
+    """
     facts = examine(options.disk)
     sentences = warnings(facts)
     if options.as_json:

@@ -10,20 +10,18 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import EvalOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
-  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
-  ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
-"""
 
-
-@command("eval", EvalOptions, EPILOG)
+@command("eval", EvalOptions)
 def eval(options: EvalOptions) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
     MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit
     into memory, with --gpu-weights twice.
+
+    Examples:
+      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
+      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
+      ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate

@@ -13,21 +13,19 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import ExpertsOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
-  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
-  ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
-"""
 
-
-@command("experts", ExpertsOptions, EPILOG)
+@command("experts", ExpertsOptions)
 def experts(options: ExpertsOptions) -> None:
     """Choose hot experts, those with the most tokens by DIR/counts.safetensors, and say which part of the tokens hits
     them.
 
     DIR is what `ktconvert calibrate` writes, or a GPTQ run with --save-statistics. `run` and `serve` take the output as
     --gpu-experts-mask.
+
+    Examples:
+      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
+      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
+      ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
     """
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask

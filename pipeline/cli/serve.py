@@ -6,21 +6,19 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import ServeOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
-  ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
-"""
 
-
-@command("serve", ServeOptions, EPILOG)
+@command("serve", ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
 
     MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
     server answers for this model only; Ctrl-C ends it.
+
+    Examples:
+      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
+      ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
     from ktconvert.pipeline.models import loading
     from ktconvert.pipeline.models.serving import access

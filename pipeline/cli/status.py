@@ -12,18 +12,17 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import StatusOptions
 
 EVERY = 2.0  # seconds between two looks
-EPILOG = """\b
-Examples:
-  ktconvert status /shared/DeepSeek-V3.1-INT8             how far it is, and who makes what
-  ktconvert status /shared/DeepSeek-V3.1-INT8 --watch     again and again, until it has ended
-"""
 
 
-@command("status", StatusOptions, EPILOG)
+@command("status", StatusOptions)
 def status(options: StatusOptions) -> None:
     """Tell how far a conversion is, which host makes what, and what failed.
 
     Reads the work directory next to OUTPUT and nothing else, so any host that sees it can tell.
+
+    Examples:
+      ktconvert status /shared/DeepSeek-V3.1-INT8             how far it is, and who makes what
+      ktconvert status /shared/DeepSeek-V3.1-INT8 --watch     again and again, until it has ended
     """
     from rich.console import Console
     from rich.live import Live
