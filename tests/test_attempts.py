@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
 from rig.bench import Bench
 
-UNIT: Unit[None] = Unit("stage", "layer-000", (1,), (), (), "model.safetensors", 1, 1, None)
+UNIT: Unit[None] = Unit("stage", "layer-000", (1,), 1, None, final="model.safetensors", bytes_in=1)
 
 
 @pytest.fixture

@@ -26,11 +26,10 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
-from ktconvert.pipeline.engine.runner import Runner
 from ktconvert.pipeline.engine.side_output import require_delivered, require_free
 from ktconvert.pipeline.engine.tasks import Tasks
 from ktconvert.pipeline.engine.threads import thread_runners
-from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.engine.units import Runner, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter

@@ -22,8 +22,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import End, Run
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
-from ktconvert.pipeline.engine.runner import Made, Runner
-from ktconvert.pipeline.engine.units import HANDED_ON, Stage, Unit
+from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.ui.progress import Reporter
 

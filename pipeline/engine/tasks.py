@@ -16,8 +16,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.journal import Failed, Lost, Start
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.runner import Made
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter

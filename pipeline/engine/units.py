@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -39,12 +39,12 @@ class Unit(Generic[Work]):
     stage: str
     key: str
     versions: tuple[int, ...]
-    params: tuple[tuple[str, Any], ...]
-    inputs: tuple[tuple[Any, ...], ...]
-    final: str
-    bytes_in: int
     bytes_out: int
     work: Work = field(compare=False, repr=False)
+    params: tuple[tuple[str, Any], ...] = ()
+    inputs: tuple[tuple[Any, ...], ...] = ()
+    final: str = ""
+    bytes_in: int = 0
     folder: bool = False
     kept: bool = True
     handed_on: int = 0
@@ -61,20 +61,23 @@ class Unit(Generic[Work]):
         """What it is called in the journal, in events and in messages."""
         return f"{self.stage}.{self.key}"
 
+    def _stored(self, ending: str) -> str:
+        return f"{self.name}.{self.fingerprint[:16]}{ending}"
+
     @property
     def stored_name(self) -> str:
         """Its name in the store: a name that says what the content is cannot lie."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
+        return self._stored("" if self.folder else ".safetensors")
 
     @property
     def handed_on_name(self) -> str:
-        """What it hands to the next unit of its chain, in the store."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{HANDED_ON}"
+        """The name in the store of what it hands to the next unit of its chain."""
+        return self._stored(HANDED_ON)
 
     @property
     def side_name(self) -> str:
-        """Its side file, in the store."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{SIDE}"
+        """The name of its side file in the store."""
+        return self._stored(SIDE)
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -155,10 +158,45 @@ class Stage(Generic[Work]):
 
     name: str
     title: str
-    needs: tuple[str, ...]
     units: tuple[Unit[Work], ...]
     run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
+    needs: tuple[str, ...] = ("source",)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A unit that was made, and lies under a name of its own until it is published.
+
+    seconds  that it took
+    who      the host and the process that made it, for records and events
+    link     of a unit of a chain; for_chain: the files that it has for others of the chain
+    """
+
+    path: Path
+    result: Result
+    seconds: float
+    who: dict[str, Any] = field(default_factory=dict)
+    link: Link | None = None
+    for_chain: tuple[Written, ...] = ()
+
+
+class Runner(Protocol):
+    """Who makes the units of a plan, in any order and several at a time: threads here, or tasks for an executor."""
+
+    most: int  # units that it takes at a time
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        """Have a unit made."""
+
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
+        """What came of it; None: it is to be submitted once more. Raises what prevented it."""
+
+    def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
+        """Take a unit back that nobody makes yet; False where somebody does."""
+
+    def watch(self) -> None:
+        """Called several times a second: look around, and report what there is to report."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +216,7 @@ def statuses(
     states = []
     for stage in stages:
         for unit in stage.units:
-            reason = is_done(unit)
-            if reason is None:
-                known = unit.name in others
-                states.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
-            else:
-                states.append(Status(unit, True, reason))
+            done = is_done(unit)
+            left = "made from other inputs or options" if unit.name in others else "not made yet"
+            states.append(Status(unit, done is not None, done or left))
     return states

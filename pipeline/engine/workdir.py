@@ -16,8 +16,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.journal import Done, Dropped, Forgotten, Lost, OfUnit, Start
 from ktconvert.pipeline.engine.paths import Paths, has_content, has_size
 from ktconvert.pipeline.engine.plan import SavedPlan
-from ktconvert.pipeline.engine.runner import Made
-from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.engine.units import Made, Unit
 
 
 class WorkDir:

@@ -67,7 +67,7 @@ def stage(
             )
         )
     units += gather_statistics.closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
-    return Stage(NAME, "gather what experts read", ("source",), tuple(units), run_unit, chain=True)
+    return Stage(NAME, "gather what experts read", tuple(units), run_unit, chain=True)
 
 
 def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:

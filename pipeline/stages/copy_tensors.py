@@ -133,13 +133,12 @@ def stage(
                 versions=(VERSION,),
                 params=tuple(params),
                 inputs=tuple(source.identity(info) for t in group for info in t.reads),
-                final="",
                 bytes_in=sum(i.nbytes for t in group for i in t.reads),
                 bytes_out=sum(t.entry.nbytes for t in group),
                 work=CopyWork(source, group, metadata),
             )
         )
-    return Stage(name, title, ("source",), tuple(units), write_shard)
+    return Stage(name, title, tuple(units), write_shard)
 
 
 def peak_memory(tensors: Iterable[OtherTensor]) -> int:

@@ -93,9 +93,7 @@ def stage(
         )
     if document is not None:
         units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
-    return Stage(
-        NAME, f"calibrate, and quantize experts to {fmt.name}", ("source",), tuple(units), run_unit, chain=True
-    )
+    return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run_unit, chain=True)
 
 
 def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:

@@ -60,13 +60,12 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
                 inputs=tuple(
                     (f.path.relative_to(root).as_posix(), f.entry.dtype, f.entry.shape, f.nbytes) for f in group
                 ),
-                final="",
                 bytes_in=nbytes,
                 bytes_out=nbytes,
                 work=MergeWork(group, metadata),
             )
         )
-    return Stage(NAME, "loose files into safetensors", ("source",), tuple(units), write_shard)
+    return Stage(NAME, "loose files into safetensors", tuple(units), write_shard)
 
 
 def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Result:

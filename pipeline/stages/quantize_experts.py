@@ -184,9 +184,7 @@ def stage(
                     work=ExpertsWork(model, own, chosen, grid, start, stop, about, importance),
                 )
             )
-    return Stage(
-        NAME, f"write experts as {fmt.name}", ("source",), tuple(units), write_folder if loose_files else write_shard
-    )
+    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write_folder if loose_files else write_shard)
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -194,7 +194,7 @@ def stage(
                 )
             )
     title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA part')}"
-    return Stage(NAME, title, ("source",), tuple(units), write_folder if output.loose else write_shard)
+    return Stage(NAME, title, tuple(units), write_folder if output.loose else write_shard)
 
 
 def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
