@@ -21,7 +21,7 @@ from ktconvert.pipeline.options.declare import weights
 from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.pipeline.options.types import Number
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.plans.commands import ConversionCommand, plan_request, request, saved_request
+from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
 
 
 class ToyOptions(CpuOptions):
@@ -30,12 +30,9 @@ class ToyOptions(CpuOptions):
     toy: int = weights("Number of toys.", Number(min=1), default=3)
 
 
-TOY = ConversionCommand(ToyOptions, "cpu", "plan_cpu")
-
-
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(commands.COMMANDS, "cpu", TOY)  # type: ignore[misc]  # its type says Mapping
+    monkeypatch.setitem(commands.COMMANDS, "cpu", ToyOptions)  # type: ignore[misc]  # its type says Mapping
     monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function))
 
 

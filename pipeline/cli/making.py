@@ -21,9 +21,7 @@ from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
 from ktconvert.pipeline.options.rewriting import ResumeOptions
-from ktconvert.pipeline.plans.commands import plan_request, plans_of, reopened, saved_request
-from ktconvert.pipeline.plans.numa_notes import numa_notes
-from ktconvert.pipeline.plans.several import outputs_of
+from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui import dry_run
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -33,7 +31,7 @@ def convert(name: str, options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     if options.existing.delete_others and not options.existing.overwrite:
         raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
-    requests = outputs_of(Request(name, options))
+    requests = commands.outputs_of(Request(name, options))
     unused = dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options))
     for note in (*notes_of_ignored(type(options)), *unused):
         reporter.note(note)
@@ -42,7 +40,7 @@ def convert(name: str, options: ConversionOptions) -> None:
     workers = options.execution.cpuinfer_threads
     part = None if options.part is None else parse(options.part, os.environ)
     request = Request(name, with_values(options, cpuinfer_threads=threads))
-    plans = plans_of(request, None if options.dry_run else reporter.hashed)
+    plans = commands.plans_of(request, None if options.dry_run else reporter.hashed)
     for note in _notes(plans):
         reporter.note(note)
     if options.dry_run:
@@ -74,7 +72,7 @@ def go_on(options: ResumeOptions) -> None:
             "`dequantize`, `merge` or `resplit`."
         )
     preconditions.check_kernels()
-    request = saved_request(options.output, old)
+    request = commands.saved_request(options.output, old)
     execution = options.execution
     before = request.options.execution.cpuinfer_threads
     tuning = {
@@ -86,7 +84,7 @@ def go_on(options: ResumeOptions) -> None:
         **({"part": None} if any(leaf.name == "executor" for leaf in given(ResumeOptions)) else {}),
     }
     request = replace(request, options=with_values(request.options, **tuning))
-    plan = plan_request(request, None if options.dry_run else reporter.hashed)
+    plan = commands.plan_request(request, None if options.dry_run else reporter.hashed)
     if options.dry_run:
         check([plan], options.workers)
         dry_run.show_plans([plan], as_json=options.reporting.json_events)
@@ -97,7 +95,7 @@ def go_on(options: ResumeOptions) -> None:
 
 def _notes(plans: Sequence[Plan]) -> Iterable[str]:
     """The notes of all plans; those that do not hold for each with the output's name."""
-    by_plan = [(plan.request.output.name, [*numa_notes(plan), *plan.notes]) for plan in plans]
+    by_plan = [(plan.request.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
     common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
@@ -154,7 +152,7 @@ def make(
             overwrite=overwrite,
             trust_store=trust_store,
             executor=engine.executor,
-            reopen=reopened,
+            reopen=commands.reopened,
             threads=threads or engine.threads,
         )
 

@@ -18,17 +18,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
-from ktconvert.pipeline.plans import method_map
-from ktconvert.pipeline.plans.checkpoint import (
-    begun_values,
-    collector_at_rest,
-    parse_layers,
-    require_whole,
-    rows_for,
-    shape_facts,
-    shard_metadata,
-    with_arch_row,
-)
+from ktconvert.pipeline.plans import checkpoint, method_map
 from ktconvert.pipeline.plans.importance import facts_of, files_of, importance_for, notes_of
 from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
@@ -40,7 +30,7 @@ ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # fact
 ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # and these, where there are any
 
 
-@collector_at_rest()
+@checkpoint.collector_at_rest()
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has
     read.
@@ -49,7 +39,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     """
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
-    request = with_arch_row(request)
+    request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
         from ktconvert.pipeline.walk import environment
@@ -59,8 +49,8 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
-        require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognise(source, rows_for(options.arch_row))
+        checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
+    model = recognise(source, checkpoint.rows_for(options.arch_row))
     _require_input_type(options.input_type, model)
     fmt = method_map.of_model(options, fmt, model)
     choice = _choice(options, fmt, model)
@@ -73,7 +63,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         options=with_values(options, **({} if inputs is None else {f"{inputs.fact}_sha256": inputs.sha256}), **found),
     )
     options = request.options
-    layers = parse_layers(options.layers, model.layers)
+    layers = checkpoint.parse_layers(options.layers, model.layers)
     comparable = [
         other
         for other in formats_of("cpu", fmt.arrangement.layout).values()
@@ -83,7 +73,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
     facts = _facts(model, fmt, numa, layers, options) | facts_of(inputs, measured)
-    metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
+    metadata = checkpoint.shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
         from ktconvert.pipeline.plans import walking
@@ -196,9 +186,9 @@ def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, n
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}
-    if (begun := begun_values(request, "layers", "kept_layers")) is not None:
+    if (begun := checkpoint.begun_values(request, "layers", "kept_layers")) is not None:
         return begun
-    selected = parse_layers(options.layers, model.layers)
+    selected = checkpoint.parse_layers(options.layers, model.layers)
     folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:
         remaining = [n for n in selected if n >= first]
@@ -247,7 +237,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         **mixed.facts_of(fmt, layers),
         **({"layout": fmt.arrangement.layout} if fmt.arrangement.on_request else {}),
         "numa": numa,
-        **shape_facts(model, layers),
+        **checkpoint.shape_facts(model, layers),
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
         **calibration,

@@ -9,7 +9,7 @@ from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import Format, formats_of, mixed
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.pipeline.options.quantization import CpuOptions
-from ktconvert.pipeline.plans.checkpoint import parse_layers
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.quantizers.choice import Quantizer
 
 FLAG = "--method-map"
@@ -34,7 +34,7 @@ def of_model(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
     for is_given, flag, why in given:
         if is_given:
             raise UsageError(f"{FLAG}: an output with a method per layer {why}; leave out {flag}.")
-    by_layer = dict.fromkeys(parse_layers(options.layers, model.layers), mixed.in_a_mix(fmt))
+    by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.in_a_mix(fmt))
     for text in options.method_map:
         layers, sign, method = text.rpartition("=")
         if not sign:
@@ -42,7 +42,7 @@ def of_model(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
         name = method.strip().lower()
         if name not in can:
             raise UsageError(f"{FLAG} {text}: {_not_mixed(method.strip(), can)}.")
-        for layer in parse_layers(layers, model.layers, FLAG):
+        for layer in checkpoint.parse_layers(layers, model.layers, FLAG):
             if layer in by_layer:  # else --layers leaves it out
                 by_layer[layer] = mixed.in_a_mix(can[name])
     if len(set(by_layer.values())) == 1:

@@ -19,16 +19,7 @@ from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.plans.checkpoint import (
-    BASE_MEMORY,
-    base_model,
-    changed_files_of,
-    companions,
-    files_named,
-    number_shards,
-    shards_read_by,
-    source_files,
-)
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.pipeline.stages.equalized import FACT, equalized
 from ktconvert.quantizers.equalizing import THRESHOLD
@@ -58,7 +49,7 @@ def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatist
     def peak(threads: int) -> int:
         packing = threads + WAITING
         reading = 0 if statistics is None else statistics.memory(packing)
-        return BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
+        return checkpoint.BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
 
     return Quantizing(stage, peak)
 
@@ -109,34 +100,34 @@ def plan_of(
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
-    files = source_files(source, options, hashed)
+    files = checkpoint.source_files(source, options, hashed)
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        base, all_facts, about = base_model(source), {**facts, **found(stats)}, fmt.description
+        base, all_facts, about = checkpoint.base_model(source), {**facts, **found(stats)}, fmt.description
         lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
         return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
 
     return Plan(
         request=request,
         source=files,
-        reads=(*source.paths(), *files_named(options), *reads),
-        stages=tuple(stages) if loose_files else number_shards(stages),
+        reads=(*source.paths(), *checkpoint.files_named(options), *reads),
+        stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
         notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
         assembly=Assembly(
-            companions=companions(source.companion_root, copied),
+            companions=checkpoint.companions(source.companion_root, copied),
             config=config,
             loose=loose_files,
             kept_layers=kept_layers,
             side_output=side_output,
         ),
         conversion=Conversion(
-            changed=lambda: changed_files_of(source, files),
-            read_by=partial(shards_read_by, source),
+            changed=lambda: checkpoint.changed_files_of(source, files),
+            read_by=partial(checkpoint.shards_read_by, source),
             # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
-            peak_memory=lambda threads: max(quantizing.peak_memory(threads), BASE_MEMORY + copying),
+            peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
             card=readme,
             require_ready=quantizing.require_ready,
             check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
