@@ -14,7 +14,7 @@ import pytest
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import Failed, Lost, Start, now
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import File, Paths, has_size
 from ktconvert.pipeline.engine.units import Result, Unit
 
@@ -34,13 +34,10 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One attempt: who makes which unit, since when, and what came of it.
 
     name       of its file in partial/; no other attempt has it
-    process    whose it is
     run        the coordinator's run (WorkDir.new_token), or a part's: deaths are counted within one
-    ended      None while it lasts, and where its process died
-    result     once the file is whole and durable
-    failure    the sentence with which it failed
+    ended      None while it lasts, and where its process died; result: once the file is whole and durable
+    failure    the sentence with which it failed; warnings: what the user should read, in sentences
     oom_kills  the kernel's count when it began (machine.oom_kills)
-    warnings   what the user should read, in sentences
     """
 
     name: str
@@ -66,11 +63,9 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
     def is_dead(self) -> bool:
-        """Whether its process is certainly gone; of another host nobody knows."""
         return self.process.lives() is False
 
     def written(self) -> Result:
-        """What a finished attempt made."""
         assert self.result is not None
         return self.result
 
@@ -132,8 +127,7 @@ def _save(paths: Paths, attempt: Attempt) -> None:
 
 
 def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
-    """The attempts that are on record, of one unit or of all, the oldest first; records that cannot be understood do
-    not count.
+    """The attempts on record, of one unit or of all, the oldest first; what cannot be understood does not count.
 
     known  names of those that are not to be read: a record of loose files is long
     """
@@ -173,7 +167,6 @@ def lost(attempt: Attempt) -> Lost:
 
 
 def forget(paths: Paths, attempt: Attempt) -> None:
-    """Remove an attempt that has ended, with what is left of it."""
     publish.remove_tree(paths.partial / attempt.name)
     publish.remove_tree(paths.attempts / (attempt.name + ENDING))
 
@@ -213,9 +206,8 @@ _speaking = threading.Lock()
 
 @contextlib.contextmanager
 def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
-    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is.
-
-    One attempt of a process at a time: Python has one place for it.
+    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is. One
+    attempt of a process at a time: Python has one place for it.
     """
     if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
         yield

@@ -86,9 +86,8 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
 
 
 def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
-    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done.
-
-    Raises OutputError or InputError where the run would be refused, since another plan was begun there.
+    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done. Raises
+    OutputError or InputError where it would be refused.
     """
     states, old = unit_states(plan, paths), saved_plan(paths)
     if old is None:
@@ -104,9 +103,8 @@ def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:
-    """Whether the output is complete and made by this very plan.
-
-    Raises OutputError, InputError or VerificationError where something else lies there, unless it is to be overwritten.
+    """Whether the output is complete and made by this very plan. Raises OutputError, InputError or VerificationError
+    where something else lies there, unless it is to be overwritten.
     """
     output = plan.request.output
     guard_inputs(plan)
@@ -187,7 +185,6 @@ def _assembled(paths: Paths) -> int | None:
 
 def guard_inputs(plan: Plan) -> None:
     """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
-
     Files count where they really lie, whatever links lead to them.
     """
     request, side_output = plan.request, plan.assembly.side_output
@@ -240,10 +237,8 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
-    """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched
-    since.
-
-    Raises OutputError or InputError, showing both values, where it was begun with other options or another input.
+    """Whether the unfinished conversion of plan.json `old` is dropped, and which files were touched since. Raises
+    OutputError or InputError, showing both values, where it was begun with other options or another input.
     """
     new = plan.document()
     others, touched = changed_files(old.source, plan)
@@ -277,7 +272,6 @@ class Replaced:
         return f"{self.folder}: {', and '.join([*ours, *([self.others_in_words()] if self.others else [])])}"
 
     def others_in_words(self) -> str:
-        """The others in words."""
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))

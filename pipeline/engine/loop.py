@@ -19,8 +19,8 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import End, Run
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
@@ -88,12 +88,7 @@ ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made
 
 @dataclass(frozen=True)
 class Share:
-    """What the loop does for one output: the units to be made, and what becomes of them.
-
-    runner  has them made
-    keep    a unit was made
-    end     all are kept, and nothing was in the way
-    """
+    """What the loop does for one output: has the units to_do made by runner, keeps each, and ends it when all are kept."""
 
     plan: Plan
     to_do: ToDo
@@ -102,19 +97,16 @@ class Share:
     end: Callable[[], None] = lambda: None
 
     def in_order(self) -> Iterator[tuple[int, str, Share, Stage[Any], tuple[Unit[Any], ...]]]:
-        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys.
-
-        So units that read the same layer follow one another, and after the first it is in the page cache.
+        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys,
+        so that units which read the same layer follow one another, and after the first it is in the page cache.
         """
         numbers = {stage.name: number for number, stage in enumerate(self.plan.stages)}
         return ((numbers[stage.name], units[0].key, self, stage, units) for stage, units in self.to_do)
 
 
 def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> None:
-    """Have the units of all shares made, and keep each.
-
-    Raises the first failure after what was under way has ended. What is only this unit's (WorkerLostError) does not
-    keep the others from being made.
+    """Have the units of all shares made, and keep each. Raises the first failure after what was under way has ended.
+    What is only this unit's (WorkerLostError) does not keep the others from being made.
     """
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     flying: dict[Future[Any], tuple[Share, Stage[Any], tuple[Unit[Any], ...]]] = {}
@@ -192,10 +184,8 @@ def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is
-    removed.
-
-    A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
-    may have to be made once more, to the same bytes.
+    removed. A chain starts again at the last unit whose forerunner's file is still there: units after it are made once
+    more.
     """
     undone = [n for n, u in enumerate(stage.units) if done_reason(work.paths, work.finished, u) is None]
     if not stage.chain:

@@ -73,7 +73,6 @@ def output_of(root: Path) -> Path | None:
 
 
 def has_size(path: Path, nbytes: int) -> bool:
-    """Whether a file is there and has this size."""
     try:
         return path.stat().st_size == nbytes
     except (OSError, ValueError):  # a damaged record may name what no file can be called

@@ -26,7 +26,6 @@ CARD = "README.md"
 
 
 def tool_version() -> str:
-    """The version of this ktconvert, from the code: package metadata takes long to import."""
     return __version__
 
 
@@ -39,12 +38,10 @@ class Request(Generic[S]):
 
     @property
     def input(self) -> str:
-        """The path or hub id of what is converted."""
         return self.options.input
 
     @property
     def output(self) -> Path:
-        """The directory that is made."""
         return self.options.output
 
 
@@ -79,11 +76,9 @@ class SideOutput:
 class Assembly:
     """What goes beside the weights.
 
-    companions   (path below the output, file to copy)
-    config       config.json, to be written; None where there is none
+    companions   (path below the output, file to copy); config: config.json, to be written, if there is one
     loose        whether there is no index: weights are loose folders, or there are none
     kept_layers  loose layer folders that were in the output before and stay as they are; None where it must hold none
-    side_output  what goes to another folder; None where nothing does
     """
 
     companions: tuple[tuple[str, Path], ...]
@@ -117,14 +112,10 @@ class Conversion:
 class Plan:
     """Everything that will be done, before anything is.
 
-    source         the identity of the input's files
-    reads          every file that is read, the input's and others'
+    source         the identity of the input's files; reads: every file that is read, the input's and others'
     facts          what the output is (method, sizes, layers ...), for manifest, card and people
-    assembly       what goes beside the weights
-    conversion     what the command knows of its own work
-    scratch_bytes  bytes of files that exist while it runs, beside the units
-    advice         sentences on what it takes, for who looks at the plan
-    remedies       what to do where memory is not enough
+    scratch_bytes  of files that exist while it runs, beside the units
+    advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
     found          figures of the units -> facts that are known only when these are done, for the manifest
     """
 
@@ -149,7 +140,7 @@ class Plan:
 
     @functools.cached_property
     def extra_bytes(self) -> int:
-        """Bytes of companion files."""
+        """Of companion files."""
         return sum(path.stat().st_size for _, path in self.assembly.companions)
 
     @property

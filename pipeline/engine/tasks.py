@@ -26,10 +26,8 @@ LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
 class Tasks:
-    """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths.
-
-    reopen   makes the plan again on a worker
-    threads  for packing, of each worker; None: the CPUs that it may use
+    """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
+    `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
     """
 
     most = sys.maxsize  # who is free takes the next one: nothing here knows how many workers there are
@@ -57,9 +55,8 @@ class Tasks:
             return broken
 
     def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made | None:
-        """What came of it; None where workers died that were to make it, perhaps by another unit's fault.
-
-        Raises the worker's failure, and KtconvertError where the executor lost the task.
+        """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
+        worker's failure, and KtconvertError where the executor lost the task.
         """
         try:
             made = result_of(future, unit.name, f"`ktconvert resume {self._work.paths.output}`")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
@@ -18,6 +19,9 @@ from ktconvert.pipeline.engine.units import Context, Link, Made, Stage, Unit, Wr
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
+Item = TypeVar("Item")
+Slot = TypeVar("Slot")
+Result = TypeVar("Result")
 WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
 UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
@@ -48,9 +52,7 @@ class ThreadRunner:
 def thread_runners(
     works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share so many packing threads, for so many units. Raises RuntimeError where the
-    system gives no threads.
-    """
+    """A runner for each output; all share the packing threads. RuntimeError where the system gives no threads."""
     with pools(threads, units) as (pool, window, runner, most):
         context = Context(pool, window, reporter)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
@@ -127,3 +129,31 @@ def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
         side=work.paths.partial / unit.side_name if unit.side else None,
         sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
     )
+
+
+def in_order(
+    pool: ThreadPoolExecutor, items: Iterable[Item], slots: list[Slot], make: Callable[[Item, Slot], Result]
+) -> Iterator[tuple[Item, Slot, Result]]:
+    """Run make(item, slot) in the pool and yield (item, slot, what it gave) in the order of the items: a file is hashed
+    front to back while parts are computed.
+
+    At most len(slots) items are under way or waiting to be taken; a slot (a buffer, say) is used again once its item
+    was taken. The first failure is raised here, after the calls that already run have ended.
+    """
+    free = deque(slots)
+    flying: deque[tuple[Item, Slot, Future[Result]]] = deque()
+    try:
+        for item in items:
+            if not free:
+                taken, slot, future = flying.popleft()
+                yield taken, slot, future.result()
+                free.append(slot)
+            slot = free.popleft()
+            flying.append((item, slot, pool.submit(make, item, slot)))
+        while flying:
+            taken, slot, future = flying.popleft()
+            yield taken, slot, future.result()
+    finally:
+        for _, _, future in flying:
+            future.cancel()
+        wait([future for _, _, future in flying])

@@ -26,14 +26,14 @@ Work = TypeVar("Work")
 class Unit(Generic[Work]):
     """The smallest thing that is done or not done: one published file, or one folder of files.
 
-    versions  (stage, quantizer, layout ...) integers, raised when bytes change
-    params    (name, value) of every option that can change a byte
-    inputs    (tensor name, dtype, shape, content id) of everything it reads
-    final     path below the output, where the finished thing will appear (not part of the fingerprint)
-    kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
-    handed_on  bytes of the file that it hands to the next unit of its chain; 0 for none
-    side      bytes of a second file, for later units of its chain, that stays in the store with its own; 0 for none
-    work      what the stage needs to know to run it; follows from the above
+    versions   (stage, quantizer, layout ...) integers, raised when bytes change
+    params     (name, value) of every option that can change a byte
+    inputs     (tensor name, dtype, shape, content id) of everything it reads
+    final      path below the output, where the finished thing will appear (not part of the fingerprint)
+    kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
+    handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
+               later ones; 0 for none
+    work       what the stage needs to know to run it; follows from the above
     """
 
     stage: str
@@ -58,7 +58,7 @@ class Unit(Generic[Work]):
 
     @property
     def name(self) -> str:
-        """What it is called in the journal, in events and in messages."""
+        """In the journal, in events and in messages."""
         return f"{self.stage}.{self.key}"
 
     def _stored(self, ending: str) -> str:
@@ -117,14 +117,12 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Link:
-    """Where a unit of a chain finds and leaves things.
+    """Where a unit of a chain finds and leaves things; None where there is nothing.
 
-    before   what the unit before it handed on; None where that is nothing
-    handed_on  where to put what the next one needs; None where that is nothing
-    scratch  folder for files that are gone when the unit is done
-    store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
-    side     where to put the unit's side file; None where it has none
-    sides    unit key -> the side file of an earlier unit of the chain
+    before     what the unit before it handed on; handed_on: where to put what the next one needs
+    scratch    folder for files that are gone when the unit is done
+    store      unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
+    side       where to put the unit's side file; sides: unit key -> that of an earlier unit
     """
 
     before: Path | None
@@ -137,11 +135,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's run function may use.
-
-    pool    threads for the parts of a unit; window: how many parts may be in flight
-    chain   the neighbours of a unit of a chain; None for any other unit
-    """
+    """What a stage's run function may use. pool: threads for parts of a unit, of which `window` may be in flight."""
 
     pool: ThreadPoolExecutor
     window: int
@@ -151,10 +145,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):
-    """Units of one kind, and the function that makes one: run(unit, partial path, context).
-
-    chain  each unit needs what the one before it left, so that they run one after the other
-    """
+    """Units of one kind, and the function that makes one. chain: each unit needs what the one before it left."""
 
     name: str
     title: str
@@ -168,9 +159,8 @@ class Stage(Generic[Work]):
 class Made:
     """A unit that was made, and lies under a name of its own until it is published.
 
-    seconds  that it took
-    who      the host and the process that made it, for records and events
-    link     of a unit of a chain; for_chain: the files that it has for others of the chain
+    who   the host and the process that made it, for records and events
+    link  of a unit of a chain; for_chain: the files that it has for others of the chain
     """
 
     path: Path

@@ -20,10 +20,9 @@ from ktconvert.pipeline.engine.units import Made, Unit
 
 
 class WorkDir:
-    """The work directory, locked by this process. Use as a context manager.
-
-    may_replace: whether the user allowed what lies at the output to be replaced.
-    Raises OutputError when another process works on this output, or the folder is not ours.
+    """The work directory, locked by this process, to be used as a context manager. Raises OutputError when another
+    process works on this output, or the folder is not ours. may_replace: whether what lies at the output may be
+    replaced.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -119,11 +118,9 @@ class WorkDir:
 
 
 def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:
-    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
-    place; a side file, always in the store.
-
-    A name in the store says what the content is; a final name does not, so a file that lies only there has to have the
-    hash."""
+    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or in its final
+    place with the recorded hash, since no name there says what the content is; a side file, always in the store.
+    """
     record = finished.get(unit.fingerprint)
     if record is None:
         return None

@@ -35,11 +35,8 @@ Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 @dataclass(frozen=True)
 class Task:
-    """A unit as it travels.
-
-    output   whose work directory holds the plan; run: the token there
-    version  of the coordinator's ktconvert
-    threads  for packing; None: the CPUs that the worker may use
+    """A unit as it travels. run: the token in the work directory of `output`; threads: for packing, None: the CPUs that
+    the worker may use.
     """
 
     output: str

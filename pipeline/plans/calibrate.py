@@ -13,7 +13,7 @@ from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, 
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walking
 from ktconvert.pipeline.plans.quantizing import machine_notes
-from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
+from ktconvert.pipeline.stages import chain, copy_tensors, gather_statistics
 from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
@@ -32,7 +32,7 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, checkpoint.rows_for(options.arch_row))
-    chain.require_calibratable(model, calibrate_layers.INSTEAD)
+    chain.require_calibratable(model, gather_statistics.INSTEAD)
     bytes_of = footprint.moments_bytes if options.second_moments else footprint.squares_bytes
     group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), bytes_of)
     calibration = Calibration.of(options.samples)
@@ -49,12 +49,8 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
         source=files,
         reads=(*source.paths(), *checkpoint.files_named(options)),
         stages=(
-            calibrate_layers.stage(
-                model,
-                walk,
-                {tensor.key: tensor for tensor in rest},
-                about,
-                second_moments=options.second_moments,
+            gather_statistics.stage(
+                model, walk, {tensor.key: tensor for tensor in rest}, about, options.second_moments
             ),
         ),
         facts={

@@ -13,7 +13,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.rows import RowFile
-from ktconvert.pipeline.engine.units import Link, Unit
+from ktconvert.pipeline.engine.units import Context, Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
@@ -23,6 +23,12 @@ from ktconvert.pipeline.walk.samples import SamplesWork, read_samples
 
 SAMPLES = "samples"
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
+
+
+def link_of(context: Context) -> Link:
+    """Of a unit of a chain, which has one."""
+    assert context.chain is not None
+    return context.chain
 
 
 @dataclass(frozen=True)

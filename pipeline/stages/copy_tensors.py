@@ -23,10 +23,9 @@ from ktconvert.layouts.outputs import numa
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
-from ktconvert.pipeline.stages.ordered import in_order
 
 NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"

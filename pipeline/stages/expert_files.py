@@ -16,9 +16,9 @@ from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit,
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.ui.progress import Reporter
 
 # First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would

@@ -1,7 +1,8 @@
-"""Statistics of what experts read: a file per layer of a chain, and the three units that end it."""
+"""Statistics of what experts read: a file per layer of a chain, the units that end it, and `calibrate`'s chain."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,14 @@ from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
-from ktconvert.pipeline.stages.chain import SAMPLES
-from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts
-from ktconvert.pipeline.walk.samples import read_samples
+from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.stages import chain
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.walk.calibration_data import WalkSettings
+from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
+from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
+from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
 
 VERSION = 1
@@ -203,11 +208,27 @@ def closing_units(
     return units
 
 
-def run_closing(work: Closing, partial: Path, context: Context) -> Result:
-    """Write the file of a closing unit."""
-    link: Link = context.chain  # type: ignore[assignment]
-    written, tensors = work.make(work, partial, link)
-    return Result((written,), tensors)
+def run_in_chain(
+    threads: int,
+    remedies: str,
+    run_layer: Callable[[Unit[Any], Path, Context], Result],
+    unit: Unit[Any],
+    partial: Path,
+    context: Context,
+) -> Result:
+    """Any unit of a chain, with so many of torch's threads: its samples, a layer, or the end. Raises ResourceError,
+    with these remedies, where memory runs out.
+    """
+    import torch
+
+    if isinstance(unit.work, Closing):
+        written, tensors = unit.work.make(unit.work, partial, chain.link_of(context))
+        return Result((written,), tensors)
+    torch.set_num_threads(threads)
+    with chain.memory_explained(unit.key, remedies):
+        if isinstance(unit.work, SamplesWork):
+            return write_samples(unit.key, unit.work, partial, context)
+        return run_layer(unit, partial, context)
 
 
 def _imatrix(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
@@ -217,7 +238,7 @@ def _imatrix(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
         {layer: work.model.shape(layer) for layer in work.model.layers},
         lambda layer: work.sums(link, layer),
         datasets=[data["dataset"]],
-        chunks=len(read_samples(link.store[SAMPLES])),
+        chunks=len(read_samples(link.store[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
     return Written("", nbytes, digest), 6 * len(work.model.layers)
@@ -235,7 +256,7 @@ def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
 
 
 def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
-    lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
+    lengths = [len(ids) for ids in read_samples(link.store[chain.SAMPLES])]
     files = []
     stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
     if work.about["settings"].get("second_moments"):
@@ -245,3 +266,74 @@ def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())
     return Written("", len(text), publish.write_file(partial, text)), 0
+
+
+# --- the chain of `ktconvert calibrate`: samples, layer after layer, then the files of the output ---
+
+
+NAME, CHAIN_VERSION = "calibrate", 1
+INSTEAD = "take an importance matrix that is published for it"  # advice where a model cannot be calibrated
+
+
+@dataclass(frozen=True)
+class CalibrateWork:
+    """One layer with experts, and the layers without any that lie before it. moments: whether they are kept."""
+
+    model: MoeModel
+    step: chain.Step
+    group: int
+    skeleton: Callable[[], LayeredModel]
+    moments: bool
+
+
+def stage(
+    model: MoeModel,
+    settings: WalkSettings,
+    rest: Mapping[str, OtherTensor],
+    about: Mapping[str, Any],
+    moments: bool,
+) -> Stage[Any]:
+    """The chain. rest: tensors outside the routed experts, by name; about: as statistics.json has it; moments: whether
+    second moments are kept, too.
+    """
+    skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=settings.trust_remote_code, instead=INSTEAD)
+    threads = settings.machine["threads"]
+    boundary = chain.boundary_bytes(model, settings.calibration)
+    samples = SamplesWork(settings.calibration, threads, skeleton)
+    units: list[Unit[Any]] = [chain.samples_unit(NAME, CHAIN_VERSION, settings.fingerprint, boundary, samples)]
+    for step in chain.steps(model, rest, boundary):
+        units.append(
+            Unit(
+                stage=NAME,
+                key=step.key,
+                versions=(CHAIN_VERSION, VERSION),
+                params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
+                inputs=step.inputs,
+                final=file_of(step.layer) if moments else "",
+                bytes_in=step.bytes_in,
+                bytes_out=(moments_bytes if moments else layer_bytes)(model, step.layer),
+                kept=moments,
+                handed_on=step.handed_on,
+                work=CalibrateWork(model, step, settings.group, skeleton, moments),
+            )
+        )
+    units += closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
+    run = functools.partial(run_in_chain, threads, REMEDIES_TO_CALIBRATE, _run_layer)
+    return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
+
+
+def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Result:
+    work, layer, link = unit.work, unit.work.step.layer, chain.link_of(context)
+
+    def walk(consumers: Sequence[Consumer]) -> None:
+        chain.walk(work.model, layer, work.step.before, work.skeleton(), work.group, consumers, link)
+
+    if work.moments:
+        gathering, written, tensors = write_with_moments(partial, work.model, layer, walk)
+    else:
+        gathering = Gathering(layer)
+        walk(gathering.consumers)
+        written, tensors = gathering.write(partial)
+    context.reporter.advance(unit.bytes_in)
+    tokens = spread(gathering.counts.tokens[layer])
+    return Result((written,), tensors, {"layer": layer, "routed_tokens": tokens})

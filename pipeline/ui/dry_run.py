@@ -11,6 +11,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.assemble import require_free
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
 from ktconvert.pipeline.engine.existing import (
     adopts,
@@ -22,7 +23,6 @@ from ktconvert.pipeline.engine.existing import (
 )
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.side_output import require_free
 from ktconvert.pipeline.engine.units import Status
 from ktconvert.pipeline.ui.text import joined, size
 
