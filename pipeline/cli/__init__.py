@@ -85,11 +85,9 @@ class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the table's order."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import it."""
         if name not in COMMANDS:
             return None
         _import_numpy()
@@ -98,17 +96,14 @@ class LazyGroup(click.Group):
         return command
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Parse options; --help and --version print here."""
         with _watching_reader():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         with _watching_reader():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """From the table, without importing anything."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 
@@ -190,9 +185,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed: else the next file that we open would get what is
-    printed.
-    """
+    """Open /dev/null in place of closed standard streams: else the next file we open would get what is printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -236,7 +229,5 @@ def _print(stream: TextIO, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still buffers go nowhere: the interpreter would fail to write it, and exit with a code of its
-    own.
-    """
+    """Let what a stream buffers go nowhere: the interpreter would fail to write it, and exit with its own code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

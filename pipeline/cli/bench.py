@@ -140,7 +140,6 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
 
 
 def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, as (label, text)."""
     threads = plural(document["threads"], "thread")
     return [
         ("output", document["output"]),
@@ -158,14 +157,12 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def streams(document: dict[str, Any]) -> str:
-    """How many streams a thread reads where that is fastest."""
     rates: dict[str, int] = document["memory_by_streams"]
     best = max(rates, key=lambda number: rates[number])
     return plural(int(best), "stream")
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each number of tokens."""
     count = len(document["layers"])
     rows: list[tuple[str, ...]] = [
         (

@@ -34,7 +34,6 @@ class Command(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Group after group."""
         titles = {leaf.name: leaf.title for leaf in leaves(self.settings)}
         declared = [leaf.declared for leaf in leaves(self.settings) if isinstance(leaf.declared, Option)]
         arguments = {option.argument: option.help for option in declared}
@@ -55,7 +54,6 @@ class SeveralValues(Command):
     """A command whose options that may be repeated take several values after one flag, as argparse's nargs="*" does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Write the flag before each of its values."""
         from ktconvert.pipeline.cli import normal
 
         several = {flag for leaf in leaves(self.settings) if leaf.kind is tuple for flag in [leaf.flag]}

@@ -51,7 +51,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use.
+    """Sizes in bytes; the CPU counts are those that this process may use.
 
     methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
     memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
@@ -116,7 +116,6 @@ def instruction_sets() -> tuple[tuple[str, ...], str | None, str | None]:
 
 
 def computed_methods() -> tuple[str, ...]:
-    """kt-kernel's names of the runtime's methods."""
     try:
         from ktconvert.native_quant.runtime.methods import METHODS
     except ImportError:  # instruction_sets tells
@@ -168,7 +167,6 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
 
 
 def examine(folder: Path) -> Facts:
-    """Examine this machine and the disk that holds `folder`."""
     flags, cpus = machine.cpu_flags(), machine.affinity()
     isas, isa, isa_problem = instruction_sets()
     memory_policy, memory_refusal = memory_placement()
@@ -203,12 +201,10 @@ def examine(folder: Path) -> Facts:
 
 
 def has_amx(facts: Facts) -> bool:
-    """The CPU has all of AMX that the runtime uses."""
     return AMX.issubset(facts.features)
 
 
 def warnings(f: Facts) -> list[str]:
-    """What stands in the way, one sentence each."""
     return list(_warnings(f))
 
 
@@ -253,7 +249,6 @@ def _warnings(f: Facts) -> Iterator[str]:
 
 
 def rows(facts: Facts) -> list[tuple[str, str]]:
-    """The facts as (label, text), for the table."""
     disk = facts.disk
     saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
     amx = "permitted" if "amx" in facts.isas else "not permitted" if has_amx(facts) else "not in this CPU"

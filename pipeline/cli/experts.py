@@ -64,7 +64,6 @@ def experts(options: ExpertsOptions) -> None:
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each layer, and one for all."""
     rows: list[tuple[str, ...]] = [("layer", "hot", "coverage", "experts")]
     for row in document["layers"]:
         first = ", ".join(map(str, row["hot"][:12])) + (", ..." if len(row["hot"]) > 12 else "")

@@ -27,7 +27,6 @@ from ktconvert.pipeline.ui.progress import Reporter
 
 
 def convert(name: str, options: ConversionOptions) -> None:
-    """What every command that makes an output does with its settings."""
     reporter = options.reporting.reporter
     if options.existing.delete_others and not options.existing.overwrite:
         raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
@@ -54,7 +53,6 @@ def convert(name: str, options: ConversionOptions) -> None:
 
 
 def go_on(options: ResumeOptions) -> None:
-    """What `ktconvert resume` does."""
     reporter = options.reporting.reporter
     paths = locate(options.output)
     if options.leftovers.force_unlock and not options.dry_run:
@@ -133,9 +131,7 @@ def make(
     *,
     trust_store: bool,
 ) -> None:
-    """Execute the plans of one command, or a part of the only one, with the engine that --executor names. threads: of
-    each worker, where given.
-    """
+    """Execute the plans, or a part of the only one, with the engine of --executor. threads: of each worker, if given."""
     check(plans, workers, part)
     overwrite = plans[0].request.options.existing.overwrite
     with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:
@@ -158,5 +154,4 @@ def make(
 
 
 def _tuned(plan: Plan, **tuning: Any) -> Plan:
-    """A plan with other values of some options."""
     return replace(plan, request=replace(plan.request, options=with_values(plan.request.options, **tuning)))

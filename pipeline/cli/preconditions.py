@@ -35,10 +35,9 @@ def lowered(option: str, requested: int, reporter: Reporter) -> int:
 
 
 def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
-    """Raise, before any work, where the one file that an option names could not or must not be written.
-
-    Raises UsageError for no place for such a file, and for a file that the command reads or writes besides; OutputError
-    where something lies that we did not write.
+    """Raise, before any work, where the one file that an option names could not or must not be written: UsageError for
+    no place for such a file, and for one that the command reads or writes besides; OutputError for one that is not
+    ours.
     """
     if path is None:
         return
@@ -72,9 +71,7 @@ def check_plot(path: Path | None) -> None:
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:
     """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file
-    breaks off.
-
-    again  what the user should then run
+    breaks off. again: what the user should then run.
     """
     from ktconvert.native_quant import kernels, sigbus
 

@@ -96,8 +96,7 @@ def verify(options: VerifyOptions) -> None:
 
 def run_check(report: Report, threads: int) -> Check:
     """Push a few tokens through the first layer of each method: finite, and close to what the weights give in float.
-
-    Raises UnsupportedError for a method that this runtime cannot compute, InputError for a damaged checkpoint.
+    Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
     from ktconvert.layouts.errors import InputError, UnsupportedError
     from ktconvert.native_quant.runtime import from_checkpoint, smoke

@@ -40,7 +40,6 @@ class Effect(enum.Enum):
 class Option:
     """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
 
-    help      what it is, in a sentence or two
     type      of a value; by default what the field's type says
     flags     its spellings, where the name alone is not enough
     argument  the name under which it may stand without a flag (and must, where there are no flags)
@@ -113,7 +112,6 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """In documents, and of the click parameter."""
         return self.path[-1]
 
     @property
@@ -138,7 +136,6 @@ class Leaf:
         return read
 
     def of(self, options: Options) -> Any:
-        """Its value."""
         return functools.reduce(getattr, self.path, options)
 
 

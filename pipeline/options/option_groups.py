@@ -27,21 +27,16 @@ from ktconvert.pipeline.ui.progress import Reporter
 
 
 class Reporting(Options, title="Reporting"):
-    """What is reported, and how."""
-
     json_events: bool = option("One JSON event per line on stdout.", flags=("--json",), default=False)
     quiet: bool = option("Warnings and errors only.", flags=("-q", "--quiet"), default=False)
     verbose: bool = option("Print more details.", flags=("-v", "--verbose"), default=False)
 
     @property
     def reporter(self) -> Reporter:
-        """The reporter that these flags ask for."""
         return Reporter(json_events=self.json_events, verbosity=-1 if self.quiet else int(self.verbose))
 
 
 class Execution(Options, title="Execution"):
-    """What the work may take of this machine."""
-
     cpuinfer_threads: int | None = tuning(
         "Threads; more than this process has CPUs are lowered, with a note.",
         Number(min=1),
@@ -58,8 +53,6 @@ class Execution(Options, title="Execution"):
 
 
 class Workers(Options, title="Execution"):
-    """Who does the work."""
-
     executor: str = option(
         "Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "
         "dask:tls://HOST:8786, dask:FILE (of a scheduler), dask:local[:N].",
@@ -130,14 +123,10 @@ class ConversionOptions(Options):
 
 
 class Hub(Options):
-    """Which version of a hub's checkpoint is read."""
-
     revision: str | None = tuning("Branch, tag or commit of a hub id.", Text(), unset="main")
 
 
 class ArchFile(Options):
-    """A row for an architecture that is not in the table."""
-
     arch_file: Path | None = tuning(
         "A row for an architecture that is not in the table (TOML).", FilePath(absolute=True)
     )
@@ -153,8 +142,6 @@ class ArchFile(Options):
 
 
 class ImportanceFile(Options):
-    """Where the importance of inputs is read from."""
-
     imatrix: Path | None = tuning(
         "For --scale imatrix: the model's importance matrix, of llama.cpp or `calibrate`, in GGUF or .dat.",
         FilePath(absolute=True),
@@ -176,8 +163,6 @@ class ImportanceFile(Options):
 
 
 class Samples(Options, title="Calibration"):
-    """Which samples a model is run on."""
-
     dataset: str = weights(
         "Calibration texts: a file or folder (.txt, .jsonl, .json, .parquet), or a hub id.",
         PathOrHubId(absolute=True),
@@ -190,8 +175,6 @@ class Samples(Options, title="Calibration"):
 
 
 class Gptq(Options, title="Calibration"):
-    """How GPTQ uses samples."""
-
     dampening_frac: float = weights(
         "The fraction of the mean of the Hessian's diagonal that is added to the diagonal.",
         Real(min=0, max=1),

@@ -35,7 +35,6 @@ LATER = {  # what kt-kernel's script takes and we do not, or only in a layout th
 
 
 def choice(words: Iterable[str]) -> click.Choice[str]:
-    """One of these words, in any case."""
     return click.Choice(tuple(words), case_sensitive=False)
 
 
@@ -79,11 +78,9 @@ CALIBRATION = tuple(leaf.name for group in (Samples, Gptq, Machine) for leaf in 
 
 
 class CpuOptions(QuantizationOptions):
-    """Settings of `ktconvert cpu`.
-
-    layers          those to convert; with --resume-layer as the plan found them
-    kept_layers     loose layer folders that were in the output before, and stay; None where none are looked for
-    imatrix_sha256  of the importance matrix; second_moments_sha256: of the document that describes them
+    """layers: those to convert; kept_layers: loose ones that were in the output before, and stay, None where none are
+    looked for; both with --resume-layer as the plan found them. second_moments_sha256: of the document that describes
+    them.
     """
 
     input: str = option(
@@ -154,11 +151,9 @@ class CpuOptions(QuantizationOptions):
 
     @property
     def calibrated(self) -> bool:
-        """Whether codes are chosen on a walk through the model."""
         return QUANTIZERS[self.scale].calibrated
 
     def unused(self) -> Mapping[str, str]:
-        """What other formats and choices of scales need."""
         unused = {**super().unused()}
         if self.gptq.calibrate == "all":
             unused["min_expert_tokens"] = SEES_ALL
@@ -172,8 +167,6 @@ IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory se
 
 
 class GpuOptions(QuantizationOptions):
-    """Settings of `ktconvert gpu`."""
-
     input: str = option(
         "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
         PathOrHubId(absolute=True),
@@ -231,11 +224,9 @@ class GpuOptions(QuantizationOptions):
 
     @property
     def calibrated(self) -> bool:
-        """Whether codes are chosen on a walk through the model."""
         return self.quant_method == "GPTQ"
 
     def unused(self) -> Mapping[str, str]:
-        """What the other method needs."""
         if self.calibrated:
             unused = {**super().unused(), **({"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {})}
             if self.engine == "oneshot":

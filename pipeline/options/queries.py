@@ -44,8 +44,6 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since c
 
 
 class BenchOptions(Options):
-    """Settings of `ktconvert bench`."""
-
     output: Path = option("An output, or a checkpoint.", FilePath(absolute=True), argument="output", default=NONE)
     layer: int | None = option("Layer to compute.", Number(min=0), unset="the first")
     tokens: Any = option("Tokens per forward, several separated by commas.", Counts(), default="1,4,16,64,256,1024")
@@ -55,8 +53,6 @@ class BenchOptions(Options):
 
 
 class DoctorOptions(Options):
-    """Settings of `ktconvert doctor`."""
-
     disk: Path = option(
         "Directory whose disk is measured: at most 256 MiB are written and removed.", Directory(), default=Path()
     )
@@ -64,8 +60,6 @@ class DoctorOptions(Options):
 
 
 class EvalOptions(Options):
-    """Settings of `ktconvert eval`."""
-
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = option(
         "What MODEL was converted into for the CPU, or a checkpoint of it; this or --gpu-weights.", FilePath()
@@ -84,8 +78,6 @@ class EvalOptions(Options):
 
 
 class ExpertsOptions(Options):
-    """Settings of `ktconvert experts`."""
-
     dir: Path = option("What `calibrate` wrote.", FilePath(), argument="dir", default=NONE)
     output: Path = option(
         "Safetensors file for --gpu-experts-mask; an older one of ours is replaced.", OutputPath(), default=NONE
@@ -97,8 +89,6 @@ class ExpertsOptions(Options):
 
 
 class InspectOptions(Options):
-    """Settings of `ktconvert inspect`."""
-
     path: str = option("A checkpoint, an output, or one that was begun.", PathOrHubId(), argument="path", default=NONE)
     columns: bool = option(
         "Of a checkpoint: also how much the columns of down_proj differ, by reading 8 experts of each layer; more "
@@ -111,8 +101,6 @@ class InspectOptions(Options):
 
 
 class RunOptions(Options):
-    """Settings of `ktconvert run`."""
-
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     torch_experts: bool = option("Leave the experts to transformers, for comparison.", default=False)
@@ -128,8 +116,6 @@ class RunOptions(Options):
 
 
 class ServeOptions(Options):
-    """Settings of `ktconvert serve`."""
-
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     gpu_experts: GpuExperts = GpuExperts()
@@ -145,16 +131,12 @@ class ServeOptions(Options):
 
 
 class StatusOptions(Options):
-    """Settings of `ktconvert status`."""
-
     output: Path = option("The output that was begun.", FilePath(absolute=True), argument="output", default=NONE)
     watch: bool = option("Look again every two seconds, until nothing works on it any more.", default=False)
     as_json: bool = option("Print a JSON object; with --watch, one per line.", flags=("--json",), default=False)
 
 
 class VerifyOptions(Options):
-    """Settings of `ktconvert verify`."""
-
     output: Path = option("An output, ours or kt-kernel's.", FilePath(absolute=True), argument="output", default=NONE)
     against: str | None = option(
         "The source (directory, file or hub id), or another output.", PathOrHubId(absolute=True)

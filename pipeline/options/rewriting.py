@@ -22,7 +22,7 @@ AGAIN = "On resume, make again what came from files that were modified since."
 
 
 class CalibrateOptions(ConversionOptions):
-    """Settings of `ktconvert calibrate`. arch_row: the text of --arch-file."""
+    """arch_row: the text of --arch-file."""
 
     input: str = option(
         "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
@@ -46,8 +46,6 @@ class CalibrateOptions(ConversionOptions):
 
 
 class DequantizeOptions(ConversionOptions):
-    """Settings of `ktconvert dequantize`."""
-
     input: str = option(
         "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
         PathOrHubId(absolute=True),
@@ -118,8 +116,6 @@ class AsBefore(Execution):
 
 
 class ResumeOptions(Options):
-    """Settings of `ktconvert resume`."""
-
     output: Path = option("The output that was begun.", OutputPath(absolute=True), argument="output", default=NONE)
     dry_run: bool = option("Print which units are finished, which are left, and why; write nothing.", default=False)
     verify_inputs: bool = option("Convert again what came from input files that were modified since.", default=False)

@@ -86,7 +86,6 @@ def outputs_of(request: Request[Any]) -> list[Request[Any]]:
 
 
 def _require_together(options: ConversionOptions, given: str, flag: str) -> None:
-    """Raise UsageError where each output needs a run of its own."""
     if options.part is not None:
         raise UsageError(f"{given}: --part shares out the files of one output; give one {flag} after the other.")
     if isinstance(options, QuantizationOptions) and options.calibrated:
@@ -102,9 +101,7 @@ def plans_of(request: Request[Any], hashed: Callable[[int], None] | None = None)
 
 
 def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of a request for one output. hashed: is told how many bytes were hashed. Raises UsageError where it asks
-    for several: plans_of.
-    """
+    """The plan of a request for one output; UsageError for several. hashed: is told how many bytes were hashed."""
     if len(requests := outputs_of(request)) > 1:
         raise UsageError(f"{request.output}: one plan is for one output, and {len(requests)} are wanted.")
     module = importlib.import_module(f"ktconvert.pipeline.plans.{request.command}")
@@ -113,9 +110,8 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
-    """The plan that was saved for an output, made again on another host or later, with some of its tuning changed.
-
-    Raises OutputError where there is none, InputError where its input is not what it was.
+    """The plan that was saved for an output, made again on another host or later, with other tuning. Raises OutputError
+    where there is none, InputError where its input is not what it was.
     """
     saved = saved_plan(locate(output))
     if saved is None:
@@ -136,11 +132,10 @@ def run(
     *,
     overwrite: bool = False,
 ) -> bool:
-    """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
-    concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
+    """Make what a plan says, or those of several outputs of one input (plans_of), from wherever it stands: with threads
+    of this process, or with the workers of any concurrent.futures.Executor, which see its input and output under the
+    same paths and have this ktconvert. overwrite: as --overwrite.
 
-    plan       or those of several outputs of one input (plans_of), which is read once for all
-    overwrite  as --overwrite
     Returns False when there was nothing to do. Raises KtconvertError.
     """
     plans = [plan] if isinstance(plan, Plan) else plan

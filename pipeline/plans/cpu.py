@@ -32,10 +32,8 @@ ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  
 
 @checkpoint.collector_at_rest()
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has
-    read.
-
-    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
+    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
@@ -142,8 +140,8 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. Raises UnsupportedError for one of kt-kernel's that cannot be made,
-    UsageError where it has no such layout, no loose files or no backward matrices.
+    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
+    where it has no such layout, no loose files or no backward matrices.
     """
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
@@ -211,7 +209,6 @@ def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, n
 
 
 def _compact(layers: Sequence[int]) -> str:
-    """As --layers takes them."""
     return ranges(layers).replace(" ", "")
 
 

@@ -25,9 +25,7 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 @checkpoint.collector_at_rest()
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them.
-
-    Raises UnsupportedError or InputError before any weight is read.
+    --verify-inputs reads them. Raises UnsupportedError or InputError before any weight is read.
     """
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")

@@ -28,9 +28,7 @@ ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "
 @checkpoint.collector_at_rest()
 def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them.
-
-    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
     require_possible(request.options)
     request = checkpoint.with_arch_row(request)
@@ -69,8 +67,8 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
 
 
 def require_possible(options: GpuOptions) -> None:
-    """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else,
-    UsageError for options that contradict each other.
+    """Raise KtconvertError for what is not installed, UnsupportedError for what is made otherwise, UsageError for
+    options that contradict each other.
     """
     if options.calibrated:
         from ktconvert.pipeline.walk import environment

@@ -18,10 +18,9 @@ from ktconvert.quantizers.choice import Quantizer
 
 def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
     """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
-    one that takes them; None where there are none.
-
-    Raises UsageError where they are named and not asked for, or the other way round; InputError for those of another
-    model, and for others than those with which the conversion was begun.
+    one that takes them; None where there are none. Raises UsageError where they are named and not asked for, or the
+    other way round; InputError for those of another model, and for others than those with which the conversion was
+    begun.
     """
     given = options.importance
     path = given.file
@@ -49,9 +48,7 @@ def open_for(path: Path, model: MoeModel) -> Imatrix:
 
 
 def moments_in(folder: Path, model: MoeModel) -> SecondMoments:
-    """The second moments in a folder of statistics. Raises InputError where there are none, for a folder that is
-    damaged, and for one of another model.
-    """
+    """The second moments in a folder of statistics. InputError where there are none, or those of another model."""
     return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
 
 
@@ -68,9 +65,7 @@ def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
 
 
 def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
-    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none (mse
-    makes them without).
-    """
+    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
     if inputs is None:
         return {}
     unreached = {layer: inputs.unreached(layer) for layer in layers}
@@ -79,7 +74,6 @@ def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str,
 
 
 def notes_of(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Sentences for the plan."""
     listed = facts.get("without_counts")
     if not listed:
         return ()

@@ -55,7 +55,6 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
-    """The command for each type that is possible."""
     name = Path(where).expanduser().resolve().name
     return [
         shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
@@ -80,7 +79,6 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
 
 
 def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
-    """Bytes of the experts of the whole output."""
     total, parts = 0, parts if fmt.arrangement.parted else 1
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)

@@ -55,9 +55,8 @@ CHOOSE = "if they are left out on purpose, name those to merge with --layers"
 
 
 def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole merge from names and sizes only.
-
-    Raises InputError for a missing, extra or cut-off file, UnsupportedError where there is nothing to merge.
+    """Plan the whole merge from names and sizes only. Raises InputError for a missing, extra or cut-off file,
+    UnsupportedError where there is nothing to merge.
     """
     original = request.options.original_path
     request = replace(request, options=with_values(request.options, with_companions=original is not None))
@@ -114,9 +113,7 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
 
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:
-    """One layer's files in the order of the merged keys. Raises InputError unless every matrix is there on every node,
-    UnsupportedError for files that stay loose.
-    """
+    """One layer's files in the order of the merged keys. InputError unless every matrix is there on every node."""
     files: dict[tuple[int, str, bool, int, str], LooseFile] = {}
     for node, name, path in loose.files_in(folder):
         if name["prefix"] not in MERGED:
@@ -226,15 +223,12 @@ class LooseLayer:
 
     @property
     def shape(self) -> claims.Shape:
-        """E, H and I."""
         return self.experts, self.hidden, self.width
 
 
 def measure_layer(files: Sequence[LooseFile], fmt: Format | None) -> LooseLayer:
-    """What the files of one layer say by their names and sizes. form: None where it is not ours, and bytes mean nothing
-    to us.
-
-    Raises InputError for a file whose size does not fit the others.
+    """What the files of one layer say by names and sizes. fmt: None where bytes mean nothing to us. Raises InputError
+    for a file whose size does not fit the others.
     """
     parts = [file.part for file in files]
     numa, experts = 1 + max(p.numa for p in parts), 1 + max(p.expert for p in parts)
@@ -269,8 +263,7 @@ def require_whole(
 ) -> None:
     """Raise InputError where a layer is missing or is not of the same conversion and model as the others.
 
-    recorded  the facts of the manifest beside the layers, if there is one
-    config    the config.json of --original-path, None without that option
+    recorded  the facts of the manifest beside the layers, if there is one; config: the config.json of --original-path
     chosen    whether the user named the layers: then others may be missing, and the config does not decide which have
               experts
     """

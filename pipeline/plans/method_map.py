@@ -16,10 +16,8 @@ FLAG = "--method-map"
 
 
 def of_model(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """The format of --quant-method, or with --method-map the mix of it and others.
-
-    Raises UsageError for a map that cannot be read, for methods that cannot be mixed, for one that leaves nothing to
-    mix, and for options that a mix does not have.
+    """The format of --quant-method, or with --method-map the mix of it and others. Raises UsageError for a map that
+    cannot be read or leaves nothing to mix, for methods that cannot be mixed, and for options that a mix does not have.
     """
     if not options.method_map:
         return fmt

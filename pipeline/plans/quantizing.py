@@ -27,12 +27,7 @@ from ktconvert.quantizers.equalizing import THRESHOLD
 
 @dataclass(frozen=True)
 class Quantizing:
-    """The stage that makes the experts, and what it takes.
-
-    peak_memory    threads -> bytes
-    scratch_bytes  of disk, while it runs
-    require_ready  raises where this machine must not go on with it
-    """
+    """The stage that makes the experts, and what it takes; fields as of Plan and Conversion."""
 
     stage: Stage[Any]
     peak_memory: Callable[[int], int]
@@ -89,8 +84,7 @@ def plan_of(
     others      the tensors beside the experts that are copied
     card_notes  sentences for the plan and the model card; notes: for the plan alone
     ignore      patterns of modules that are not quantized
-    left_out    files of the checkpoint that are not copied
-    reads       files that are read beside the checkpoint and those that options name
+    left_out    files of the checkpoint that are not copied; reads: those that are read beside it and what options name
     """
     side_output = _side_output(request.options)
     source, options = model.source, request.options
@@ -140,7 +134,6 @@ def plan_of(
 
 
 def _side_output(options: QuantizationOptions) -> SideOutput | None:
-    """Where --save-statistics puts them; None without it."""
     if not options.calibrated or options.gptq.save_statistics is None:
         return None
     from ktconvert.pipeline.stages.gather_statistics import KEYS
@@ -149,15 +142,13 @@ def _side_output(options: QuantizationOptions) -> SideOutput | None:
 
 
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
-    experts that GPTQ did not compensate since too few tokens were routed to them, and `equalized`.
-    """
+    """What figures of layers say that no plan could: `too_few_tokens`, experts that GPTQ left, and `equalized`."""
     few, equalized = (_by_layer(stats, name) for name in ("rounded_experts", "equalized_experts"))
     return {**({"too_few_tokens": few} if few else {}), **({FACT: equalized} if equalized else {})}
 
 
 def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """The experts that figures name: "layer 3: 0-5, 7"."""
+    """As "layer 3: 0-5, 7"."""
     experts: dict[int, list[int]] = {}
     for s in stats:
         if s.get(name):
@@ -166,10 +157,9 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it.
-
-    Raises UnsupportedError where equalized experts would compute something else, UsageError where no layer is rounded
-    to a format that gains, and for options that read or describe the experts as they are.
+    """The model as --equalize asks for it. Raises UnsupportedError where equalized experts would compute something
+    else, UsageError where no layer is rounded to a format that gains, and for options that need the experts as they
+    are.
     """
     if not options.equalize:
         return model
@@ -205,8 +195,8 @@ def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
-    """Raise VerificationError for a whole model that is not what its manifest and loaders expect. Whether transformers
-    finds a name for every expert is asked only where it is in memory already.
+    """Raise VerificationError for a whole model that is not what its manifest and loaders expect, by transformers where
+    it is in memory already.
     """
     from ktconvert.pipeline.verify.verify import require_sound
 

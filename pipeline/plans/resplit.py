@@ -148,8 +148,8 @@ def _read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:
-    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError where it has no
-    NUMA parts, or parts whose bytes mean nothing to us.
+    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError without NUMA
+    parts or where the bytes mean nothing to us.
     """
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
@@ -284,10 +284,8 @@ class Errors:
 
 
 def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
-    """The plan with a note on what is better, from the errors of the down projections of a few experts, and with the
-    files that were read for it.
-
-    Raises InputError for a checkpoint that the output was not made from, and what opening one raises.
+    """The plan with a note on what is better, from the errors of the down projections of a few experts. Raises
+    InputError for a checkpoint that the output was not made from, and what opening one raises.
     """
     works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
@@ -336,7 +334,6 @@ def _not_its_source(work: ResplitWork, against: str) -> InputError:
 
 
 def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Packed]]) -> bool:
-    """Whether the forward parts are the same bytes."""
     return all(
         np.array_equal(mine, other)
         for (part, a), (_, b) in zip(ours, theirs, strict=True)

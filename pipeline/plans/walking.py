@@ -88,8 +88,6 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShap
 
 def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
     """The request with the machine where its walk began, else this one, and what else is found before the first run.
-
-    packages  whose versions can change bytes
     Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
     """
     options = request.options
@@ -103,7 +101,6 @@ def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PA
 
 
 def this_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> dict[str, Any]:
-    """The properties of this machine that can change sums."""
     limits = options.machine
     return environment.this_machine(options.execution.threads, limits.force_cpu, limits.max_gpu_memory, packages)
 

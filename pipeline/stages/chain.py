@@ -33,11 +33,9 @@ def link_of(context: Context) -> Link:
 
 @dataclass(frozen=True)
 class Step:
-    """One layer with experts in the chain.
+    """One layer with experts in the chain, and the layers without any before it.
 
-    before    the layers without experts between it and the one before
-    inputs    what it and those before it read, as a unit names it
-    bytes_in  of these
+    inputs    what they read, as a unit names it; bytes_in: of these
     handed_on  bytes of what it hands to the next layer; 0 for the last one
     """
 
@@ -49,7 +47,6 @@ class Step:
 
     @property
     def key(self) -> str:
-        """The key of its unit."""
         return f"layer-{self.layer:03d}"
 
 
@@ -65,11 +62,9 @@ def require_calibratable(model: MoeModel, instead: str) -> None:
 def skeleton_of(
     model: MoeModel, rest: Mapping[str, OtherTensor], machine: Mapping[str, Any], *, trusted: bool, instead: str
 ) -> Callable[[], LayeredModel]:
-    """A function that builds the layered model when it is first called.
-
-    rest     the checkpoint's tensors outside the routed experts, by name
-    trusted  whether Python code that comes with the model may run
-    instead  what messages advise where the model cannot be walked through
+    """A function that builds the layered model when it is first called. rest: the checkpoint's tensors outside the
+    routed experts, by name; trusted: whether the model's Python code may run; instead: advice where it cannot be walked
+    through.
     """
 
     @functools.cache

@@ -54,14 +54,11 @@ class OtherTensor:
 
     @property
     def reads(self) -> tuple[TensorInfo, ...]:
-        """The stored tensors that it is read from."""
         return tuple(self.stored.tensors.values()) if isinstance(self.stored, Weight) else (self.stored,)
 
 
 @dataclass(frozen=True)
 class CopyWork:
-    """The tensors of one shard."""
-
     source: TensorSource
     tensors: tuple[OtherTensor, ...]
     metadata: Mapping[str, str]
@@ -112,7 +109,6 @@ def stage(
     name: str = NAME,
     title: str = TITLE,
 ) -> Stage[CopyWork]:
-    """The stage that copies and decodes these tensors."""
     tensors = tuple(tensors)
     units = []
     for number, (start, stop) in enumerate(
@@ -154,10 +150,8 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB.
-
-    reads   what of the source it comes from.
-    opened  -> a function that gives its bytes start..stop-1; scales are read, the values are not.
+    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB. reads: what of the
+    source it comes from; opened() -> a function that gives its bytes start..stop-1: scales are read, values are not.
     """
 
     nbytes: int
@@ -174,7 +168,6 @@ class Window:
     ended: list[Span] = field(default_factory=list)
 
     def fill(self, buffer: Bytes) -> None:
-        """Read, decode and put together."""
         for at, read, start, stop in self.runs:
             buffer[at : at + stop - start] = read(start, stop)
 

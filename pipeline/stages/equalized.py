@@ -40,8 +40,8 @@ def share_of(model: MoeModel, part: Part) -> Exponents | None:
 
 
 def undone(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:
-    """What the error of a part is measured between: its encoding, whose numbers are divided by the powers of two again,
-    and the part as the checkpoint has it.
+    """What the error of a part is measured between: its encoding, with the powers of two taken out of its numbers
+    again, and the part as the checkpoint has it.
     """
     linear = part.of(model.stored(part.layer, part.expert, part.projection))
     exponents = share_of(model, part)

@@ -50,7 +50,6 @@ class Gathering:
 
     @property
     def consumers(self) -> tuple[Consumer, ...]:
-        """For the walk through the layer."""
         return self.counts, self.importance
 
     def write(self, path: Path) -> tuple[Written, int]:
@@ -59,9 +58,7 @@ class Gathering:
         return _write_tensors(path, tensors, {}), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """The statistics. Raises VerificationError, naming the layer and an expert, for sums that are not finite in
-        float32.
-        """
+        """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
         with np.errstate(over="ignore"):
             inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
         for values in (inputs, middle):
@@ -80,9 +77,7 @@ class GatherMoments:
     replaces = False
 
     def take(self, group: ExpertGroup) -> None:
-        """Append those of a group, and of gate and up before the first. Raises VerificationError for what is not
-        finite.
-        """
+        """Append those of a group, and of gate and up before the first. VerificationError for what is not finite."""
         if 0 in group.weights:
             self._append(group, 0, group.gate_up[0])
         for expert in group.weights:
@@ -159,8 +154,7 @@ class Closing:
     """The work of a unit that ends a chain.
 
     about   what is known of model, data and settings before anything is computed (folder.Document)
-    layers  the files of all layers, from a unit's link: (link) -> unit key -> path
-    make    (work, partial path, link) -> file, number of tensors
+    layers  (link) -> unit key -> the file of that layer; make: (work, partial path, link) -> file, number of tensors
     """
 
     model: MoeModel
@@ -169,7 +163,6 @@ class Closing:
     make: Callable[[Closing, Path, Link], tuple[Written, int]]
 
     def sums(self, link: Link, layer: int) -> LayerSums:
-        """A layer's statistics."""
         return read_layer(self.layers(link)[f"layer-{layer:03d}"])
 
 

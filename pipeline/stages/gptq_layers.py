@@ -40,11 +40,8 @@ def stage(
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
 ) -> Stage[Any]:
-    """The chain.
-
-    rest      the checkpoint's tensors outside the routed experts, by name
-    choice    how scales are chosen
-    document  what statistics.json says of model, data and settings; None where no statistics are gathered
+    """The chain. rest: the checkpoint's tensors outside the routed experts, by name; document: as statistics.json has
+    it, None where no statistics are gathered.
     """
     trusted = settings.trust_remote_code
     skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=trusted, instead=INSTEAD)

@@ -32,15 +32,12 @@ class LooseFile:
 
     @property
     def entry(self) -> TensorInfo:
-        """The tensor that it becomes."""
         tensor = loose.tensor(self.what, self.nbytes)
         return replace(tensor, name=NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.name))
 
 
 @dataclass(frozen=True)
 class MergeWork:
-    """The files of one shard."""
-
     files: tuple[LooseFile, ...]
     metadata: Mapping[str, str]
 

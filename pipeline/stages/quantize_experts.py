@@ -36,10 +36,8 @@ NAME = "experts"
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """What one unit converts: experts [start, stop) of one layer.
-
-    importance  (expert, projection) -> how important each column of the linear is, float32 [k] or [k, k], for a choice
-                that asks; None where nothing is known of it
+    """What one unit converts: experts [start, stop) of one layer. importance: (expert, projection) -> of each column of
+    the linear, float32 [k] or [k, k], or None, for a choice that asks.
     """
 
     model: MoeModel
@@ -53,14 +51,11 @@ class ExpertsWork:
 
     @property
     def names(self) -> Names:
-        """Of the tensors."""
         return self.fmt.names_in(self.model)
 
     def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert, quantized; the first tensor of each part goes into `place`, one
-        after the other.
-
-        Raises InputError, naming the place, for a value that is not finite.
+        after the other. Raises InputError, naming the place, for a value that is not finite.
         """
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
@@ -99,7 +94,6 @@ class ExpertsWork:
         taken(self.model, self.grid.layer, item, reporter)
 
     def figures(self) -> dict[str, object]:
-        """The quality figures of one expert."""
         sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
         own = equalized.figures(self.model, self.grid.layer, self.start, self.stop)
         return {"layer": self.grid.layer, **sampled, **own}
@@ -144,8 +138,7 @@ def stage(
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
     """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
-    format. statistics: for a choice that asks how important columns are. options: (name, value) of those that change
-    bytes.
+    format; options: (name, value) of those that change bytes.
     """
     names = fmt.names_in(model)
     units = []

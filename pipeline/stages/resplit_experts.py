@@ -44,14 +44,11 @@ class ResplitWork:
 
     @property
     def names(self) -> Names:
-        """Of the tensors: those of the output that is read."""
         return self.output.names
 
     def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
-        other.
-
-        Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
+        other. Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
         """
         return self._rearranged(self.stored(item), item, place)
 
@@ -66,15 +63,12 @@ class ResplitWork:
         return sums
 
     def stored(self, item: Item) -> list[tuple[Part, Packed]]:
-        """The old parts of a projection, as they are."""
         return [(part, self._read(part)) for part in self.old.parts(*item)]
 
     def coming(self) -> Iterator[Item]:
-        """The items in file order."""
         return items(self.start, self.stop)
 
     def made(self, item: Item, reporter: Reporter) -> None:
-        """Report progress."""
         reporter.advance(self.read_bytes(item))
 
     def read_bytes(self, item: Item) -> int:
@@ -97,7 +91,6 @@ class ResplitWork:
 
     @property
     def sampled(self) -> int:
-        """The expert that is measured."""
         return self.start + self.grid.layer % (self.stop - self.start)
 
     def _rearranged(
@@ -130,9 +123,9 @@ class ResplitWork:
 def resplit(
     encoding: Encoding, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
 ) -> list[tuple[Part, Packed]]:
-    """The parts of `grid` of one projection of one expert, from its old parts; both forward, then backward.
-
-    place: as of ResplitWork.make. Raises ValueError for a code that is not one of the encoding's."""
+    """The parts of `grid` of one projection of one expert, from its old parts; forward, then backward; place: as of
+    ResplitWork.make. Raises ValueError for a code that is not one of the encoding's.
+    """
     new = []
     at = 0
     for part in grid.parts(*item):
