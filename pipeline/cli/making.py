@@ -13,7 +13,7 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import given, notes_of_ignored
 from ktconvert.pipeline.engine.execute import execute, tidy
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
-from ktconvert.pipeline.engine.existing import adopts, saved_plan
+from ktconvert.pipeline.engine.existing import adopts, nothing_to_do, saved_plan
 from ktconvert.pipeline.engine.lock import ProcessPart, unlock
 from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -62,9 +62,7 @@ def go_on(options: ResumeOptions) -> None:
         if options.output.is_dir() and manifest.read(options.output) is not None:
             if not options.dry_run:
                 tidy(paths)
-            reporter.event("finished", output=str(options.output), nothing_to_do=True)
-            reporter.say(f"{options.output} is finished: nothing to do")
-            return
+            return nothing_to_do(options.output, reporter)
         raise OutputError(
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge` or `resplit`."
@@ -131,7 +129,7 @@ def make(
     *,
     trust_store: bool,
 ) -> None:
-    """Execute the plans, or a part of the only one, with the engine of --executor. threads: of each worker, if given."""
+    """Execute the plans, or a part of the only one, with the engine of --executor; threads: of each worker."""
     check(plans, workers, part)
     overwrite = plans[0].request.options.existing.overwrite
     with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from ktconvert.pipeline.engine.existing import (
     agree,
     already_finished,
     nothing_made,
+    nothing_to_do,
     saved_plan,
     states_once_begun,
     to_replace,
@@ -31,7 +32,7 @@ from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
 from ktconvert.pipeline.engine.units import Runner, Unit
-from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import duration, size
@@ -75,20 +76,22 @@ def execute(
     for plan, done in zip(plans, finished, strict=True):
         if done:
             tidy(_locate(plan))
-            _nothing_to_do(plan, reporter)
+            nothing_to_do(plan.request.output, reporter)
     with contextlib.ExitStack() as stack:
         works: list[tuple[Plan, WorkDir]] = []
         for plan, work in zip(left, _locked(left, stack), strict=True):
             if _is_finished(plan, overwrite):  # by a process that had the lock until now
                 work.remove()
-                _nothing_to_do(plan, reporter)
+                nothing_to_do(plan.request.output, reporter)
             else:
                 works.append((plan, work))
         if not works:
             return False
         for plan, work in works:
             _take_up(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
-        require_disk([(plan, work.paths, _unfinished(plan, work)) for plan, work in works])
+        require_disk(
+            [(plan, work.paths, [u for u in plan.units if work.done_reason(u) is None]) for plan, work in works]
+        )
         threads = fit_threads([plan for plan, _ in works], reporter) if executor is None else threads
         stop = StopFlag()
         stack.enter_context(stop.installed())
@@ -96,18 +99,18 @@ def execute(
             stack.enter_context(recorded(work))
         to_do = [left_to_do(plan, work) for plan, work in works]
         units = sum(map(len, to_do))
-        with _runners([work for _, work in works], units, reporter, executor, reopen, threads) as runners:
-            shares = [
-                Share(
-                    plan,
-                    units_of_plan,
-                    runner,
-                    partial(publish_unit, plan, work, reporter),
-                    partial(_end, plan, work, reporter),
-                )
-                for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True)
-            ]
-            run_units(shares, reporter, stop)
+        runners: Sequence[Runner]
+        if executor is None:
+            assert threads is not None
+            runners = stack.enter_context(thread_runners([work for _, work in works], reporter, threads, units))
+        else:
+            assert reopen is not None
+            runners = [Tasks(work, reporter, executor, reopen, threads) for _, work in works]
+        shares = []
+        for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True):
+            keep, end = partial(publish_unit, plan, work, reporter), partial(_end, plan, work, reporter)
+            shares.append(Share(plan, units_of_plan, runner, keep, end))
+        run_units(shares, reporter, stop)
     return True
 
 
@@ -117,10 +120,12 @@ def _locate(plan: Plan) -> Paths:
 
 def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
     """Raise what would be raised once work directories are there, as far as that can be seen without them."""
-    paths = [_locate(plan) for plan in plans]
-    states = [states_once_begun(plan, where, overwrite) for plan, where in zip(plans, paths, strict=True)]
-    to_make = [[state.unit for state in of_plan if not state.done] for of_plan in states]
-    require_disk([*zip(plans, paths, to_make, strict=True)])
+    to_make = []
+    for plan in plans:
+        paths = _locate(plan)
+        states = states_once_begun(plan, paths, overwrite)
+        to_make.append((plan, paths, [state.unit for state in states if not state.done]))
+    require_disk(to_make)
 
 
 def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]:
@@ -148,47 +153,22 @@ def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, 
     _report_death(work, plan, reporter)
 
 
-def _unfinished(plan: Plan, work: WorkDir) -> list[Unit[Any]]:
-    return [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
-
-
 def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
     """Let the output appear."""
     work.journal.append(journal.Start(unit="assemble"))
     assemble(plan, work)
-    _summary(plan, reporter)
+    (done, seconds), output = reporter.rate(), plan.request.output
+    out, peak = sum(unit.bytes_out for unit in plan.units if unit.kept), machine.peak_rss()
+    reporter.event("finished", output=str(output), bytes=out, seconds=round(seconds, 3), peak_rss=peak)
+    rate = f"{size(done / max(seconds, 1e-9))}/s read, peak RSS {size(peak)}"
+    reporter.say(f"{output}: {size(out)} in {duration(seconds)} ({rate})")
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
     """Whether there is nothing to do. Raises OutputError where a part of the output is gone, which lay elsewhere."""
-    finished = already_finished(plan, overwrite)
-    if finished:
+    if finished := already_finished(plan, overwrite):
         require_delivered(plan)
     return finished
-
-
-def _nothing_to_do(plan: Plan, reporter: Reporter) -> bool:
-    reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
-    reporter.say(f"{plan.request.output} is finished: nothing to do")
-    return False
-
-
-@contextlib.contextmanager
-def _runners(
-    works: Sequence[WorkDir],
-    units: int,
-    reporter: Reporter,
-    executor: Executor | None,
-    reopen: Reopen | None,
-    threads: int | None,
-) -> Iterator[Sequence[Runner]]:
-    if executor is None:
-        assert threads is not None
-        with thread_runners(works, reporter, threads, units) as runners:
-            yield runners
-    else:
-        assert reopen is not None
-        yield [Tasks(work, reporter, executor, reopen, threads) for work in works]
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
@@ -207,42 +187,22 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
         for unit in units:
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
-    document = plan.document(work.may_replace)
-    if old != document:
+    if old != (document := plan.document(work.may_replace)):
         work.save_plan(document)
 
 
 def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
     last = journal.last_run(work.journal.records)
-    done = sum(done_reason(work.paths, work.finished, unit) is not None for unit in plan.units)
+    done = sum(work.done_reason(unit) is not None for unit in plan.units)
     if last is None:
         if done:
             reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")
         return
     run, units = last
-    where = f" in {', '.join(units)}" if units else ""
-    kills, before = machine.oom_kills(), run.oom_kills
-    memory = (
-        "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
-        if kills and before is not None and kills > before
-        else ""
-    )
-    reporter.note(
-        f"the last run (process {run.process.pid}) died{where}{memory}; {done} of {len(plan.units)} units are finished "
-        "and kept"
-    )
-
-
-def _summary(plan: Plan, reporter: Reporter) -> None:
-    done, seconds = reporter.rate()
-    out = sum(unit.bytes_out for unit in plan.units if unit.kept)
-    reporter.event(
-        "finished", output=str(plan.request.output), bytes=out, seconds=round(seconds, 3), peak_rss=machine.peak_rss()
-    )
-    reporter.say(
-        f"{plan.request.output}: {size(out)} in {duration(seconds)} "
-        f"({size(done / max(seconds, 1e-9))}/s read, peak RSS {size(machine.peak_rss())})"
-    )
+    died = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
+    if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
+        died += "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
+    reporter.note(f"{died}; {done} of {len(plan.units)} units are finished and kept")
 
 
 # --- what earlier runs and other processes have finished is hashed before a run builds on it, or made again ---
@@ -256,7 +216,7 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
     found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
     _discard_damaged(found, plan.request.options.execution.threads, reporter)
     for attempt, unit in made:
-        if attempt.is_whole(work.paths) and done_reason(work.paths, work.finished, unit) is None:
+        if attempt.is_whole(work.paths) and work.done_reason(unit) is None:
             publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
 
 
@@ -274,8 +234,8 @@ def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) 
     files = [(one, file) for one in found for file in one.files]
     if not files:
         return
-    total = sum(nbytes for _, (_, nbytes, _) in files)
-    reporter.say(f"hashing what was finished before: {len(found)} units, {size(total)}")
+    total = size(sum(nbytes for _, (_, nbytes, _) in files))
+    reporter.say(f"hashing what was finished before: {len(found)} units, {total}")
 
     def is_as_written(file: File) -> bool:
         good = has_content(*file)
@@ -317,7 +277,7 @@ def _present(files: Sequence[File]) -> list[File]:
 
 def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
     """Finished attempts at units of this plan that are not done."""
-    units = {unit.fingerprint: unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None}
+    units = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
     return [
         (attempt, units[attempt.fingerprint])
         for attempt in attempts.read(work.paths)

@@ -31,6 +31,7 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
 from ktconvert.pipeline.options.declare import paths_read
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
@@ -160,6 +161,12 @@ def require_replaceable(plan: Plan) -> None:
     """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
     for replaced in to_replace(plan):
         require_ours(replaced, delete_others=plan.request.options.existing.delete_others)
+
+
+def nothing_to_do(output: Path, reporter: Reporter) -> None:
+    """Say so."""
+    reporter.event("finished", output=str(output), nothing_to_do=True)
+    reporter.say(f"{output} is finished: nothing to do")
 
 
 def _require_no_clash(plan: Plan) -> None:

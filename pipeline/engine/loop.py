@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.journal import End, Run
 from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
-from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
@@ -88,7 +88,7 @@ ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made
 
 @dataclass(frozen=True)
 class Share:
-    """What the loop does for one output: has the units to_do made by runner, keeps each, and ends it when all are kept."""
+    """What the loop does for one output: `runner` makes what is to do, each is kept, and in the end there is an end."""
 
     plan: Plan
     to_do: ToDo
@@ -187,7 +187,7 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     removed. A chain starts again at the last unit whose forerunner's file is still there: units after it are made once
     more.
     """
-    undone = [n for n, u in enumerate(stage.units) if done_reason(work.paths, work.finished, u) is None]
+    undone = [n for n, u in enumerate(stage.units) if work.done_reason(u) is None]
     if not stage.chain:
         return tuple(stage.units[n] for n in undone)
     if not undone:

@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_to_do, saved_plan, unit_states
 from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -59,9 +59,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     """Make every N-th unit, as far as it is not there. Raises UsageError for a plan that is a chain."""
     require_shareable(plan, "--part")
     if already_finished(plan, overwrite):
-        reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
-        reporter.say(f"{plan.request.output} is finished: nothing to do")
-        return
+        return nothing_to_do(plan.request.output, reporter)
     plan.conversion.require_ready()
     paths = locate(plan.request.output, adopt=adopts(plan))
     held = lock.acquire(paths.root, paths.output, part)

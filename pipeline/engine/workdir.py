@@ -55,6 +55,10 @@ class WorkDir:
                 if not {(type(record), attempt.name), (Lost, attempt.name)} & noted:
                     self.journal.append(record)
 
+    def done_reason(self, unit: Unit[Any]) -> str | None:
+        """Why a unit counts as finished; None where it does not."""
+        return done_reason(self.paths, self.finished, unit)
+
     def save_plan(self, document: SavedPlan) -> None:
         """Write plan.json, whole and durable."""
         partial = self.paths.partial / "plan.json"
