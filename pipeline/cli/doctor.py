@@ -197,9 +197,6 @@ def examine(folder: Path) -> Facts:
     )
 
 
-# ---- what to say about it -------------------------------------------------------------------------------------------
-
-
 def has_amx(facts: Facts) -> bool:
     return AMX.issubset(facts.features)
 

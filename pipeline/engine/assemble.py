@@ -103,9 +103,7 @@ def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
     return files
 
 
-# --- the moment it appears: renamed as a whole, or moved into place file by file with the index last ---
-
-
+# The moment it appears: renamed as a whole, or moved into place file by file with the index last.
 def appear(work: WorkDir, names: list[str]) -> None:
     """Let the synced folder with files of these names become the output. May be cut off and run again."""
     if work.paths.inside:
@@ -156,9 +154,7 @@ def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
         publish.publish(target / name, output / name)
 
 
-# --- the second folder that a plan may fill: it appears before the output, so that a run that ends finds its own ---
-
-
+# The second folder that a plan may fill appears before the output, so that a run that ends finds its own.
 Finished = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
 
 

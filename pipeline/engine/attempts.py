@@ -199,8 +199,6 @@ def sweep(paths: Paths) -> list[Attempt]:
     return gone
 
 
-# --- last words -----------------------------------------------------------------------------------
-
 _speaking = threading.Lock()
 
 

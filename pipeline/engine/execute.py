@@ -205,9 +205,7 @@ def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
     reporter.note(f"{died}; {done} of {len(plan.units)} units are finished and kept")
 
 
-# --- what earlier runs and other processes have finished is hashed before a run builds on it, or made again ---
-
-
+# What earlier runs and other processes have finished is hashed before a run builds on it, or made again.
 def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:
     """Let what was finished count, after every byte of it was hashed (trusted: by its size): units in the store, and
     attempts that workers finished after the last coordinator had died, which are published and recorded.

@@ -262,9 +262,7 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     return False, touched
 
 
-# --- what --overwrite removes: files that a manifest of ours lists, and with --delete-others all others ---
-
-
+# What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.
 @dataclass(frozen=True)
 class Replaced:
     """The files in a folder to be replaced: number and bytes of those that a manifest lists; others by name."""

@@ -220,9 +220,7 @@ def _flock(lock: Lock, part: ProcessPart | None) -> bool:
     return True
 
 
-# --- files that belong to locks -------------------------------------------------------------------
-
-
+# Files that belong to locks.
 def _held(part: ProcessPart | None) -> str:
     return f"lock.held.{part.name}" if part else "lock.held"
 
@@ -276,9 +274,7 @@ def lives(content: bytes) -> bool | None:
     return holder.lives() if holder else None
 
 
-# --- locks that are files -------------------------------------------------------------------------
-
-
+# Locks that are files.
 def _take(path: Path, own: bytes) -> bytes | None:
     """Make the lock at `path` ours and return None, or return what it contains if another process has it that may live.
 
@@ -333,9 +329,7 @@ def _right_to_replace(path: Path, content: bytes) -> Path:
     return path.with_name(f"{path.name}.after-{publish.sha256(content)[:12]}")
 
 
-# --- in words -------------------------------------------------------------------------------------
-
-
+# In words.
 def _who(path: Path, content: bytes) -> str:
     """Whom a lock names, with its part."""
     name = str(_holder(content) or "another process")

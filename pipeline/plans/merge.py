@@ -208,9 +208,7 @@ def _config(original: Path | None) -> dict[str, Any] | None:
     return read_config(original) if original is not None and (original / CONFIG).exists() else None
 
 
-# --- whether a loose folder is whole: its layers among themselves, against its manifest and the original's config ---
-
-
+# Whether a loose folder is whole: its layers among themselves, against its manifest and the original's config.
 @dataclass(frozen=True)
 class LooseLayer:
     """One layer: NUMA parts, number of experts, whether it has backward matrices; H and I, 0 where not known."""

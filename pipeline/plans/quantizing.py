@@ -57,9 +57,6 @@ def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str,
     return ("--max-gpu-memory changes nothing here: no GPU is used",)
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
 def plan_of(
     request: Request[QuantizationOptions],
     model: MoeModel,

@@ -240,9 +240,6 @@ def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Itera
         yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
 
 
-# --- the error ------------------------------------------------------------------------------------
-
-
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
     """The units whose sampled expert is measured, spread evenly."""
     chosen = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
@@ -269,9 +266,6 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
             f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
             f"by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
         )
-
-
-# --- against the source ---
 
 
 @dataclass

@@ -83,9 +83,6 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShap
     return footprint.footprint(shape).host + whole
 
 
-# ---- the machine of a walk ------------------------------------------------------------------------------------------
-
-
 def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
     """The request with the machine where its walk began, else this one, and what else is found before the first run.
     Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
@@ -124,9 +121,6 @@ def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -
         raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
     if options.max_shard_size:
         raise UsageError(f"{given} makes one shard of a layer; leave out --max-shard-size.")
-
-
-# ---- what is gathered on a walk ----
 
 
 def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:

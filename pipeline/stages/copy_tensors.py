@@ -145,9 +145,6 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
     return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
 
 
-# --- a unit ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Span:
     """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB. reads: what of the

@@ -38,31 +38,22 @@ class Batch(NamedTuple):
 
 
 class ExpertsToWrite(Protocol):
-    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about."""
+    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about. names: of
+    the tensors; metadata: of the shard.
+    """
 
     @property
-    def fmt(self) -> Format:
-        """Of the output."""
-
+    def fmt(self) -> Format: ...
     @property
-    def grid(self) -> ExpertGrid:
-        """The layer and its parts."""
-
+    def grid(self) -> ExpertGrid: ...
     @property
-    def start(self) -> int:
-        """The first expert."""
-
+    def start(self) -> int: ...
     @property
-    def stop(self) -> int:
-        """The first expert after the last one."""
-
+    def stop(self) -> int: ...
     @property
-    def metadata(self) -> Mapping[str, str]:
-        """Of the shard."""
-
+    def metadata(self) -> Mapping[str, str]: ...
     @property
-    def names(self) -> Names:
-        """Of the tensors."""
+    def names(self) -> Names: ...
 
     def make(self, item: Item, buffer: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of a projection of an expert, in many threads; first tensors into `place`, one after another."""

@@ -37,9 +37,6 @@ KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.
 DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
-# --- one layer ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Gathering:
     """The two consumers that gather the statistics of one layer."""
@@ -144,9 +141,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str
         for values in tensors.values():
             file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         return Written("", plan.size, file.close())
-
-
-# --- the end of the chain -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -259,9 +253,6 @@ def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())
     return Written("", len(text), publish.write_file(partial, text)), 0
-
-
-# --- the chain of `ktconvert calibrate`: samples, layer after layer, then the files of the output ---
 
 
 NAME, CHAIN_VERSION = "calibrate", 1

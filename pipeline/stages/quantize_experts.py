@@ -120,9 +120,6 @@ def quantize(
     encoding.pack(codes, scales, out)  # at once: not every tensor of every encoding has its share for each row
 
 
-# --- the stage ------------------------------------------------------------------------------------
-
-
 def stage(
     model: MoeModel,
     fmt: Format,

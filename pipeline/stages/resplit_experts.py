@@ -143,9 +143,6 @@ def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Pack
     return [linear for linear in both if linear]
 
 
-# --- the stage ------------------------------------------------------------------------------------
-
-
 def stage(
     output: Output,
     fmt: Format,
