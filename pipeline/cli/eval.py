@@ -25,7 +25,7 @@ def eval(options: EvalOptions) -> None:
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
-    from ktconvert.pipeline.models.loading import ModelChoice, require
+    from ktconvert.pipeline.models.loading import require
     from ktconvert.pipeline.ui.plots import plot_eval
     from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.ui.text import aligned, tokens
@@ -39,16 +39,8 @@ def eval(options: EvalOptions) -> None:
     reporter = Reporter()
     require("eval", reporter.warn, "run" if gpu is None else "gpu")
     preconditions.check_kernels("the command again")
-    threads = preconditions.computing_threads(options.threads, reporter)
+    choice = preconditions.model_choice(options, reporter)
     text = evaluate.read_text(options.text)
-    choice = ModelChoice(
-        options.model,
-        cpu_weights=options.cpu_weights,
-        revision=options.hub.revision,
-        trust_remote_code=options.trust_remote_code,
-        threads=threads,
-        exact=options.exact,
-    )
     method = None if gpu is None else evaluate.packed_method(gpu)
     windows = evaluate.cut(choice, text, options.text, options.window, options.max_windows, options.skip_windows)
     original, converted = evaluate.load_pair(choice, gpu)

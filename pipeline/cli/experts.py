@@ -40,9 +40,8 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = counts_of(options.dir.expanduser())
-    mask = (
-        hot_by_counts.of_all_layers(counts, total or 0) if each is None else hot_by_counts.of_each_layer(counts, each)
-    )
+    chosen = hot_by_counts.of_all_layers if each is None else hot_by_counts.of_each_layer
+    mask = chosen(counts, (total or 0) if each is None else each)
     publish.write_whole(output, hot_mask.data_of(mask))
     covered = hot_by_counts.coverage(counts, mask)
     document = {

@@ -40,17 +40,7 @@ def run(options: RunOptions) -> None:
     preconditions.check_kernels("the command again")
     reporter = Reporter()
     loading.require("run", reporter.warn)
-    threads = preconditions.computing_threads(options.threads, reporter)
-    choice = loading.ModelChoice(
-        options.model,
-        cpu_weights=options.cpu_weights,
-        gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
-        num_gpu_experts=options.gpu_experts.num_gpu_experts,
-        revision=options.hub.revision,
-        trust_remote_code=options.trust_remote_code,
-        threads=threads,
-        exact=options.exact,
-    )
+    choice = preconditions.model_choice(options, reporter)
     if options.torch_experts or options.cpu_weights is not None:
         loaded = loading.load(choice)
     else:

@@ -92,9 +92,7 @@ class ResplitOptions(ConversionOptions):
     input: str = option("The output that is read.", PathOrHubId(absolute=True), argument="output", default=NONE)
     output: Path = option("The output that is made.", OutputPath(absolute=True), argument="new", default=NONE)
     threadpool_count: int = weights(
-        "NUMA parts of the new output: the number of NUMA nodes that the server may use.",
-        Number(min=1),
-        default=NONE,
+        "NUMA parts of the new output: the number of NUMA nodes that the server may use.", Number(min=1), default=NONE
     )
     against: str | None = option(
         "The checkpoint that OUTPUT was made from: say whether converting it again is better.",

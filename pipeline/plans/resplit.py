@@ -338,11 +338,7 @@ def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Pac
 
 def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
     item = work.sampled, "down"
-    sides = (
-        (errors.before, work.stored(item)),
-        (errors.after, work.make(item)),
-        (errors.again, again.make(item)),
-    )
+    sides = ((errors.before, work.stored(item)), (errors.after, work.make(item)), (errors.again, again.make(item)))
     for sums, parts in sides:
         for part, packed in parts:
             if not part.backward:

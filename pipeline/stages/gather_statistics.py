@@ -173,11 +173,7 @@ def closing_units(
     shapes = [model.shape(layer) for layer in model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
-    files = (
-        (folder.IMATRIX, imatrix, _imatrix),
-        (folder.COUNTS, counts, _counts),
-        (folder.DOCUMENT, 4096, _document),
-    )
+    files = ((folder.IMATRIX, imatrix, _imatrix), (folder.COUNTS, counts, _counts), (folder.DOCUMENT, 4096, _document))
     units: list[Unit[Any]] = []
     for key, (name, nbytes, make) in zip(KEYS, files, strict=True):
         units.append(
@@ -271,11 +267,7 @@ class CalibrateWork:
 
 
 def stage(
-    model: MoeModel,
-    settings: WalkSettings,
-    rest: Mapping[str, OtherTensor],
-    about: Mapping[str, Any],
-    moments: bool,
+    model: MoeModel, settings: WalkSettings, rest: Mapping[str, OtherTensor], about: Mapping[str, Any], moments: bool
 ) -> Stage[Any]:
     """The chain. rest: tensors outside the routed experts, by name; about: as statistics.json has it; moments: whether
     second moments are kept, too.
