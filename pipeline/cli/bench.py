@@ -31,7 +31,6 @@ USUAL_TOPK = 8
 
 
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    """How many experts a token is routed to, and where that number comes from."""
     recorded = cfg.number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"

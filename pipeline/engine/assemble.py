@@ -212,7 +212,6 @@ def deliver(plan: Plan, work: WorkDir) -> None:
 
 
 def _delivered(plan: Plan, finished: Finished) -> bool:
-    """Whether the folder holds what this very plan puts there."""
     side_output = plan.assembly.side_output
     assert side_output is not None
     for unit in plan.side_units:

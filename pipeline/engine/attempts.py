@@ -54,12 +54,10 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def worker(self) -> str:
-        """Who makes it, for people."""
         return f"{self.process.host}, process {self.process.pid}"
 
     @property
     def who(self) -> dict[str, Any]:
-        """The same for records and events."""
         return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
     def is_dead(self) -> bool:
@@ -77,7 +75,6 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return all(_is_below(w.path) and has_size(folder / w.path, w.nbytes) for w in self.result.files)
 
     def recorded_files(self, paths: Paths) -> list[File]:
-        """The files of a finished attempt."""
         return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
 
 

@@ -227,7 +227,6 @@ class _SchedulerFile(msgspec.Struct):
 
 
 def _address(where: str) -> str:
-    """What a scheduler's file says. Raises UsageError where it is none."""
     path = Path(where).expanduser()
     if not path.is_file():
         raise UsageError(

@@ -143,7 +143,6 @@ def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]
 
 
 def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
-    """Begin a conversion, or go on with what an earlier run left of it."""
     _adopt_plan(plan, work, reporter, overwrite)
     require_free(plan, work.finished, work.may_replace)
     if work.may_replace and journal.assembled(work.journal.records) is None:
@@ -154,7 +153,6 @@ def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, 
 
 
 def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
-    """Let the output appear."""
     work.journal.append(journal.Start(unit="assemble"))
     assemble(plan, work)
     (done, seconds), output = reporter.rate(), plan.request.output
@@ -228,7 +226,6 @@ class _Found:
 
 
 def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) -> None:
-    """Hash all files, several at a time, and discard what has one that is not as it was written."""
     files = [(one, file) for one in found for file in one.files]
     if not files:
         return
@@ -251,7 +248,6 @@ def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) 
 
 
 def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
-    """What the journal has of this plan, as far as it lies in the store."""
     store, found = work.paths.store, []
     for unit in plan.units:
         record = work.finished.get(unit.fingerprint)
@@ -274,7 +270,6 @@ def _present(files: Sequence[File]) -> list[File]:
 
 
 def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
-    """Finished attempts at units of this plan that are not done."""
     units = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
     return [
         (attempt, units[attempt.fingerprint])

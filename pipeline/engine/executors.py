@@ -37,7 +37,6 @@ def opened(name: str, note: Callable[[str], None], timeout: float | None = None)
 
 
 def require_known(name: str) -> None:
-    """Raise UsageError for what no engine is called."""
     if name.partition(":")[0] not in ENGINES:
         raise UsageError(f"--executor {name}: give one of {', '.join(ENGINES)}, as `ktconvert cpu --help` shows.")
 

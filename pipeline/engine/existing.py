@@ -312,7 +312,6 @@ def require_ours(replaced: Replaced, *, delete_others: bool) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """The names of the files that a manifest lists, and its own; none of a damaged one."""
     names: set[str] = set()
     try:
         if (listing := manifest.read(folder)) is not None:
@@ -323,8 +322,6 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The name and the size of each file below a folder."""
-
     def refuse(error: OSError) -> None:
         raise error
 

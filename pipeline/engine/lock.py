@@ -245,7 +245,6 @@ def _others(lock: Lock, part: ProcessPart | None) -> Holders:
 
 
 def _holders(root: Path, error: BlockingIOError, part: ProcessPart | None) -> Holders:
-    """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
     met = Path(error.filename)
     holders = [(path, read(path) or b"") for path in (_flocks_of_parts(root) if part is None else ())]
     return [held for held in holders if lives(held[1]) is not False] or [(met, read(met) or b"")]
@@ -261,7 +260,6 @@ def read(path: Path) -> bytes | None:
 
 
 def _holder(content: bytes) -> Holder | None:
-    """Whom a lock names; None where it names nobody that we could understand: it may be another version's."""
     try:
         return documents.read(content, Holder)
     except ValueError:
@@ -331,14 +329,12 @@ def _right_to_replace(path: Path, content: bytes) -> Path:
 
 # In words.
 def _who(path: Path, content: bytes) -> str:
-    """Whom a lock names, with its part."""
     name = str(_holder(content) or "another process")
     part = OF_PART.fullmatch(path.name)
     return f"part {part[2]}/{part[3]} ({name})" if part else name
 
 
 def _since(path: Path) -> str:
-    """When a lock was made, in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
 
 

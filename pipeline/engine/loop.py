@@ -47,7 +47,6 @@ class StopFlag:
         self.number = 0
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler."""
         if self.number:
             os.write(2, b"\nstopped at once; `ktconvert resume` goes on from the last finished layer\n")
             os._exit(128 + number)
@@ -175,7 +174,6 @@ def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> No
 
 
 def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
-    """Every unit that is to be made; those of a chain together."""
     runs = [(stage, to_run(stage, work)) for stage in plan.stages]
     return [
         (stage, units) for stage, run in runs for units in ([run] if stage.chain and run else [(unit,) for unit in run])
@@ -227,7 +225,6 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
 
 
 def tell_done(plan: Plan, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
-    """Report a unit that was made."""
     output, name, seconds = plan.request.output, unit.name, round(made.seconds, 3)
     nbytes, stats = sum(w.nbytes for w in made.result.files), made.result.stats
     reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)

@@ -81,7 +81,6 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
 
 
 def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
-    """The units that are neither recorded nor finished attempts."""
     return [state.unit for state in unit_states(plan, paths) if not state.done]
 
 
@@ -102,7 +101,6 @@ def require_all_parts(plan: Plan, paths: Paths) -> None:
 
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
-    """Save the plan, once for all parts; raise where they differ."""
     if not paths.plan.exists():
         aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
         publish.write_file(aside, documents.indented(plan.document(overwrite)))

@@ -134,7 +134,6 @@ class Plan:
 
     @property
     def side_units(self) -> tuple[Unit[Any], ...]:
-        """The units whose files go to another folder."""
         side_output = self.assembly.side_output
         return () if side_output is None else tuple(unit for unit in self.units if unit.key in side_output.keys)
 
@@ -145,7 +144,6 @@ class Plan:
 
     @property
     def units(self) -> tuple[Unit[Any], ...]:
-        """All units, in the order in which they run."""
         return tuple(unit for stage in self.stages for unit in stage.units)
 
     def units_reading(self, files: Collection[str]) -> set[Unit[Any]]:
@@ -157,7 +155,6 @@ class Plan:
         return reading
 
     def document(self, overwrite: bool = False) -> SavedPlan:
-        """What plan.json holds."""
         return SavedPlan(
             version=FORMAT,
             tool_version=tool_version(),
@@ -244,7 +241,6 @@ def require_shareable(plan: Plan, option: str) -> None:
 
 
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
-    """Raise InputError, showing both values, if the input is certainly not the one that `output` was begun with."""
     other, _ = changed_files(old, plan)
     if other:
         raise InputError(

@@ -44,7 +44,6 @@ class Tasks:
         self._looked = 0.0
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
-        """Have a unit made."""
         output, version = str(self._work.paths.output), tool_version()
         task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
         try:
@@ -74,13 +73,11 @@ class Tasks:
         return made_of(self._work.paths, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
-        """Take a unit back that nobody makes yet."""
         self._look()
         begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in self._known.values())
         return not begun and future.cancel()
 
     def watch(self) -> None:
-        """Note which attempts have begun and ended since the last look."""
         if time.monotonic() - self._looked >= LOOK_EVERY:
             self._look()
 

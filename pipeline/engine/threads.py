@@ -33,15 +33,12 @@ class ThreadRunner:
         self._pool, self.most, self._make = pool, most, make
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
-        """Have a unit made."""
         return self._pool.submit(self._make, stage, unit)
 
     def take(self, unit: Unit[Any], future: Future[Made]) -> Made:
-        """What came of it."""
         return future.result()
 
     def give_up(self, unit: Unit[Any], future: Future[Made]) -> bool:
-        """Take a unit back that nobody makes yet."""
         return future.cancel()
 
     def watch(self) -> None:

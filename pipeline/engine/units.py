@@ -71,12 +71,10 @@ class Unit(Generic[Work]):
 
     @property
     def handed_on_name(self) -> str:
-        """The name in the store of what it hands to the next unit of its chain."""
         return self._stored(HANDED_ON)
 
     @property
     def side_name(self) -> str:
-        """The name of its side file in the store."""
         return self._stored(SIDE)
 
 
@@ -191,8 +189,6 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a unit will run, and why."""
-
     unit: Unit[Any]
     done: bool
     reason: str

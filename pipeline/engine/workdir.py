@@ -60,13 +60,11 @@ class WorkDir:
         return done_reason(self.paths, self.finished, unit)
 
     def save_plan(self, document: SavedPlan) -> None:
-        """Write plan.json, whole and durable."""
         partial = self.paths.partial / "plan.json"
         publish.write_file(partial, documents.indented(document))
         publish.publish(partial, self.paths.plan)
 
     def new_token(self) -> str:
-        """A name for this run, where workers find it."""
         name = secrets.token_hex(8)
         partial = self.paths.partial / "token"
         publish.write_file(partial, name.encode())
@@ -74,7 +72,6 @@ class WorkDir:
         return name
 
     def record(self, unit: Unit[Any], made: Made) -> None:
-        """Make a published unit count."""
         record = Done(
             unit=unit.name,
             fingerprint=unit.fingerprint,
@@ -87,7 +84,6 @@ class WorkDir:
         self.finished[unit.fingerprint] = record
 
     def forget(self, unit: Unit[Any]) -> None:
-        """Let a finished unit be made again."""
         self.journal.append(Forgotten(fingerprint=unit.fingerprint), sync=True)
         self.finished.pop(unit.fingerprint, None)
         for attempt in attempts.read(self.paths, unit):

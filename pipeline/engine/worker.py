@@ -58,7 +58,6 @@ class Failure:
     sentence: str
 
     def error(self) -> KtconvertError:
-        """To be raised by the coordinator."""
         kind = getattr(errors, self.kind, KtconvertError)
         error: KtconvertError = kind(self.sentence)
         error.exit_code = self.exit_code
@@ -199,5 +198,4 @@ class Collecting(Reporter):
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Keep it."""
         self.warnings.append(text)

@@ -224,12 +224,10 @@ def checked(leaf: Leaf, value: Any) -> Any:
 
 
 def hashable(value: Any) -> Any:
-    """A JSON value as tuples."""
     if isinstance(value, dict):
         return tuple((key, hashable(value[key])) for key in sorted(value))
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

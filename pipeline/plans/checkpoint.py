@@ -205,7 +205,6 @@ def changed_files_of(source: TensorSource, files: Iterable[SourceFile]) -> list[
 
 
 def shards_read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    """The names of the shards of a checkpoint that a unit reads."""
     by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
     return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 

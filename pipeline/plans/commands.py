@@ -150,7 +150,6 @@ def numa_notes(plan: Plan) -> list[str]:
 
 
 def _of_memory(plan: Plan) -> str | None:
-    """Where a NUMA part of the plan does not fit its node of this machine."""
     parts = plan.facts["numa"]
     size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
     shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
@@ -160,7 +159,6 @@ def _of_memory(plan: Plan) -> str | None:
 
 
 def _of_pools(plan: Plan) -> str | None:
-    """Where the pools of threads that suit this process are not those of the plan."""
     pools, parts = machine.pool_count(), plan.facts["numa"]
     if pools == parts:
         return None

@@ -254,7 +254,6 @@ def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
 
 
 def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
-    """On the checkpoint, and on what of it is converted."""
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and options.kept_layers is None:
@@ -270,7 +269,6 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
 
 
 def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
-    """On what the format makes of these experts."""
     notes = []
     kept = fmt.encoding.is_exact(model)
     if kept:

@@ -87,7 +87,6 @@ def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
 
 
 def commands(model: MoeModel, where: str) -> list[str]:
-    """The command for each method, for the number of NUMA parts that suits this process if legal, else a legal one."""
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []

@@ -289,7 +289,6 @@ def require_whole(
 
 
 def _require_one(root: Path, what: str, values: Mapping[int, int], claim: str = "") -> None:
-    """Raise InputError where layers differ in what must be the same for all."""
     by_value: dict[int, list[int]] = {}
     for layer, value in values.items():
         by_value.setdefault(value, []).append(layer)
@@ -320,7 +319,6 @@ def _unlike_manifest(layers: Mapping[int, LooseLayer], recorded: Mapping[str, An
 
 
 def recorded_layers(recorded: Mapping[str, Any]) -> list[int] | None:
-    """The layers that a manifest says were converted or kept; None where it does not say."""
     named = [recorded.get("layers"), recorded.get("kept_layers", [])]
     if all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in named):
         return sorted({n for numbers in named for n in numbers or ()})

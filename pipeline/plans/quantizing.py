@@ -21,7 +21,7 @@ from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
-from ktconvert.pipeline.stages.equalized import FACT, equalized
+from ktconvert.pipeline.stages.expert_stream import FACT, equalized
 from ktconvert.quantizers.equalizing import THRESHOLD
 
 
@@ -50,7 +50,6 @@ def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatist
 
 
 def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:
-    """Sentences on options that have no effect on this machine."""
     machine = options.machine
     if machine.max_gpu_memory is None or machine.machine is None or machine.machine["device_type"] != "cpu":
         return ()
@@ -182,7 +181,6 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
 
 
 def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
-    """What a plan, which reads no weights, can say of --equalize."""
     if not model.equalized:
         return ()
     return (

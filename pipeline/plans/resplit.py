@@ -44,9 +44,8 @@ from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, method_map
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
-from ktconvert.pipeline.stages.equalized import FACT, equalized, undone
 from ktconvert.pipeline.stages.expert_files import Packed
-from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.pipeline.ui.text import plural
@@ -222,7 +221,6 @@ def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
 
 
 def _config_before(output: Output) -> dict[str, Any]:
-    """config.json without our entries of another number of parts."""
     config = dict(output.config)
     about = config.get("quantization_config")
     if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
@@ -231,7 +229,6 @@ def _config_before(output: Output) -> dict[str, Any]:
 
 
 def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Iterator[SourceFile]:
-    """Every file that is read, weights first."""
     for shard in source.shards:
         yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
@@ -346,7 +343,6 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
 
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:
-    """The command that converts again what the output holds."""
     settings, facts = plan.request.options.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]

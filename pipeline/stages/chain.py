@@ -26,7 +26,6 @@ CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed alloc
 
 
 def link_of(context: Context) -> Link:
-    """Of a unit of a chain, which has one."""
     assert context.chain is not None
     return context.chain
 
@@ -115,7 +114,6 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
 
 
 def tensors_of_layer(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:
-    """The tensors of a decoder layer outside its routed experts."""
     expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
     prefix = f"{before}.{layer}.".removeprefix(".")

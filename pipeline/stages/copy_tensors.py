@@ -47,7 +47,6 @@ class OtherTensor:
 
     @property
     def entry(self) -> TensorInfo:
-        """The tensor as it is in the output."""
         if isinstance(self.stored, Weight):
             return TensorInfo(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
         return TensorInfo(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
@@ -196,7 +195,6 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
 
 
 def windows(spans: Iterable[Span]) -> Iterator[Window]:
-    """Spans one after the other, cut into windows."""
     window = Window()
     for span in spans:
         read, start = span.opened(), 0
@@ -232,7 +230,6 @@ def read_ahead(source: TensorSource, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
-    """The bytes of an output tensor, in order."""
     stored = tensor.stored
     if isinstance(stored, Weight):
         for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):

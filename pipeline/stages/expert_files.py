@@ -173,7 +173,6 @@ def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) 
 
 
 def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
-    """Bytes of the first tensors of all parts of a projection."""
     return {
         projection: sum(work.fmt.encoding.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
         for projection in PROJECTIONS
@@ -196,5 +195,4 @@ def batch_bytes(sizes: Collection[int], experts: int) -> int:
 
 
 def _buffers(context: Context, size: int) -> list[Bytes]:
-    """Page-aligned buffers of so many bytes, as many as there are items or batches under way."""
     return [aligned_buffer(size) for _ in range(context.window)]

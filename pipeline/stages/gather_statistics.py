@@ -110,13 +110,11 @@ def write_with_moments(
 
 
 def layer_bytes(model: MoeModel, layer: int) -> int:
-    """Bytes of a layer's file, but for its header."""
     experts, hidden, width = model.shape(layer)
     return experts * (8 + 4 * (hidden + width))
 
 
 def moments_bytes(model: MoeModel, layer: int) -> int:
-    """The same with second moments."""
     return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
 
 
@@ -133,7 +131,6 @@ def read_layer(path: Path) -> LayerSums:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
-    """A safetensors file of I64 and F32 tensors."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
     with DirectFile(path, plan.size) as file:

@@ -20,7 +20,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages import equalized
+from ktconvert.pipeline.stages import expert_stream
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
@@ -82,7 +82,7 @@ class ExpertsWork:
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
             if self.grid.is_measured(part):
-                sums += error_sums(*equalized.undone(self.model, self.fmt.encoding, part), packed)
+                sums += error_sums(*expert_stream.undone(self.model, self.fmt.encoding, part), packed)
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
@@ -95,7 +95,7 @@ class ExpertsWork:
 
     def figures(self) -> dict[str, object]:
         sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
-        own = equalized.figures(self.model, self.grid.layer, self.start, self.stop)
+        own = expert_stream.figures(self.model, self.grid.layer, self.start, self.stop)
         return {"layer": self.grid.layer, **sampled, **own}
 
 

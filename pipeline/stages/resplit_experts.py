@@ -72,7 +72,6 @@ class ResplitWork:
         reporter.advance(self.read_bytes(item))
 
     def read_bytes(self, item: Item) -> int:
-        """Bytes of all old parts of a projection."""
         return sum(
             tensor.nbytes for part in self.old.parts(*item) for tensor in self.fmt.encoding.tensors(part.n, part.k)
         )

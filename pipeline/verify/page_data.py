@@ -24,7 +24,7 @@ from ktconvert.layouts.statistics.folder import COUNTS, counts_of
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.threads import in_order
-from ktconvert.pipeline.stages.equalized import undone
+from ktconvert.pipeline.stages.expert_stream import undone
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
 from ktconvert.quantizers import SIGNED_GRIDS, fp8, groups
