@@ -57,8 +57,7 @@ def go_on(options: ResumeOptions) -> None:
     paths = locate(options.output)
     if options.leftovers.force_unlock and not options.dry_run:
         take_lock_away(paths, reporter)
-    old = saved_plan(paths)
-    if old is None:
+    if (old := saved_plan(paths)) is None:
         if options.output.is_dir() and manifest.read(options.output) is not None:
             if not options.dry_run:
                 tidy(paths)

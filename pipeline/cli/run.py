@@ -72,8 +72,7 @@ def _say(text: str) -> None:
 
 def _lines() -> Iterator[str]:
     """What the user types, less empty lines, to the end of the input. Raises InputError for what is no text."""
-    typed = sys.stdin.isatty()
-    if typed:
+    if typed := sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  # input() then edits lines and remembers them
     while True:

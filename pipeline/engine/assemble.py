@@ -160,8 +160,7 @@ Finished = Mapping[str, Done]  # the journal's records of finished units, by fin
 
 def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
     """Raise UsageError if the folder would be, hold or lie in the output, OutputError if something else lies there."""
-    side_output = plan.assembly.side_output
-    if side_output is None:
+    if (side_output := plan.assembly.side_output) is None:
         return
     folder = Path(os.path.realpath(side_output.folder))
     for path in (plan.request.output, locate(plan.request.output).root):
@@ -188,8 +187,7 @@ def require_delivered(plan: Plan) -> None:
 
 def deliver(plan: Plan, work: WorkDir) -> None:
     """Let the folder appear, with copies of its files. May be cut off and run again."""
-    side_output = plan.assembly.side_output
-    if side_output is None:
+    if (side_output := plan.assembly.side_output) is None:
         return
     partial = side_output.partial
     publish.remove_tree(partial)  # left by a kill
@@ -215,8 +213,7 @@ def _delivered(plan: Plan, finished: Finished) -> bool:
     side_output = plan.assembly.side_output
     assert side_output is not None
     for unit in plan.side_units:
-        record = finished.get(unit.fingerprint)
-        if record is None:
+        if (record := finished.get(unit.fingerprint)) is None:
             return False
         file = record.result.files[0]
         if not has_content(side_output.folder / unit.final, file.nbytes, file.sha256):

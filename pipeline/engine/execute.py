@@ -250,8 +250,7 @@ def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) 
 def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
     store, found = work.paths.store, []
     for unit in plan.units:
-        record = work.finished.get(unit.fingerprint)
-        if record is None:
+        if (record := work.finished.get(unit.fingerprint)) is None:
             continue
         files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
         for w in record.for_chain:

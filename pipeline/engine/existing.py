@@ -126,8 +126,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     if overwrite:
         require_replaceable(plan)
         return False
-    done = manifest.read(output)
-    if done is not None:
+    if (done := manifest.read(output)) is not None:
         require_same_settings(output, done, plan)
         require_same_source(output, done.source, plan)
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]

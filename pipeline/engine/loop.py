@@ -149,8 +149,7 @@ def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> No
                     continue
                 share, stage, units = flying.pop(future)
                 try:
-                    made = share.runner.take(units[0], future)
-                    if made is None:
+                    if (made := share.runner.take(units[0], future)) is None:
                         waiting.appendleft((share, stage, units))
                         continue
                     share.keep(units[0], made)
@@ -208,8 +207,7 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     stored = work.paths.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
-    link = made.link
-    if link is not None:
+    if (link := made.link) is not None:
         publish.remove_tree(link.scratch)
         if link.side is not None:
             publish.publish(link.side, work.paths.store / unit.side_name)

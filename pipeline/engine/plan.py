@@ -223,8 +223,7 @@ def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    changed = plan.conversion.changed()
-    if changed:
+    if changed := plan.conversion.changed():
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
             "and resume."

@@ -121,8 +121,7 @@ def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> 
     """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or in its final
     place with the recorded hash, since no name there says what the content is; a side file, always in the store.
     """
-    record = finished.get(unit.fingerprint)
-    if record is None:
+    if (record := finished.get(unit.fingerprint)) is None:
         return None
     sizes = {w.path: w.nbytes for w in record.for_chain}
     if unit.side and not has_size(paths.store / unit.side_name, sizes.get(unit.side_name, -1)):

@@ -64,8 +64,7 @@ def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
     """Values of these options with which the output was begun or finished; None where it was not. Raises OutputError,
     naming the option, for a value that it cannot have.
     """
-    begun = begun_with(request.output)
-    if begun is None:
+    if (begun := begun_with(request.output)) is None:
         return None
     cls: type[ConversionOptions] = type(request.options)
     known = {leaf.name: leaf for leaf in leaves(cls)}
@@ -107,8 +106,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
         return present
     chosen: set[int] = set()
     for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-        if match is None:
+        if (match := re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)) is None:
             raise UsageError(f"{flag} {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:

@@ -113,8 +113,7 @@ def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
     """The plan that was saved for an output, made again on another host or later, with other tuning. Raises OutputError
     where there is none, InputError where its input is not what it was.
     """
-    saved = saved_plan(locate(output))
-    if saved is None:
+    if (saved := saved_plan(locate(output))) is None:
         raise OutputError(f"{output}: no conversion into it was begun.")
     request = saved_request(output, saved)
     plan = plan_request(replace(request, options=with_values(request.options, **tuning)))

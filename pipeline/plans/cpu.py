@@ -270,8 +270,7 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
 
 def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
     notes = []
-    kept = fmt.encoding.is_exact(model)
-    if kept:
+    if kept := fmt.encoding.is_exact(model):
         stored = [] if fmt.encoding.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
         holds = (
             f"{fmt.name} holds all numbers of {stored[0]}"

@@ -87,8 +87,7 @@ def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) ->
 
 
 def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str]) -> list[str]:
-    weights = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())
-    if not weights:
+    if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
         return ["nothing is quantized here: the output is a copy"]
     notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]
     if dropped_files:

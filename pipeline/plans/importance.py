@@ -74,7 +74,6 @@ def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str,
 
 
 def notes_of(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    listed = facts.get("without_counts")
-    if not listed:
+    if not (listed := facts.get("without_counts")):
         return ()
     return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)

@@ -91,8 +91,7 @@ def commands(model: MoeModel, where: str) -> list[str]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_of("cpu").items():
-        counts = legal_counts(fmt, shapes)
-        if not counts:
+        if not (counts := legal_counts(fmt, shapes)):
             continue
         parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])
         name = Path(where).expanduser().resolve().name.rpartition(":")[2]

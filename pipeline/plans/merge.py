@@ -175,8 +175,7 @@ def _facts(
 
 def recorded_facts(root: Path) -> dict[str, Any] | None:
     """The facts of an output's manifest, if there is one. Raises VerificationError for one that is not ours."""
-    recorded = manifest.read(root)
-    if recorded is None:
+    if (recorded := manifest.read(root)) is None:
         return None
     facts = dict(recorded.model)
     for key in (key for key in KEPT_FACTS if key != "resplit_from"):  # whose type manifest.read checks

@@ -116,8 +116,7 @@ def undone(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, M
     again, and the part as the checkpoint has it.
     """
     linear = part.of(model.stored(part.layer, part.expert, part.projection))
-    exponents = share_of(model, part)
-    if exponents is None:
+    if (exponents := share_of(model, part)) is None:
         return encoding, linear
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows) -> F32:
