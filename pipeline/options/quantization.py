@@ -111,9 +111,8 @@ class CpuOptions(QuantizationOptions):
         PathOrHubId(absolute=True),
     )
     scale: str = weights(
-        "How scales are chosen: absmax by the largest value (kt-kernel's bytes), mse by the least squared error "
-        "(with second moments: of outputs), imatrix weighted by the inputs; gptq compensates errors, and runs "
-        "the model.",
+        "How scales are chosen: absmax by the largest value (kt-kernel's bytes), mse by the least squared error (with "
+        "second moments: of outputs), imatrix weighted by the inputs; gptq compensates errors, and runs the model.",
         choice(QUANTIZERS),
         default=ABSMAX.name,
     )

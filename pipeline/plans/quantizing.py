@@ -50,10 +50,8 @@ def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatist
 
 
 def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:
-    machine = options.machine
-    if machine.max_gpu_memory is None or machine.machine is None or machine.machine["device_type"] != "cpu":
-        return ()
-    return ("--max-gpu-memory changes nothing here: no GPU is used",)
+    on_cpu = (options.machine.machine or {}).get("device_type") == "cpu" and options.machine.max_gpu_memory is not None
+    return ("--max-gpu-memory changes nothing here: no GPU is used",) if on_cpu else ()
 
 
 def plan_of(
