@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ktconvert.pipeline.cli.command import SeveralValues, command
-from ktconvert.pipeline.options import rewriting
+from ktconvert.pipeline.options import quantization
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions
 
 
 def _convert(name: str, options: ConversionOptions) -> None:
@@ -14,8 +13,8 @@ def _convert(name: str, options: ConversionOptions) -> None:
     convert(name, options)
 
 
-@command("cpu", CpuOptions)
-def cpu(options: CpuOptions) -> None:
+@command("cpu", quantization.CpuOptions)
+def cpu(options: quantization.CpuOptions) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights, or to MXFP4, FP8 or BF16.
 
     Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
@@ -36,8 +35,8 @@ def cpu(options: CpuOptions) -> None:
     _convert("cpu", options)
 
 
-@command("gpu", GpuOptions, SeveralValues)
-def gpu(options: GpuOptions) -> None:
+@command("gpu", quantization.GpuOptions, SeveralValues)
+def gpu(options: quantization.GpuOptions) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the
     output.
 
@@ -55,8 +54,8 @@ def gpu(options: GpuOptions) -> None:
     _convert("gpu", options)
 
 
-@command("calibrate", rewriting.CalibrateOptions)
-def calibrate(options: rewriting.CalibrateOptions) -> None:
+@command("calibrate", quantization.CalibrateOptions)
+def calibrate(options: quantization.CalibrateOptions) -> None:
     """Measure what a model's routed experts read: how often each is chosen, and how important each input is.
 
     MODEL is a directory, a .safetensors file, or a hub id (org/name). Its samples go through the model with one layer
@@ -73,8 +72,8 @@ def calibrate(options: rewriting.CalibrateOptions) -> None:
     _convert("calibrate", options)
 
 
-@command("dequantize", rewriting.DequantizeOptions)
-def dequantize(options: rewriting.DequantizeOptions) -> None:
+@command("dequantize", quantization.DequantizeOptions)
+def dequantize(options: quantization.DequantizeOptions) -> None:
     """Write a quantized checkpoint as a BF16 release: a whole model for any loader.
 
     SRC is a directory, a .safetensors file, or a hub id (org/name); OUT is the output directory. Every quantized weight
@@ -90,8 +89,8 @@ def dequantize(options: rewriting.DequantizeOptions) -> None:
     _convert("dequantize", options)
 
 
-@command("merge", rewriting.MergeOptions)
-def merge(options: rewriting.MergeOptions) -> None:
+@command("merge", quantization.MergeOptions)
+def merge(options: quantization.MergeOptions) -> None:
     """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an
     index. Can be resumed.
 
@@ -102,8 +101,8 @@ def merge(options: rewriting.MergeOptions) -> None:
     _convert("merge", options)
 
 
-@command("resplit", rewriting.ResplitOptions)
-def resplit(options: rewriting.ResplitOptions) -> None:
+@command("resplit", quantization.ResplitOptions)
+def resplit(options: quantization.ResplitOptions) -> None:
     """Rewrite OUTPUT, experts of `cpu` or `merge` or kt-kernel, as NEW, for another number of NUMA nodes.
 
     MXFP4, FP8 and BF16 keep every value, and so do gate and up projections of AMXINT4 and AMXINT8. So does their down
@@ -117,8 +116,8 @@ def resplit(options: rewriting.ResplitOptions) -> None:
     _convert("resplit", options)
 
 
-@command("resume", rewriting.ResumeOptions)
-def resume(options: rewriting.ResumeOptions) -> None:
+@command("resume", quantization.ResumeOptions)
+def resume(options: quantization.ResumeOptions) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output.
 
     Examples:

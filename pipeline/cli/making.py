@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
-from ktconvert.pipeline.options.rewriting import ResumeOptions
+from ktconvert.pipeline.options.quantization import ResumeOptions
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui import dry_run
 from ktconvert.pipeline.ui.progress import Reporter

@@ -12,20 +12,10 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.engine import attempts, journal
+from ktconvert.pipeline.engine import attempts, existing, journal
 from ktconvert.pipeline.engine.assemble import assemble, require_delivered, require_free
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import (
-    adopts,
-    agree,
-    already_finished,
-    nothing_made,
-    nothing_to_do,
-    saved_plan,
-    states_once_begun,
-    to_replace,
-)
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
@@ -76,13 +66,13 @@ def execute(
     for plan, done in zip(plans, finished, strict=True):
         if done:
             tidy(_locate(plan))
-            nothing_to_do(plan.request.output, reporter)
+            existing.nothing_to_do(plan.request.output, reporter)
     with contextlib.ExitStack() as stack:
         works: list[tuple[Plan, WorkDir]] = []
         for plan, work in zip(left, _locked(left, stack), strict=True):
             if _is_finished(plan, overwrite):  # by a process that had the lock until now
                 work.remove()
-                nothing_to_do(plan.request.output, reporter)
+                existing.nothing_to_do(plan.request.output, reporter)
             else:
                 works.append((plan, work))
         if not works:
@@ -115,7 +105,7 @@ def execute(
 
 
 def _locate(plan: Plan) -> Paths:
-    return locate(plan.request.output, adopt=adopts(plan))
+    return locate(plan.request.output, adopt=existing.adopts(plan))
 
 
 def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
@@ -123,7 +113,7 @@ def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
     to_make = []
     for plan in plans:
         paths = _locate(plan)
-        states = states_once_begun(plan, paths, overwrite)
+        states = existing.states_once_begun(plan, paths, overwrite)
         to_make.append((plan, paths, [state.unit for state in states if not state.done]))
     require_disk(to_make)
 
@@ -146,7 +136,7 @@ def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, 
     _adopt_plan(plan, work, reporter, overwrite)
     require_free(plan, work.finished, work.may_replace)
     if work.may_replace and journal.assembled(work.journal.records) is None:
-        for replaced in to_replace(plan):
+        for replaced in existing.to_replace(plan):
             reporter.note(f"--overwrite removes {replaced}")
     adopt(plan, work, reporter, trusted=trust_store)
     _report_death(work, plan, reporter)
@@ -164,16 +154,16 @@ def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
     """Whether there is nothing to do. Raises OutputError where a part of the output is gone, which lay elsewhere."""
-    if finished := already_finished(plan, overwrite):
+    if finished := existing.already_finished(plan, overwrite):
         require_delivered(plan)
     return finished
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Agree with what was begun here before, or begin."""
-    old = saved_plan(work.paths)
-    afresh = nothing_made(work.paths)
-    dropped, touched = agree(plan, old, overwrite or afresh) if old is not None else (False, [])
+    old = existing.saved_plan(work.paths)
+    afresh = existing.nothing_made(work.paths)
+    dropped, touched = existing.agree(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
         if not afresh:
             reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")

@@ -14,23 +14,15 @@ import msgspec
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import Number
+from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
-from ktconvert.pipeline.engine.plan import (
-    CARD,
-    CONFIG,
-    FORMAT,
-    Plan,
-    SavedPlan,
-    changed_files,
-    require_same_settings,
-    require_same_source,
-)
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
-from ktconvert.pipeline.options.declare import paths_read
+from ktconvert.pipeline.options.declare import leaves, paths_read
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural, size
 
@@ -259,6 +251,59 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
             "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
         )
     return False, touched
+
+
+def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
+    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
+    new = plan.document()
+    differing = []
+    if old.command != new.command:
+        differing.append(f"command was {old.command}, is {new.command}")
+    names = sorted({*old.settings, *new.settings})
+    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
+    for name in names:
+        was, now = old.settings.get(name), new.settings.get(name)
+        if was != now:
+            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
+    if differing:
+        raise OutputError(
+            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
+            "--output, or start over with --overwrite."
+        )
+
+
+def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
+    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
+    before = {f.name: f for f in old}
+    now = {f.name: f for f in plan.source}
+    other = [f"{name} is gone" for name in before if name not in now] + [
+        f"{name} is new" for name in now if name not in before
+    ]
+    touched = []
+    for name in before.keys() & now.keys():
+        a, b = before[name], now[name]
+        if a.size != b.size:
+            other.append(f"{name} had {a.size} bytes, has {b.size}")
+        elif a.header_sha256 != b.header_sha256:
+            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
+        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
+            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
+        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
+            touched.append(name)
+    return sorted(other), sorted(touched)
+
+
+def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
+    other, _ = changed_files(old, plan)
+    if other:
+        raise InputError(
+            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
+            "Put the old input back, or start over with --overwrite."
+        )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
 
 
 # What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.

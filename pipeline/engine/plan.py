@@ -10,12 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
-from ktconvert.layouts.files.manifest import Manifest, SourceFile
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.options.declare import leaves
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 
 S = TypeVar("S", bound=ConversionOptions, covariant=True)
@@ -168,46 +167,6 @@ class Plan:
         )
 
 
-def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
-    new = plan.document()
-    differing = []
-    if old.command != new.command:
-        differing.append(f"command was {old.command}, is {new.command}")
-    names = sorted({*old.settings, *new.settings})
-    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
-    for name in names:
-        was, now = old.settings.get(name), new.settings.get(name)
-        if was != now:
-            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
-    if differing:
-        raise OutputError(
-            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
-            "--output, or start over with --overwrite."
-        )
-
-
-def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
-    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
-    before = {f.name: f for f in old}
-    now = {f.name: f for f in plan.source}
-    other = [f"{name} is gone" for name in before if name not in now] + [
-        f"{name} is new" for name in now if name not in before
-    ]
-    touched = []
-    for name in before.keys() & now.keys():
-        a, b = before[name], now[name]
-        if a.size != b.size:
-            other.append(f"{name} had {a.size} bytes, has {b.size}")
-        elif a.header_sha256 != b.header_sha256:
-            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
-        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
-            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
-        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
-            touched.append(name)
-    return sorted(other), sorted(touched)
-
-
 def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
     """The names of those files in a folder whose size or time of change is another by now."""
 
@@ -237,16 +196,3 @@ def require_shareable(plan: Plan, option: str) -> None:
             f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
             f"made at the same time; leave out {option}."
         )
-
-
-def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
-    other, _ = changed_files(old, plan)
-    if other:
-        raise InputError(
-            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
-            "Put the old input back, or start over with --overwrite."
-        )
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)

@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, tool_version
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
+from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walking
 from ktconvert.pipeline.plans.quantizing import machine_notes
 from ktconvert.pipeline.stages import chain, copy_tensors, gather_statistics

@@ -30,8 +30,7 @@ from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
+from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
 from ktconvert.pipeline.walk.dataset import local_files
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)

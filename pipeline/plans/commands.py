@@ -13,13 +13,20 @@ from typing import Any
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.native_quant import machine, placement
 from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan, changed_files
+from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
 from ktconvert.pipeline.options.declare import build, checked, leaves, plain, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions, QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions, DequantizeOptions, MergeOptions, ResplitOptions
+from ktconvert.pipeline.options.quantization import (
+    CalibrateOptions,
+    CpuOptions,
+    DequantizeOptions,
+    GpuOptions,
+    MergeOptions,
+    QuantizationOptions,
+    ResplitOptions,
+)
 from ktconvert.pipeline.options.types import OneOrMore
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural

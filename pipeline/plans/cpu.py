@@ -18,9 +18,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
-from ktconvert.pipeline.plans import checkpoint, method_map
-from ktconvert.pipeline.plans.importance import facts_of, files_of, importance_for, notes_of
-from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
+from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
@@ -50,10 +48,10 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
     model = recognise(source, checkpoint.rows_for(options.arch_row))
     _require_input_type(options.input_type, model)
-    fmt = method_map.of_model(options, fmt, model)
+    fmt = quantizing.mixed_of(options, fmt, model)
     choice = _choice(options, fmt, model)
-    model = equalized_for(options, model, fmt)
-    inputs = importance_for(choice, options, model)
+    model = quantizing.equalized_for(options, model, fmt)
+    inputs = quantizing.importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
     request = replace(
@@ -70,7 +68,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | facts_of(inputs, measured)
+    facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of(inputs, measured)
     metadata = checkpoint.shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
@@ -78,7 +76,7 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
 
         walking.require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
         rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-        quantizing = walking.compensated(
+        making = walking.compensated(
             request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files
         )
     else:
@@ -95,27 +93,27 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
             statistics=inputs,
             options=options.weights,
         )
-        quantizing = rounded(stage, inputs)
-    return plan_of(
+        making = quantizing.rounded(stage, inputs)
+    return quantizing.plan_of(
         request,
         model,
         fmt,
-        quantizing,
+        making,
         copy_tensors.not_experts(model, options.non_experts),
         facts,
         metadata,
         card_notes=[
             *_notes(model, layers, options),
-            *method_map.of_each(fmt, lambda own: _notes_of(model, own, options)),
+            *quantizing.notes_of_each(fmt, lambda own: _notes_of(model, own, options)),
             *fmt.notes,
-            *method_map.notes(fmt, layers, choice),
-            *notes_of(facts),
+            *quantizing.notes_of_mix(fmt, layers, choice),
+            *quantizing.notes_of_unreached(facts),
         ],
         notes=_gains(fmt, choice),
         non_experts=options.non_experts,
         loose_files=loose_files,
         kept_layers=options.kept_layers,
-        reads=files_of(inputs),
+        reads=quantizing.files_of(inputs),
         hashed=hashed,
     )
 

@@ -15,7 +15,7 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, tool_version
-from ktconvert.pipeline.options.rewriting import DequantizeOptions
+from ktconvert.pipeline.options.quantization import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
 

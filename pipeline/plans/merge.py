@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.rewriting import MergeOptions
+from ktconvert.pipeline.options.quantization import MergeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile

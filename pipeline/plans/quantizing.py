@@ -1,8 +1,8 @@
-"""What `cpu` and `gpu` have in common: the stage that makes experts, by rounding or by GPTQ, and the plan around it."""
+"""What plans that make experts share: the stage, by rounding or by GPTQ, statistics of inputs, a method per layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,19 +10,24 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.outputs import Format, card, formats_of, mixed
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.folder import InputStatistics
+from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
+from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
+from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
+from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
+
+MAP = "--method-map"
 
 
 @dataclass(frozen=True)
@@ -194,3 +199,120 @@ def _check(assembled: Path, calibrated: bool) -> None:
     from ktconvert.pipeline.verify.verify import require_sound
 
     require_sound(assembled, load=calibrated)
+
+
+def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
+    """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
+    one that takes them; None where there are none. Raises UsageError where they are named and not asked for, or the
+    other way round; InputError for those of another model, and for others than those with which the conversion was
+    begun.
+    """
+    given = options.importance
+    path = given.file
+    if not choice.importance and path is not None and (given.imatrix is not None or not choice.moments):
+        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
+    if path is None:
+        if choice.importance:
+            raise UsageError(
+                f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
+            )
+        return None
+    opened = open_for(path, model) if choice.importance else moments_in(path.parent, model)
+    begun_with = getattr(options, f"{opened.fact}_sha256")
+    if begun_with not in (None, opened.sha256):
+        raise InputError(
+            f"{opened.path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, "
+            f"and was {begun_with[:12]}); put the old file back and resume."
+        )
+    return opened
+
+
+def open_for(path: Path, model: MoeModel) -> Imatrix:
+    """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
+    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
+
+
+def moments_in(folder: Path, model: MoeModel) -> SecondMoments:
+    """The second moments in a folder of statistics. InputError where there are none, or those of another model."""
+    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
+
+
+def _shapes(model: MoeModel) -> dict[int, tuple[int, int, int]]:
+    return {layer: model.shape(layer) for layer in model.layers}
+
+
+def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
+    """The files of the statistics of inputs, and those next to them that describe them."""
+    if inputs is None:
+        return ()
+    own = (file.path for file in inputs.layers.values()) if isinstance(inputs, SecondMoments) else (inputs.path,)
+    return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
+
+
+def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
+    if inputs is None:
+        return {}
+    unreached = {layer: inputs.unreached(layer) for layer in layers}
+    listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
+    return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
+
+
+def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    if not (listed := facts.get("without_counts")):
+        return ()
+    return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)
+
+
+def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
+    """The format of --quant-method, or with --method-map the mix of it and others. Raises UsageError for a map that
+    cannot be read or leaves nothing to mix, for methods that cannot be mixed, and for options that a mix does not have.
+    """
+    if not options.method_map:
+        return fmt
+    can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
+    if fmt not in can.values():
+        raise UsageError(f"--quant-method {options.quant_method}: {_not_mixed(fmt.name, can)}.")
+    given = (
+        (options.no_merge_safetensor, "--no-merge-safetensor", "is in safetensors alone"),
+        (options.save_backward_weights, "--save-backward-weights", "has no matrices for fine-tuning"),
+        (options.resume_layer > 0, "--resume-layer", "is resumed without a number"),
+    )
+    for is_given, flag, why in given:
+        if is_given:
+            raise UsageError(f"{MAP}: an output with a method per layer {why}; leave out {flag}.")
+    by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.in_a_mix(fmt))
+    for text in options.method_map:
+        layers, sign, method = text.rpartition("=")
+        if not sign:
+            raise UsageError(f"{MAP} {text}: give layers and their method, like 0-5=int8.")
+        name = method.strip().lower()
+        if name not in can:
+            raise UsageError(f"{MAP} {text}: {_not_mixed(method.strip(), can)}.")
+        for layer in checkpoint.parse_layers(layers, model.layers, MAP):
+            if layer in by_layer:  # else --layers leaves it out
+                by_layer[layer] = mixed.in_a_mix(can[name])
+    if len(set(by_layer.values())) == 1:
+        only = next(name for name in can if mixed.in_a_mix(can[name]) in by_layer.values())
+        raise UsageError(f"{MAP}: every layer would have {only}; give --quant-method {only}, and leave out {MAP}.")
+    return mixed.of_layers(by_layer)
+
+
+def _not_mixed(name: str, can: dict[str, Format]) -> str:
+    *first, last = can
+    return f"{name} is no method that layers can be given; these are {', '.join(first)} and {last}"
+
+
+def notes_of_each(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
+    """Notes on each format that layers have; those of a mix say on which."""
+    for own in fmt.formats:
+        yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
+
+
+def notes_of_mix(fmt: Format, layers: Sequence[int], choice: Quantizer) -> Iterator[str]:
+    """What the plan and the model card say of a mix; nothing of any other format."""
+    for methods in mixed.methods_of(fmt, layers).values():
+        listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
+        yield f"a method per layer, for the runtime of ktconvert: kt-kernel loads none of it ({listed})"
+    if others := [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]:
+        yield f"--scale {choice.name} changes nothing in layers of {' and '.join(others)}"

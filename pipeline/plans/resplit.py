@@ -40,8 +40,8 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.rewriting import ResplitOptions
-from ktconvert.pipeline.plans import checkpoint, method_map
+from ktconvert.pipeline.options.quantization import ResplitOptions
+from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
 from ktconvert.pipeline.stages.expert_files import Packed
@@ -109,7 +109,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
-    notes = tuple(method_map.of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
+    notes = tuple(quantizing.notes_of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
     base, about = checkpoint.base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)

@@ -15,8 +15,7 @@ from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
+from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.quantizing import Quantizing
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
