@@ -35,6 +35,7 @@ from ktconvert.pipeline.walk.dataset import local_files
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
+ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts, where there are any
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
 

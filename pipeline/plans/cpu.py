@@ -25,7 +25,6 @@ from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 BITS_DECODED = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
-ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # and these, where there are any
 
 
 @checkpoint.collector_at_rest()
@@ -54,22 +53,20 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     inputs = quantizing.importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
-    request = replace(
-        request,
-        options=with_values(options, **({} if inputs is None else {f"{inputs.fact}_sha256": inputs.sha256}), **found),
-    )
+    if inputs is not None:
+        found[f"{inputs.fact}_sha256"] = inputs.sha256
+    request = replace(request, options=with_values(options, **found))
     options = request.options
     layers = checkpoint.parse_layers(options.layers, model.layers)
-    comparable = [
-        other
-        for other in formats_of("cpu", fmt.arrangement.layout).values()
-        if other.backward or not options.save_backward_weights
-    ]
+    others = formats_of("cpu", fmt.arrangement.layout).values()
+    comparable = [other for other in others if other.backward or not options.save_backward_weights]
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
     facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of(inputs, measured)
-    metadata = checkpoint.shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
+    metadata = checkpoint.shard_metadata(
+        facts, source, (*ABOUT, *(name for name in checkpoint.ABOUT_CODES if name in facts))
+    )
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
         from ktconvert.pipeline.plans import walking

@@ -49,6 +49,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
     metadata = checkpoint.shard_metadata(facts, source, ABOUT)
+    shards = ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
     return plan_of(
         request,
@@ -59,7 +60,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
         facts,
         metadata,
         card_notes=_notes(model, rest, left_out, loading),
-        notes=(*_of_cpu(facts, options.output), *_of_shards(options)),
+        notes=(*_of_cpu(facts, options.output), *(shards if options.max_shard_size and options.calibrated else ())),
         ignore=ignore,
         left_out=left_out,
         hashed=hashed,
@@ -108,12 +109,6 @@ def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
     block = gpu_card.launch(facts, str(output))
     command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
     return (f"one directory for CPU and GPU: {command}",)
-
-
-def _of_shards(options: GpuOptions) -> tuple[str, ...]:
-    if options.max_shard_size is None or not options.calibrated:
-        return ()
-    return ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
 
 
 def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:

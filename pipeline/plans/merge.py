@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,22 +29,11 @@ from ktconvert.pipeline.stages.merge_parts import LooseFile
 
 # The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
+# Facts of the layers' manifest that hold for the merged output, too.
 KEPT_FACTS = (
-    "architecture",
-    "layout",
-    "activation",
-    "dtypes",
-    "weights_on",
-    "scale",
-    "imatrix",
-    "second_moments",
-    "without_counts",
-    "calibration",
-    "machine",
-    "too_few_tokens",
-    "equalized",
-    "resplit_from",
-)  # facts of the layers' manifest that hold for the merged output, too
+    *("architecture", "layout", "activation", "dtypes", "weights_on", *checkpoint.ABOUT_CODES, "without_counts"),
+    *("too_few_tokens", "equalized", "resplit_from"),
+)
 
 
 WHAT = ("experts", "hidden size", "expert width")
@@ -132,16 +122,9 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
         files[key] = LooseFile(part, what, path, status.st_size, status.st_mtime_ns)
     if not files:
         raise InputError(f"{folder}: holds no .kt files below _numa_N; convert this layer again.")
-    experts = max(e for e, *_ in files) + 1
-    nodes = max(n for *_, n, _ in files) + 1
-    expected = [
-        (e, p, backward, n, what)
-        for e in range(experts)
-        for p in PROJECTIONS
-        for backward in ((False, True) if any(b for _, _, b, _, _ in files) else (False,))
-        for n in range(nodes)
-        for what in ("weight", "scale")
-    ]
+    experts, nodes = range(max(key[0] for key in files) + 1), range(max(key[3] for key in files) + 1)
+    both = sorted({False, *(backward for _, _, backward, _, _ in files)})
+    expected = [*itertools.product(experts, PROJECTIONS, both, nodes, ("weight", "scale"))]
     for e, p, backward, n, what in expected:
         if (e, p, backward, n, what) not in files:
             raise InputError(

@@ -85,8 +85,11 @@ def plan_of(
     ignore      patterns of modules that are not quantized
     left_out    files of the checkpoint that are not copied; reads: those that are read beside it and what options name
     """
-    side_output = _side_output(request.options)
-    source, options = model.source, request.options
+    source, options, side_output = model.source, request.options, None
+    if options.calibrated and options.gptq.save_statistics is not None:
+        from ktconvert.pipeline.stages.gather_statistics import KEYS
+
+        side_output = SideOutput(options.gptq.save_statistics, KEYS)
     facts = facts | ({FACT: []} if model.equalized else {})
     stages: list[Stage[Any]] = [quantizing.stage]
     if others:
@@ -130,14 +133,6 @@ def plan_of(
         remedies=quantizing.remedies,
         found=found,
     )
-
-
-def _side_output(options: QuantizationOptions) -> SideOutput | None:
-    if not options.calibrated or options.gptq.save_statistics is None:
-        return None
-    from ktconvert.pipeline.stages.gather_statistics import KEYS
-
-    return SideOutput(options.gptq.save_statistics, KEYS)
 
 
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

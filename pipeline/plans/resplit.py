@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
@@ -51,16 +50,8 @@ from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.pipeline.ui.text import plural
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-KEPT_METADATA = (
-    "activation",
-    "weights_on",
-    "scale",
-    "imatrix",
-    "second_moments",
-    "calibration",
-    "machine",
-    "source",
-)  # what shards say of their experts, whatever the number of parts
+# What shards say of their experts, whatever the number of parts.
+KEPT_METADATA = ("activation", "weights_on", *checkpoint.ABOUT_CODES, "source")
 BETTER = 0.99  # times the error of resplit: below this, converting again is advised
 SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
@@ -212,17 +203,15 @@ def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
 def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     """Options of the first conversion that hold for the new output, too: loose files, layers, the table's row."""
     before = output.settings
-    kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
-    if before.get("layers", "all") not in ("all", None):
-        kept["layers"] = ranges(sorted(measured.shapes)).replace(" ", "")
-    if before.get("arch_row"):
-        kept["arch_row"] = before["arch_row"]
-    return kept
+    layers = (
+        ranges(sorted(measured.shapes)).replace(" ", "") if before.get("layers", "all") not in ("all", None) else None
+    )
+    kept = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
+    return {name: value for name, value in kept.items() if value is not None and value != ""}
 
 
 def _config_before(output: Output) -> dict[str, Any]:
-    config = dict(output.config)
-    about = config.get("quantization_config")
+    config, about = dict(output.config), output.config.get("quantization_config")
     if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
         del config["quantization_config"]
     return config
@@ -265,15 +254,6 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         )
 
 
-@dataclass
-class Errors:
-    """Sums of x*x, y*y, x*y and (x-y)^2, x the source, y the old output, the new one, and a fresh conversion."""
-
-    before: npt.NDArray[np.float64]
-    after: npt.NDArray[np.float64]
-    again: npt.NDArray[np.float64]
-
-
 def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
     """The plan with a note on what is better, from the errors of the down projections of a few experts. Raises
     InputError for a checkpoint that the output was not made from, and what opening one raises.
@@ -287,7 +267,7 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         raise UnsupportedError(
             f"{plan.request.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )
-    errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
+    sums = np.zeros(4), np.zeros(4), np.zeros(4)  # of error_sums: of the old output, the new one, a fresh conversion
     with open_checkpoint(against, revision) as source:
         reads = (*plan.reads, *source.paths())
         model = recognise(source, checkpoint.rows_for(plan.request.options.settings.get("arch_row")))
@@ -299,8 +279,12 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
             again = ExpertsWork(read, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
-            _measure(errors, work, again)
-    before, after, fresh = (error_figures(s)["relative_error"] for s in (errors.before, errors.after, errors.again))
+            item = work.sampled, "down"
+            for own, parts in zip(sums, (work.stored(item), work.make(item), again.make(item)), strict=True):
+                for part, packed in parts:
+                    if not part.backward:
+                        own += error_sums(*undone(again.model, work.fmt.encoding, part), packed)
+    before, after, fresh = (error_figures(own)["relative_error"] for own in sums)
     comparison = (
         f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
         f"{after:.4f} after resplit, {fresh:.4f} if converted again"
@@ -331,15 +315,6 @@ def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Pac
         if not part.backward
         for mine, other in zip(a, b, strict=True)
     )
-
-
-def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
-    item = work.sampled, "down"
-    sides = ((errors.before, work.stored(item)), (errors.after, work.make(item)), (errors.again, again.make(item)))
-    for sums, parts in sides:
-        for part, packed in parts:
-            if not part.backward:
-                sums += error_sums(*undone(again.model, work.fmt.encoding, part), packed)
 
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:

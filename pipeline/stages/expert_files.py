@@ -172,11 +172,25 @@ def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) 
     return packed
 
 
-def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
+def tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
+    """Projection -> for each of its parts, bytes of the tensors."""
     return {
-        projection: sum(work.fmt.encoding.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
+        projection: [[t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.grid.parts(0, projection)]
         for projection in PROJECTIONS
     }
+
+
+def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
+    return {projection: sum(first for first, *_ in sizes) for projection, sizes in tensor_bytes(work).items()}
+
+
+def waiting_bytes(work: ExpertsToWrite) -> tuple[int, int, int]:
+    """What is under way of a unit, in bytes: of a batch, of the other tensors of its largest projection, and of those
+    of all its experts, which wait to be written.
+    """
+    rest = [sum(sum(others) for _, *others in sizes) for sizes in tensor_bytes(work).values()]
+    count = work.stop - work.start
+    return batch_bytes(_first_bytes(work).values(), count), max(rest), sum(rest) * count
 
 
 def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:

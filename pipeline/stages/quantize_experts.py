@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
 from ktconvert.layouts.files.shards import group_by_limit
-from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.statistics.folder import InputStatistics
@@ -21,7 +21,14 @@ from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages import expert_stream
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import (
+    Item,
+    Packed,
+    empty_tensors,
+    waiting_bytes,
+    write_folder,
+    write_shard,
+)
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
@@ -214,19 +221,13 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
     """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        firsts, rest = [], []
-        for projection in PROJECTIONS:
-            parts = work.grid.parts(0, projection)
-            sizes = [[tensor.nbytes for tensor in work.fmt.encoding.tensors(part.n, part.k)] for part in parts]
-            firsts.append(sum(first for first, *_ in sizes))
-            rest.append(sum(sum(others) for _, *others in sizes))
-        each = max(each, batch_bytes(firsts, work.stop - work.start) + max(rest))
-        waiting = max(waiting, sum(rest) * (work.stop - work.start))
+        batch, rest, all_rest = waiting_bytes(work)
+        each, waiting = max(each, batch + rest), max(waiting, all_rest)
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
-        # The codes of a whole linear, put together, and once more as they are packed.
-        chosen += 0 if work.choice.choose is None else 3 * work.grid.hidden * work.grid.intermediate
+        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
+        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * work.grid.hidden * work.grid.intermediate
+        chosen = 0 if work.choice.choose is None else chosen
         scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
         measured = max(measured, error_bytes(widest))
     return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

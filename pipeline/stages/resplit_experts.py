@@ -19,7 +19,15 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import (
+    Item,
+    Packed,
+    empty_tensors,
+    tensor_bytes,
+    waiting_bytes,
+    write_folder,
+    write_shard,
+)
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
@@ -199,17 +207,11 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
     largest = scratch = waiting = batch = 0
     for unit in units:
         work = unit.work
-        parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
-        sizes = [[[t.nbytes for t in work.fmt.encoding.tensors(part.n, part.k)] for part in own] for own in parts]
-        rest = sum(sum(others) for own in sizes for _, *others in own)
-        largest = max(
-            largest,
-            *(sum(map(sum, own)) for own in sizes),
-            *(work.read_bytes((0, projection)) for projection in PROJECTIONS),
-        )
+        of_batch, _, of_rest = waiting_bytes(work)
+        new = (sum(map(sum, sizes)) for sizes in tensor_bytes(work).values())
+        largest = max(largest, *new, *(work.read_bytes((0, projection)) for projection in PROJECTIONS))
         scratch = max(scratch, SCRATCH * work.fmt.encoding.multiple * max(work.grid.hidden, work.grid.intermediate))
-        waiting = max(waiting, rest * (work.stop - work.start))
-        batch = max(batch, batch_bytes([sum(first for first, *_ in own) for own in sizes], work.stop - work.start))
+        waiting, batch = max(waiting, of_rest), max(batch, of_batch)
     return (
         (packing + 2 * UNITS_AT_ONCE) * max(largest, batch)
         + packing * (2 * largest + scratch)
