@@ -71,16 +71,12 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
         if self.result is None or not self.result.files:
             return False
-        folder = paths.partial / self.name
-        return all(_is_below(w.path) and has_size(folder / w.path, w.nbytes) for w in self.result.files)
+        inner = [PurePath(w.path) for w in self.result.files]
+        below = not any(path.is_absolute() or ".." in path.parts for path in inner)
+        return below and all(has_size(path, nbytes) for path, nbytes, _ in self.recorded_files(paths))
 
     def recorded_files(self, paths: Paths) -> list[File]:
         return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
-
-
-def _is_below(inner: str) -> bool:
-    path = PurePath(inner)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
@@ -97,30 +93,26 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
         began=now(),
         oom_kills=machine.oom_kills(),
     )
-    _save(paths, attempt)
-    return attempt
+    return _save(paths, attempt)
 
 
 def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
     """Say that its file is whole; durable on return."""
-    ended = replace(attempt, ended=now(), result=result, warnings=tuple(warnings))
-    _save(paths, ended)
-    return ended
+    return _save(paths, replace(attempt, ended=now(), result=result, warnings=tuple(warnings)))
 
 
 def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
     """Remove what it wrote, and say why it ended."""
     publish.remove_tree(paths.partial / attempt.name)
-    ended = replace(attempt, ended=now(), failure=why)
-    _save(paths, ended)
-    return ended
+    return _save(paths, replace(attempt, ended=now(), failure=why))
 
 
-def _save(paths: Paths, attempt: Attempt) -> None:
+def _save(paths: Paths, attempt: Attempt) -> Attempt:
     path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
     publish.write_file(aside, documents.one_line(attempt))
     publish.publish(aside, path)
+    return attempt
 
 
 def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
@@ -129,23 +121,15 @@ def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = (
     known  names of those that are not to be read: a record of loose files is long
     """
     prefix = "" if unit is None else f"{unit.stored_name}."
-    return sorted(_read(paths, prefix, known), key=lambda a: (a.began, a.name))
-
-
-def _read(paths: Paths, prefix: str, known: Collection[str]) -> Iterator[Attempt]:
-    if not paths.attempts.is_dir():
-        return
-    for path in paths.attempts.iterdir():
-        if path.name.startswith(".") or not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
+    found = []
+    for path in paths.attempts.iterdir() if paths.attempts.is_dir() else ():
+        name = path.name.removesuffix(ENDING)
+        if path.name == name or name in known or name.startswith(".") or not name.startswith(prefix):
             continue
-        if path.name.removesuffix(ENDING) in known:
-            continue
-        try:
+        with contextlib.suppress(OSError, ValueError):
             attempt = documents.read(path.read_bytes(), Attempt)
-        except (OSError, ValueError):
-            continue
-        if attempt.name + ENDING == path.name:
-            yield attempt
+            found += [attempt] if attempt.name == name else []
+    return sorted(found, key=lambda a: (a.began, a.name))
 
 
 def started(attempt: Attempt) -> Start:

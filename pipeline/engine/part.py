@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -145,7 +145,7 @@ def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterato
 
 
 def _summary(plan: Plan, paths: Paths, part: ProcessPart, made: int, reporter: Reporter) -> None:
-    missing: Sequence[Unit[Any]] = missing_units(plan, paths)
+    missing = missing_units(plan, paths)
     there = len(plan.units) - len(missing)
     reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
     then = "" if missing else f": `ktconvert resume {paths.output}` puts the output together"

@@ -67,8 +67,7 @@ def _make(work: WorkDir, context: Context, about: str, stage: Stage[Any], unit: 
     context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
     path = work.paths.partial / unit.stored_name
     result = stage.run(unit, path, replace(context, chain=link))
-    for_chain = _for_chain(link)
-    return Made(path, result, time.monotonic() - begun, link=link, for_chain=for_chain)
+    return Made(path, result, time.monotonic() - begun, link=link, for_chain=_for_chain(link))
 
 
 @contextlib.contextmanager

@@ -118,8 +118,7 @@ class ConversionOptions(Options):
     @property
     def weights(self) -> tuple[tuple[str, Any], ...]:
         """What changes the bytes of experts: (name, value), for fingerprints of units."""
-        found: tuple[tuple[str, Any], ...] = hashable(self._of(Effect.WEIGHTS))
-        return found
+        return tuple((name, hashable(value)) for name, value in sorted(self._of(Effect.WEIGHTS).items()))
 
 
 class Hub(Options):

@@ -41,6 +41,7 @@ AOCL = (
     "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the one of "
     "its build for aarch64, and the AMXINT8 output of int8 runs on AMD in this project's runtime"
 )
+CHECKPOINT = "The checkpoint: a directory, a .safetensors file, or a hub id (org/name)."
 AGAIN = "On resume, make again what came from files that were modified since."
 LATER = {  # what kt-kernel's script takes and we do not, or only in a layout that is asked for
     "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the others",
@@ -182,10 +183,7 @@ IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory se
 
 class GpuOptions(QuantizationOptions):
     input: str = option(
-        "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
-        PathOrHubId(absolute=True),
-        flags=("-i", "--model-id", "--input-path"),
-        default=NONE,
+        CHECKPOINT, PathOrHubId(absolute=True), flags=("-i", "--model-id", "--input-path"), default=NONE
     )
     output: Path = option(
         "Output directory.", OutputPath(absolute=True), flags=("-o", "--output-dir", "--output"), default=NONE
@@ -259,12 +257,7 @@ class GpuOptions(QuantizationOptions):
 class CalibrateOptions(ConversionOptions):
     """arch_row: the text of --arch-file."""
 
-    input: str = option(
-        "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
-        PathOrHubId(absolute=True),
-        argument="model",
-        default=NONE,
-    )
+    input: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=NONE)
     output: Path = option(
         "The folder for the files.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE
     )
@@ -282,7 +275,7 @@ class CalibrateOptions(ConversionOptions):
 
 class DequantizeOptions(ConversionOptions):
     input: str = option(
-        "The checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+        CHECKPOINT,
         PathOrHubId(absolute=True),
         flags=("-i", "--input-path", "--model-dir", "--input-fp8-hf-path"),
         argument="src",
