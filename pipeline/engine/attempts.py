@@ -124,7 +124,7 @@ def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = (
     found = []
     for path in paths.attempts.iterdir() if paths.attempts.is_dir() else ():
         name = path.name.removesuffix(ENDING)
-        if path.name == name or name in known or name.startswith(".") or not name.startswith(prefix):
+        if path.name == name or name in known or path.name.startswith(".") or not name.startswith(prefix):
             continue
         with contextlib.suppress(OSError, ValueError):
             attempt = documents.read(path.read_bytes(), Attempt)
