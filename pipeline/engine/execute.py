@@ -16,6 +16,7 @@ from ktconvert.pipeline.engine import attempts, existing, journal
 from ktconvert.pipeline.engine.assemble import assemble, require_delivered, require_free
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
+from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
@@ -154,7 +155,7 @@ def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
     """Whether there is nothing to do. Raises OutputError where a part of the output is gone, which lay elsewhere."""
-    if finished := existing.already_finished(plan, overwrite):
+    if finished := already_finished(plan, overwrite):
         require_delivered(plan)
     return finished
 
