@@ -14,13 +14,13 @@ import pytest
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
 from rig.bench import Bench
 
-UNIT: Unit[None] = Unit("stage", "layer-000", (1,), (), (), "model.safetensors", 1, 1, None)
+UNIT: Unit[None] = Unit("stage", "layer-000", (1,), 1, None, final="model.safetensors", bytes_in=1)
 
 
 @pytest.fixture

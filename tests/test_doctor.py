@@ -194,7 +194,7 @@ root, source, output = sys.argv[1:]
 for function in vars(machine).values():
     if machine.ROOT in (getattr(function, "__defaults__", None) or ()):
         function.__defaults__ = tuple(Path(root) if value == machine.ROOT else value for value in function.__defaults__)
-from ktconvert.pipeline.cli import cpu, doctor, inspect
+from ktconvert.pipeline.cli import conversion as cpu, doctor, inspect
 doctor.PROBE_BYTES = doctor.BLOCK
 run = lambda command, *words: CliRunner().invoke(command, words)
 flags = json.loads(run(doctor.doctor, "--json", "--disk", root).stdout)["kt_flags"]

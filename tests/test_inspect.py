@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.outputs import formats_of
-from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.cli.inspect import inspect
 
 BF16_NAN = 0x7FC0

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.pipeline.cli.cpu import cpu
-from ktconvert.pipeline.cli.dequantize import dequantize
+from ktconvert.pipeline.cli.conversion import cpu, dequantize
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.quantizers import reference
 from rig import golden

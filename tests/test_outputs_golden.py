@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.cli.cpu import cpu
-from ktconvert.pipeline.cli.gpu import gpu
-from ktconvert.pipeline.cli.merge import merge
+from ktconvert.pipeline.cli.conversion import cpu, gpu, merge
 from ktconvert.pipeline.plans.commands import plan_request, request
 
 GOLDEN = Path(__file__).parent / "golden" / "outputs.json"

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.runtime import blocks
-from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.conversion import cpu
 from rig import shims
 
 needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")

@@ -26,9 +26,7 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.cli.cpu import cpu
-from ktconvert.pipeline.cli.dequantize import dequantize
-from ktconvert.pipeline.cli.gpu import gpu
+from ktconvert.pipeline.cli.conversion import cpu, dequantize, gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.ui.page import MOST_TITLES, TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter

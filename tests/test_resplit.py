@@ -28,7 +28,7 @@ HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
 PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
 PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
 Linear = list[tuple[Part, Packed]]
-MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.resplit", "plans.resplit_against", "verify.verify"))
+MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.conversion", "plans.resplit", "verify.verify"))
 
 
 @pytest.fixture(scope="module")

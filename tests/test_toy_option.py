@@ -6,38 +6,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.cli import cpu as cli_cpu
+from ktconvert.pipeline.cli import conversion as cli_cpu
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.options.declare import Effect, Option
+from ktconvert.pipeline.options.declare import weights
 from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.pipeline.options.types import Number
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.plans.commands import ConversionCommand, plan_request, request, saved_request
+from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
 
 
-class ToyOptions(CpuOptions, frozen=True, kw_only=True):
+class ToyOptions(CpuOptions):
     """Settings of `ktconvert cpu`, and one more."""
 
-    toy: Annotated[int, Option("Number of toys.", Number(min=1), effect=Effect.WEIGHTS)] = 3
-
-
-TOY = ConversionCommand(ToyOptions, "cpu", "plan_cpu")
+    toy: int = weights("Number of toys.", Number(min=1), default=3)
 
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(commands.COMMANDS, "cpu", TOY)  # type: ignore[misc]  # its type says Mapping
-    monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function, cli_cpu.EPILOG))
+    monkeypatch.setitem(commands.COMMANDS, "cpu", ToyOptions)  # type: ignore[misc]  # its type says Mapping
+    monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function))
 
 
 def ktconvert(*words: object) -> Result:

@@ -14,7 +14,7 @@ import pytest
 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_of
-from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.quantizers import ROW_GRIDS
 from rig.conversion import edit
 from rig.files import edit_json

@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.manifest import digest
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.cli.gpu import gpu
+from ktconvert.pipeline.cli.conversion import gpu
 from ktconvert.pipeline.verify.verify import require_sound
 from rig import families
 from rig.files import edit_json

@@ -15,26 +15,28 @@ from typing import Any, TextIO
 
 import click
 
-# command -> (module below this package, what --help says of it)
-COMMANDS: Mapping[str, tuple[str, str]] = {
-    "cpu": ("cpu", "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU."),
-    "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
-    "calibrate": ("calibrate", "Measure what a model's routed experts read: importance matrix and routing counts."),
-    "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
-    "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
-    "resplit": ("resplit", "Rewrite an output for another number of NUMA nodes."),
-    "resume": ("resume", "Finish a conversion that was cut off."),
-    "status": ("status", "Tell how far a conversion is, who makes what, and what failed; from any host."),
-    "verify": ("verify", "Check an output, alone or against its source or another output."),
-    "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
-    "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),
-    "experts": ("experts", "Choose the experts that are to be hot, by how often they were routed to."),
-    "run": ("run", "Let a model write, its experts computed from converted weights."),
-    "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
-    "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),
-    "doctor": ("doctor", "Describe this machine, and print the kt-kernel flags that fit it."),
+# command -> what --help says of it
+COMMANDS: Mapping[str, str] = {
+    "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU.",
+    "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
+    "calibrate": "Measure what a model's routed experts read: importance matrix and routing counts.",
+    "dequantize": "Write a quantized checkpoint as a BF16 release.",
+    "merge": "Turn loose per-layer folders of .kt files into safetensors.",
+    "resplit": "Rewrite an output for another number of NUMA nodes.",
+    "resume": "Finish a conversion that was cut off.",
+    "status": "Tell how far a conversion is, who makes what, and what failed; from any host.",
+    "verify": "Check an output, alone or against its source or another output.",
+    "inspect": "Describe a checkpoint or an output, and list what it can be converted to.",
+    "bench": "Measure how fast this machine computes an output's experts, next to how fast it reads memory.",
+    "experts": "Choose the experts that are to be hot, by how often they were routed to.",
+    "run": "Let a model write, its experts computed from converted weights.",
+    "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
+    "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",
+    "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
 }
 
+# The commands that stand in conversion.py; any other has a module of its name.
+CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "resplit", "resume")
 LONGEST = 1000  # characters of a message
 
 EPILOG = """\b
@@ -83,32 +85,27 @@ class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the table's order."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import it."""
         if name not in COMMANDS:
             return None
         _import_numpy()
-        module = importlib.import_module(f"ktconvert.pipeline.cli.{COMMANDS[name][0]}")
+        module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
         command: click.Command = getattr(module, name)
         return command
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Parse options; --help and --version print here."""
         with _watching_reader():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         with _watching_reader():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """From the table, without importing anything."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
 
 def _import_numpy() -> None:
@@ -188,9 +185,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed: else the next file that we open would get what is
-    printed.
-    """
+    """Open /dev/null in place of closed standard streams: else the next file we open would get what is printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -234,7 +229,5 @@ def _print(stream: TextIO, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still buffers go nowhere: the interpreter would fail to write it, and exit with a code of its
-    own.
-    """
+    """Let what a stream buffers go nowhere: the interpreter would fail to write it, and exit with its own code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -29,29 +29,27 @@ TOPK = (
 )
 USUAL_TOPK = 8
 
-EPILOG = """\b
-Examples:
-  ktconvert bench /models/Qwen3-30B-A3B-INT4
-  ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
-  ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
-  ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
-"""
-
 
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    """How many experts a token is routed to, and where that number comes from."""
     recorded = cfg.number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
-@command("bench", BenchOptions, EPILOG)
+@command("bench", BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Measure how fast this machine computes a layer of an output or a checkpoint, next to how fast it reads memory.
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
-    from a cache."""
+    from a cache.
+
+    Examples:
+      ktconvert bench /models/Qwen3-30B-A3B-INT4
+      ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
+      ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
+      ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
+    """
     from ktconvert.pipeline.ui.plots import plot_bench
 
     preconditions.check_plot(options.plot)
@@ -141,57 +139,36 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
 
 
 def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, as (label, text)."""
-    threads = plural(document["threads"], "thread")
+    threads, rates = plural(document["threads"], "thread"), document["memory_by_streams"]
+    rate = f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}"
+    expert = f"{size(document['expert_bytes'])}: {document['hidden']} x {document['intermediate']}"
     return [
         ("output", document["output"]),
         ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
         ("method", f"{document['method']} ({document['weights']}), NUMA parts: {document['numa']}"),
-        (
-            "experts",
-            f"{document['experts']}, each {size(document['expert_bytes'])}: "
-            f"{document['hidden']} x {document['intermediate']}",
-        ),
+        ("experts", f"{document['experts']}, each {expert}"),
         ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),
         ("computing", f"{document['isa']}, {document['activations']} activations, {threads}"),
-        ("memory", f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, {streams(document)} each"),
+        ("memory", f"{rate}, {plural(int(max(rates, key=rates.__getitem__)), 'stream')} each"),
     ]
-
-
-def streams(document: dict[str, Any]) -> str:
-    """How many streams a thread reads where that is fastest."""
-    rates: dict[str, int] = document["memory_by_streams"]
-    best = max(rates, key=lambda number: rates[number])
-    return plural(int(best), "stream")
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each number of tokens."""
-    count = len(document["layers"])
-    rows: list[tuple[str, ...]] = [
-        (
-            "tokens",
-            "ms/layer",
-            "best",
-            "tokens/s",
-            "experts",
-            "GB/s",
-            "of memory",
-            f"{plural(count, 'layer')}, experts only",
-        )
-    ]
+    columns = {
+        "tokens": "{tokens}",
+        "ms/layer": "{median:.3g}",
+        "best": "{best:.3g}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        "experts": "{experts_touched:.1f}",
+        "GB/s": "{rate:.2f}",
+        "of memory": "{share:.0f} %",
+        f"{plural(len(document['layers']), 'layer')}, experts only": "{whole:.3g} ms, {all_per_second:.3g} tokens/s",
+    }
+    rows = [tuple(columns)]
     for row in document["timings"]:
-        whole = row["seconds_all_layers"]
-        rows.append(
-            (
-                str(row["tokens"]),
-                f"{row['seconds_median'] * 1e3:.3g}",
-                f"{row['seconds_best'] * 1e3:.3g}",
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['experts_touched']:.1f}",
-                f"{row['bytes_per_second'] / 1e9:.2f}",
-                f"{100 * row['share_of_memory']:.0f} %",
-                f"{whole * 1e3:.3g} ms, {row['tokens'] / whole:.3g} tokens/s",
-            )
-        )
+        median, best, whole = (1e3 * row[f"seconds_{name}"] for name in ("median", "best", "all_layers"))
+        rate, share = row["bytes_per_second"] / 1e9, 100 * row["share_of_memory"]
+        shown = {**row, "median": median, "best": best, "whole": whole, "rate": rate, "share": share}
+        shown["all_per_second"] = row["tokens"] / row["seconds_all_layers"]
+        rows.append(tuple(text.format(**shown) for text in columns.values()))
     return rows

@@ -18,8 +18,9 @@ IGNORED = "is accepted for kt-kernel's sake and changes nothing here"
 class Command(click.Command):
     """A command whose --help shows options under the titles of their groups."""
 
-    def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None], epilog: str) -> None:
+    def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None]) -> None:
         self.settings, self.function = cls, function
+        text, title, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
 
         def callback(**params: Any) -> None:
             function(settings(cls, params))
@@ -28,12 +29,11 @@ class Command(click.Command):
             name,
             params=[parameter for leaf in leaves(cls) for parameter in parameters(leaf)],
             callback=callback,
-            help=inspect.cleandoc(function.__doc__ or ""),
-            epilog=epilog,
+            help=text,
+            epilog=f"\b\n{title}{examples}",
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Group after group."""
         titles = {leaf.name: leaf.title for leaf in leaves(self.settings)}
         declared = [leaf.declared for leaf in leaves(self.settings) if isinstance(leaf.declared, Option)]
         arguments = {option.argument: option.help for option in declared}
@@ -54,7 +54,6 @@ class SeveralValues(Command):
     """A command whose options that may be repeated take several values after one flag, as argparse's nargs="*" does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Write the flag before each of its values."""
         from ktconvert.pipeline.cli import normal
 
         several = {flag for leaf in leaves(self.settings) if leaf.kind is tuple for flag in [leaf.flag]}
@@ -69,11 +68,9 @@ class SeveralValues(Command):
         return super().parse_args(ctx, spread)
 
 
-def command(
-    name: str, cls: type[O], epilog: str, kind: type[Command] = Command
-) -> Callable[[Callable[[O], None]], Command]:
-    """Decorator: a function of the settings, whose docstring is the help, as the command `name`."""
-    return lambda function: kind(name, cls, function, epilog)
+def command(name: str, cls: type[O], kind: type[Command] = Command) -> Callable[[Callable[[O], None]], Command]:
+    """Decorator: a function of the settings, whose docstring is the help, with examples at its end, as a command."""
+    return lambda function: kind(name, cls, function)
 
 
 def parameters(leaf: Leaf) -> Iterator[click.Parameter]:

@@ -1,121 +1,129 @@
-"""From the settings of a conversion to its outputs: plan them, and show the plans or have them made."""
+"""The commands that make an output."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
-
-from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.cli import command, preconditions
-from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
-from ktconvert.pipeline.engine.existing import adopts
-from ktconvert.pipeline.engine.lock import ProcessPart, unlock
-from ktconvert.pipeline.engine.part import make_part, parse
-from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
-from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
-from ktconvert.pipeline.plans.commands import plans_of, reopened
-from ktconvert.pipeline.plans.numa_notes import numa_notes
-from ktconvert.pipeline.plans.several import outputs_of
-from ktconvert.pipeline.ui import dry_run
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.cli.command import SeveralValues, command
+from ktconvert.pipeline.options import quantization
+from ktconvert.pipeline.options.option_groups import ConversionOptions
 
 
-def convert(name: str, options: ConversionOptions) -> None:
-    """What every command that makes an output does with its settings."""
-    reporter = options.reporting.reporter
-    if options.existing.delete_others and not options.existing.overwrite:
-        raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
-    requests = outputs_of(Request(name, options))
-    unused = dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options))
-    for note in (*command.notes_of_ignored(type(options)), *unused):
-        reporter.note(note)
-    preconditions.check_kernels()
-    threads = preconditions.threads(options.execution.cpuinfer_threads, reporter)
-    workers = options.execution.cpuinfer_threads
-    part = None if options.part is None else parse(options.part, os.environ)
-    request = Request(name, with_values(options, cpuinfer_threads=threads))
-    plans = plans_of(request, None if options.dry_run else reporter.hashed)
-    for note in _notes(plans):
-        reporter.note(note)
-    if options.dry_run:
-        check(plans, options.workers, part)
-        dry_run.show_plans(plans, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
-        return
-    if options.existing.force_unlock:
-        for plan in plans:
-            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part)
-    make(plans, reporter, options.workers, workers, part, trust_store=options.existing.trust_store)
+def _convert(name: str, options: ConversionOptions) -> None:
+    from ktconvert.pipeline.cli.making import convert  # imported here so that --help is instant
+
+    convert(name, options)
 
 
-def _notes(plans: Sequence[Plan]) -> Iterable[str]:
-    """The notes of all plans; those that do not hold for each with the output's name."""
-    by_plan = [(plan.request.output.name, [*numa_notes(plan), *plan.notes]) for plan in plans]
-    common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
-    return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
+@command("cpu", quantization.CpuOptions)
+def cpu(options: quantization.CpuOptions) -> None:
+    """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights, or to MXFP4, FP8 or BF16.
 
+    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
+    GPU is needed. Memory is bounded by a few experts (--scale gptq: by one layer), whatever the model's size.
 
-def _notes_of_unused(options: ConversionOptions) -> Iterable[str]:
-    unused = options.unused()
-    return (f"{leaf.flag} {unused[leaf.name]}" for leaf in command.given(type(options)) if leaf.name in unused)
+    Examples:
+      ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT4
+      ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
+      ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
+      ktconvert cpu -i MODEL -o OUT --scale mse          INT4 of the same size with less error
+      ktconvert cpu -i MODEL -o OUT --scale gptq --dataset texts.jsonl                  with the least
+      ktconvert cpu -i MODEL -o OUT --quant-method int4,int8    OUT-int4 and OUT-int8, reading MODEL once
+      ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
+      ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
 
-
-def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = None) -> None:
-    """--force-unlock: remove the lock of a process that left it, and say whose it was."""
-    for taken in unlock(paths.root, paths.output, part):
-        reporter.note(f"--force-unlock took away {taken}")
-
-
-def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> None:
-    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plans or each other."""
-    name = workers.executor
-    require_known(name)
-    for plan in plans:
-        if part is not None:
-            require_shareable(plan, "--part")
-        if not name.startswith(DEFAULT):
-            require_shareable(plan, "--executor")
-    if part is not None and not name.startswith(DEFAULT):
-        raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
-
-
-def make(
-    plans: Sequence[Plan],
-    reporter: Reporter,
-    workers: Workers,
-    threads: int | None,
-    part: ProcessPart | None = None,
-    *,
-    trust_store: bool,
-) -> None:
-    """Execute the plans of one command, or a part of the only one, with the engine that --executor names. threads: of
-    each worker, where given.
+    The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     """
-    check(plans, workers, part)
-    overwrite = plans[0].request.options.existing.overwrite
-    with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:
-        if engine.executor is None and engine.threads is not None:
-            lowered = preconditions.lowered("--executor threads", engine.threads, reporter)
-            plans = [_tuned(plan, cpuinfer_threads=lowered) for plan in plans]
-        if part is not None:
-            (plan,) = plans
-            make_part(_tuned(plan, part=str(part)), part, reporter, overwrite=overwrite)
-            return
-        execute(
-            plans,
-            reporter,
-            overwrite=overwrite,
-            trust_store=trust_store,
-            executor=engine.executor,
-            reopen=reopened,
-            threads=threads or engine.threads,
-        )
+    _convert("cpu", options)
 
 
-def _tuned(plan: Plan, **tuning: Any) -> Plan:
-    """A plan with other values of some options."""
-    return replace(plan, request=replace(plan.request, options=with_values(plan.request.options, **tuning)))
+@command("gpu", quantization.GpuOptions, SeveralValues)
+def gpu(options: quantization.GpuOptions) -> None:
+    """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the
+    output.
+
+    What `cpu` reads is read here too; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
+    whatever the model's size. All other tensors are copied as they are.
+
+    Examples:
+      ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-type W4A16   GPTQ, on ultrachat_200k
+      ktconvert gpu -i /models/Qwen3-30B-A3B -o OUT --dataset texts.jsonl --num-calibration-samples 128
+      ktconvert gpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-W8A16 --quant-method RTN       no calibration
+      ktconvert gpu -i MODEL -o OUT --dry-run                     what would be done, and what it takes
+
+    The same command again, or `ktconvert resume OUT`, finishes what was cut off.
+    """
+    _convert("gpu", options)
+
+
+@command("calibrate", quantization.CalibrateOptions)
+def calibrate(options: quantization.CalibrateOptions) -> None:
+    """Measure what a model's routed experts read: how often each is chosen, and how important each input is.
+
+    MODEL is a directory, a .safetensors file, or a hub id (org/name). Its samples go through the model with one layer
+    in memory, as for `gpu`'s GPTQ, and nothing is quantized. The folder gets imatrix.gguf, counts.safetensors and
+    statistics.json.
+
+    Examples:
+      ktconvert calibrate /models/Qwen3-30B-A3B --output /models/Qwen3-30B-A3B-statistics       on ultrachat_200k
+      ktconvert calibrate /models/Qwen3-30B-A3B --output DIR --dataset book.txt --max-sequence-length 512
+      ktconvert calibrate deepseek-ai/DeepSeek-V3.1 --output DIR --dry-run                      what it takes
+
+    The same command again, or `ktconvert resume DIR`, finishes what was cut off.
+    """
+    _convert("calibrate", options)
+
+
+@command("dequantize", quantization.DequantizeOptions)
+def dequantize(options: quantization.DequantizeOptions) -> None:
+    """Write a quantized checkpoint as a BF16 release: a whole model for any loader.
+
+    SRC is a directory, a .safetensors file, or a hub id (org/name); OUT is the output directory. Every quantized weight
+    becomes BF16, all other tensors stay as they are, and config.json no longer says that the model is quantized. Memory
+    is bounded by some MiB, whatever the model's size.
+
+    Examples:
+      ktconvert dequantize /models/DeepSeek-V3.1 /models/DeepSeek-V3.1-BF16
+      ktconvert dequantize moonshotai/Kimi-K2-Thinking Kimi-K2-Thinking-BF16 --dry-run
+
+    The same command again, or `ktconvert resume OUT`, finishes what was cut off.
+    """
+    _convert("dequantize", options)
+
+
+@command("merge", quantization.MergeOptions)
+def merge(options: quantization.MergeOptions) -> None:
+    """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an
+    index. Can be resumed.
+
+    Examples:
+      ktconvert merge -i /models/loose -o /models/merged
+      ktconvert merge -i /models/loose -o /models/merged -r /models/Qwen3-30B-A3B    with config and tokenizer
+    """
+    _convert("merge", options)
+
+
+@command("resplit", quantization.ResplitOptions)
+def resplit(options: quantization.ResplitOptions) -> None:
+    """Rewrite OUTPUT, experts of `cpu` or `merge` or kt-kernel, as NEW, for another number of NUMA nodes.
+
+    MXFP4, FP8 and BF16 keep every value, and so do gate and up projections of AMXINT4 and AMXINT8. So does their down
+    projection where the new number is a multiple of the old one; else its columns are rounded once more where parts
+    are put together, and the plan says by how much. Can be resumed.
+
+    Examples:
+      ktconvert resplit /models/Qwen3-30B-A3B-INT8 /models/Qwen3-30B-A3B-INT8-4 --threadpool-count 4
+      ktconvert resplit OUT NEW --threadpool-count 1 --against MODEL --dry-run      or is converting again better?
+    """
+    _convert("resplit", options)
+
+
+@command("resume", quantization.ResumeOptions)
+def resume(options: quantization.ResumeOptions) -> None:
+    """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output.
+
+    Examples:
+      ktconvert resume /models/Qwen3-30B-A3B-INT8 --dry-run    what is done, what is left, and why
+      ktconvert resume /models/Qwen3-30B-A3B-INT8
+    """
+    from ktconvert.pipeline.cli.making import go_on
+
+    go_on(options)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,9 +50,9 @@ class Disk:
     problem: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use.
+    """Sizes in bytes; the CPU counts are those that this process may use.
 
     methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
     memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
@@ -61,10 +62,10 @@ class Facts:
     cpu: str
     features: tuple[str, ...]
     xcr0: int | None
-    isas: tuple[str, ...]
-    isa: str | None
-    isa_problem: str | None
-    methods: tuple[str, ...]
+    isas: tuple[str, ...] = ()
+    isa: str | None = None
+    isa_problem: str | None = None
+    methods: tuple[str, ...] = ()
     physical_cores: int
     cores_with_hyperthreads: int
     logical_cpus: int
@@ -77,8 +78,8 @@ class Facts:
     memory_available: int
     memory_limit: int | None
     memory_nodes: tuple[int, ...]
-    memory_policy: str | None
-    memory_refusal: str | None
+    memory_policy: str | None = None
+    memory_refusal: str | None = None
     disk: Disk
     versions: dict[str, str | None]
 
@@ -103,35 +104,28 @@ def supported_state() -> int | None:
     return mask.value if done == 0 else None
 
 
-def instruction_sets() -> tuple[tuple[str, ...], str | None, str | None]:
-    """The instruction sets that our kernels may use, the one they will use, and what is wrong if they cannot say."""
-    try:
-        from ktconvert.native_quant import kernels
-    except ImportError as error:
-        return (), None, f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
-    try:
-        return kernels.available_isas(), kernels.isa(), None
-    except ValueError as error:  # KTCONVERT_ISA names one that is not there
-        return kernels.available_isas(), None, f"{error}."
-
-
 def computed_methods() -> tuple[str, ...]:
     """kt-kernel's names of the runtime's methods."""
-    try:
-        from ktconvert.native_quant.runtime.methods import METHODS
-    except ImportError:  # instruction_sets tells
-        return ()
+    from ktconvert.native_quant.runtime.methods import METHODS
+
     return tuple(METHODS)
 
 
-def memory_placement() -> tuple[str | None, str | None]:
-    """The memory policy of this process, and a sentence if it cannot place memory on NUMA nodes."""
+def of_extension() -> dict[str, Any]:
+    """The facts that only our C extension tells: what kernels may use and will use, methods, placement of memory."""
     try:
-        from ktconvert.native_quant import placement
-    except ImportError:  # instruction_sets tells
-        return None, None
-    refusal = placement.refusal()
-    return (None if refusal else placement.policy().mode), refusal
+        from ktconvert.native_quant import kernels, placement
+
+        refusal, methods = placement.refusal(), computed_methods()
+    except ImportError as error:
+        lacking = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
+        return {"isa_problem": lacking}
+    policy = None if refusal else placement.policy().mode
+    facts = {"isas": kernels.available_isas(), "methods": methods, "memory_policy": policy, "memory_refusal": refusal}
+    try:
+        return {**facts, "isa": kernels.isa()}
+    except ValueError as error:  # KTCONVERT_ISA names one that is not there
+        return {**facts, "isa_problem": f"{error}."}
 
 
 def measure_disk(folder: Path) -> Disk:
@@ -141,8 +135,7 @@ def measure_disk(folder: Path) -> Disk:
     speed, direct, problem = None, False, None if budget else "there is no room for a measurement"
     for want_direct in (True, False) if budget else ():  # not every file system takes O_DIRECT
         try:
-            speed = _write_speed(folder, budget, want_direct)
-            direct, problem = want_direct, None
+            speed, direct, problem = _write_speed(folder, budget, want_direct), want_direct, None
             break
         except OSError as error:
             problem = os.strerror(error.errno or 0)
@@ -168,18 +161,11 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
 
 
 def examine(folder: Path) -> Facts:
-    """Examine this machine and the disk that holds `folder`."""
     flags, cpus = machine.cpu_flags(), machine.affinity()
-    isas, isa, isa_problem = instruction_sets()
-    memory_policy, memory_refusal = memory_placement()
     return Facts(
         cpu=machine.cpu_name(),
         features=tuple(name for name in FEATURES if name in flags),
         xcr0=supported_state(),
-        isas=isas,
-        isa=isa,
-        isa_problem=isa_problem,
-        methods=computed_methods(),
         physical_cores=machine.physical_cores(),
         cores_with_hyperthreads=machine.cores_with_hyperthreads(),
         logical_cpus=len(cpus),
@@ -192,23 +178,13 @@ def examine(folder: Path) -> Facts:
         memory_available=machine.memory_available(),
         memory_limit=machine.memory_limit(),
         memory_nodes=machine.memory_nodes(),
-        memory_policy=memory_policy,
-        memory_refusal=memory_refusal,
         disk=measure_disk(folder),
         versions=versions(),
+        **of_extension(),
     )
 
 
-# ---- what to say about it -------------------------------------------------------------------------------------------
-
-
-def has_amx(facts: Facts) -> bool:
-    """The CPU has all of AMX that the runtime uses."""
-    return AMX.issubset(facts.features)
-
-
 def warnings(f: Facts) -> list[str]:
-    """What stands in the way, one sentence each."""
     return list(_warnings(f))
 
 
@@ -219,7 +195,7 @@ def _warnings(f: Facts) -> Iterator[str]:
         yield "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here."
     elif "avx512f" not in f.features:
         yield "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8."
-    if has_amx(f) and f.isas and "amx" not in f.isas:
+    if AMX.issubset(f.features) and f.isas and "amx" not in f.isas:
         yield "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it)."
     if f.cores_with_hyperthreads:
         yield (
@@ -253,10 +229,9 @@ def _warnings(f: Facts) -> Iterator[str]:
 
 
 def rows(facts: Facts) -> list[tuple[str, str]]:
-    """The facts as (label, text), for the table."""
     disk = facts.disk
     saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
-    amx = "permitted" if "amx" in facts.isas else "not permitted" if has_amx(facts) else "not in this CPU"
+    amx = "permitted" if "amx" in facts.isas else "not permitted" if AMX.issubset(facts.features) else "not in this CPU"
     quota = f", time for {facts.cpu_quota:.4g}" if facts.cpu_quota is not None else ""
     how = "O_DIRECT" if disk.direct else "through the page cache"
     speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed not known"
@@ -276,16 +251,14 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-EPILOG = """\b
-Examples:
-  ktconvert doctor
-  ktconvert doctor --disk /models --json
-"""
-
-
-@command("doctor", DoctorOptions, EPILOG)
+@command("doctor", DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it."""
+    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it.
+
+    Examples:
+      ktconvert doctor
+      ktconvert doctor --disk /models --json
+    """
     facts = examine(options.disk)
     sentences = warnings(facts)
     if options.as_json:

@@ -10,24 +10,22 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import EvalOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
-  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
-  ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
-"""
 
-
-@command("eval", EvalOptions, EPILOG)
+@command("eval", EvalOptions)
 def eval(options: EvalOptions) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
     MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit
     into memory, with --gpu-weights twice.
+
+    Examples:
+      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
+      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
+      ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
-    from ktconvert.pipeline.models.loading import ModelChoice, require
+    from ktconvert.pipeline.models.loading import require
     from ktconvert.pipeline.ui.plots import plot_eval
     from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.ui.text import aligned, tokens
@@ -41,16 +39,8 @@ def eval(options: EvalOptions) -> None:
     reporter = Reporter()
     require("eval", reporter.warn, "run" if gpu is None else "gpu")
     preconditions.check_kernels("the command again")
-    threads = preconditions.computing_threads(options.threads, reporter)
+    choice = preconditions.model_choice(options, reporter)
     text = evaluate.read_text(options.text)
-    choice = ModelChoice(
-        options.model,
-        cpu_weights=options.cpu_weights,
-        revision=options.hub.revision,
-        trust_remote_code=options.trust_remote_code,
-        threads=threads,
-        exact=options.exact,
-    )
     method = None if gpu is None else evaluate.packed_method(gpu)
     windows = evaluate.cut(choice, text, options.text, options.window, options.max_windows, options.skip_windows)
     original, converted = evaluate.load_pair(choice, gpu)

@@ -13,21 +13,19 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import ExpertsOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
-  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
-  ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
-"""
 
-
-@command("experts", ExpertsOptions, EPILOG)
+@command("experts", ExpertsOptions)
 def experts(options: ExpertsOptions) -> None:
     """Choose hot experts, those with the most tokens by DIR/counts.safetensors, and say which part of the tokens hits
     them.
 
     DIR is what `ktconvert calibrate` writes, or a GPTQ run with --save-statistics. `run` and `serve` take the output as
     --gpu-experts-mask.
+
+    Examples:
+      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
+      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
+      ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
     """
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
@@ -42,9 +40,8 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = counts_of(options.dir.expanduser())
-    mask = (
-        hot_by_counts.of_all_layers(counts, total or 0) if each is None else hot_by_counts.of_each_layer(counts, each)
-    )
+    chosen = hot_by_counts.of_all_layers if each is None else hot_by_counts.of_each_layer
+    mask = chosen(counts, (total or 0) if each is None else each)
     publish.write_whole(output, hot_mask.data_of(mask))
     covered = hot_by_counts.coverage(counts, mask)
     document = {
@@ -66,7 +63,6 @@ def experts(options: ExpertsOptions) -> None:
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each layer, and one for all."""
     rows: list[tuple[str, ...]] = [("layer", "hot", "coverage", "experts")]
     for row in document["layers"]:
         first = ", ".join(map(str, row["hot"][:12])) + (", ..." if len(row["hot"]) > 12 else "")

@@ -11,21 +11,19 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import InspectOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert inspect /models/Qwen3-30B-A3B          the outputs that it can be converted to, and the commands
-  ktconvert inspect /models/Qwen3-30B-A3B-INT8     its format and sizes, and whether it is complete
-  ktconvert inspect /models/Qwen3-30B-A3B --columns    whether --equalize is for it
-"""
 
-
-@command("inspect", InspectOptions, EPILOG)
+@command("inspect", InspectOptions)
 def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, an output or an unfinished conversion, and list what it can be converted to.
 
     PATH is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). Headers only are
     read; of an AMXINT4 output without our manifest also the codes: kt-kernel misreads those that are -8; with --columns
     also weights of a checkpoint. The exit code is 3 for a checkpoint of which no command makes anything.
+
+    Examples:
+      ktconvert inspect /models/Qwen3-30B-A3B          the outputs that it can be converted to, and the commands
+      ktconvert inspect /models/Qwen3-30B-A3B-INT8     its format and sizes, and whether it is complete
+      ktconvert inspect /models/Qwen3-30B-A3B --columns    whether --equalize is for it
     """
     from ktconvert.pipeline.ui import inspection
     from ktconvert.pipeline.ui.progress import Reporter

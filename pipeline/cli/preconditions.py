@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.options.declare import Options, leaves
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.models.loading import ModelChoice
 
 
 def threads(requested: int | None, reporter: Reporter) -> int:
@@ -35,10 +41,9 @@ def lowered(option: str, requested: int, reporter: Reporter) -> int:
 
 
 def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
-    """Raise, before any work, where the one file that an option names could not or must not be written.
-
-    Raises UsageError for no place for such a file, and for a file that the command reads or writes besides; OutputError
-    where something lies that we did not write.
+    """Raise, before any work, where the one file that an option names could not or must not be written: UsageError for
+    no place for such a file, and for one that the command reads or writes besides; OutputError for one that is not
+    ours.
     """
     if path is None:
         return
@@ -72,9 +77,7 @@ def check_plot(path: Path | None) -> None:
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:
     """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file
-    breaks off.
-
-    again  what the user should then run
+    breaks off. again: what the user should then run.
     """
     from ktconvert.native_quant import kernels, sigbus
 
@@ -87,3 +90,12 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
         f"put the file back or check the disk, then run {again}.",
         InputError.exit_code,
     )
+
+
+def model_choice(options: Options, reporter: Reporter) -> ModelChoice:
+    """The model and its experts that the options of a command name, with the threads that compute them."""
+    from ktconvert.pipeline.models.loading import ModelChoice
+
+    values = {leaf.name: leaf.of(options) for leaf in leaves(type(options))}
+    values["threads"] = computing_threads(values["threads"], reporter)
+    return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

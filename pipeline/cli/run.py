@@ -14,23 +14,21 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import RunOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
-  ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
-  ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
-  ktconvert run examples/qwen3-moe-small --prompt "def add("               its experts as they are stored
-  ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts               by transformers, to compare
-"""
 
-
-@command("run", RunOptions, EPILOG)
+@command("run", RunOptions)
 def run(options: RunOptions) -> None:
     """Let a model write, through transformers, with its routed experts computed by ktconvert's runtime.
 
     MODEL is a directory or a hub id (org/name), in BF16, FP8 or from `ktconvert gpu`. Without --cpu-weights its experts
     are computed as they are stored, where the runtime can (`transformers` does it otherwise, and a note says why). Text
     goes to stdout as it comes, tokens per second to stderr.
+
+    Examples:
+      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
+      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
+      ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
+      ktconvert run examples/qwen3-moe-small --prompt "def add("           its experts as they are stored
+      ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts           by transformers, to compare
     """
     if options.torch_experts and options.cpu_weights is not None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
@@ -42,17 +40,7 @@ def run(options: RunOptions) -> None:
     preconditions.check_kernels("the command again")
     reporter = Reporter()
     loading.require("run", reporter.warn)
-    threads = preconditions.computing_threads(options.threads, reporter)
-    choice = loading.ModelChoice(
-        options.model,
-        cpu_weights=options.cpu_weights,
-        gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
-        num_gpu_experts=options.gpu_experts.num_gpu_experts,
-        revision=options.hub.revision,
-        trust_remote_code=options.trust_remote_code,
-        threads=threads,
-        exact=options.exact,
-    )
+    choice = preconditions.model_choice(options, reporter)
     if options.torch_experts or options.cpu_weights is not None:
         loaded = loading.load(choice)
     else:
@@ -84,8 +72,7 @@ def _say(text: str) -> None:
 
 def _lines() -> Iterator[str]:
     """What the user types, less empty lines, to the end of the input. Raises InputError for what is no text."""
-    typed = sys.stdin.isatty()
-    if typed:
+    if typed := sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  # input() then edits lines and remembers them
     while True:

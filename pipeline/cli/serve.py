@@ -6,21 +6,19 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import ServeOptions
 
-EPILOG = """\b
-Examples:
-  ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
-  ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
-"""
 
-
-@command("serve", ServeOptions, EPILOG)
+@command("serve", ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
 
     MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
     server answers for this model only; Ctrl-C ends it.
+
+    Examples:
+      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
+      ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
     from ktconvert.pipeline.models import loading
     from ktconvert.pipeline.models.serving import access
@@ -28,23 +26,12 @@ def serve(options: ServeOptions) -> None:
     from ktconvert.pipeline.ui.progress import Reporter
 
     preconditions.check_kernels("the command again")
-    loading.require("serve", Reporter().warn)
-    threads = preconditions.computing_threads(options.threads, Reporter())
-    file = options.api_key_file
+    reporter, file = Reporter(), options.api_key_file
+    loading.require("serve", reporter.warn)
+    choice = preconditions.model_choice(options, reporter)
     key = access.key_from(file)
     if file is not None and access.is_open(file):
-        Reporter().warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
+        reporter.warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
     if key is None and not access.is_loopback(options.host):
-        Reporter().warn(
-            f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file"
-        )
-    choice = loading.ModelChoice(
-        options.model,
-        cpu_weights=options.cpu_weights,
-        gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
-        num_gpu_experts=options.gpu_experts.num_gpu_experts,
-        trust_remote_code=options.trust_remote_code,
-        threads=threads,
-        exact=options.exact,
-    )
+        reporter.warn(f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file")
     listen(loading.with_own_experts(choice), options.host, options.port, options.model_name, key)

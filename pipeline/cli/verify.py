@@ -22,20 +22,8 @@ if TYPE_CHECKING:
 
 PAGES = (".html", ".htm")
 
-EPILOG = """\b
-Examples:
-  ktconvert verify /models/Qwen3-30B-A3B-INT8
-  ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B          quantize again: the same bytes?
-  ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel      which tensors differ?
-  ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8              what it will be loaded as
-  ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                    does it compute here?
-  ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                     and a checkpoint as it is stored?
-  ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B         does it predict the same?
-  ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html   as a page
-"""
 
-
-@command("verify", VerifyOptions, EPILOG)
+@command("verify", VerifyOptions)
 def verify(options: VerifyOptions) -> None:
     """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
 
@@ -43,6 +31,16 @@ def verify(options: VerifyOptions) -> None:
     With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of
     it; OUTPUT may then be a checkpoint, too. An output for the GPU is also loaded by transformers, where it is
     installed: without weights, and whole with --against SOURCE. Exit code 6 if anything is not as it should be.
+
+    Examples:
+      ktconvert verify /models/Qwen3-30B-A3B-INT8
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B     quantize again: the same bytes?
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel which tensors differ?
+      ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8         what it will be loaded as
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                               does it compute here?
+      ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                and a checkpoint as it is stored?
+      ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B    does it predict the same?
+      ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html  as a page
     """
     from ktconvert.layouts.files import publish
     from ktconvert.pipeline.engine.executors import opened
@@ -98,8 +96,7 @@ def verify(options: VerifyOptions) -> None:
 
 def run_check(report: Report, threads: int) -> Check:
     """Push a few tokens through the first layer of each method: finite, and close to what the weights give in float.
-
-    Raises UnsupportedError for a method that this runtime cannot compute, InputError for a damaged checkpoint.
+    Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
     from ktconvert.layouts.errors import InputError, UnsupportedError
     from ktconvert.native_quant.runtime import from_checkpoint, smoke

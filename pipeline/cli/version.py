@@ -9,7 +9,6 @@ MISSING = "not installed"
 
 
 def version_lines() -> list[str]:
-    """Ours, Python, platform, instruction set, torch, kt-kernel."""
     from ktconvert.native_quant import instruction_sets
     from ktconvert.pipeline import __version__
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.manifest import OutputFile
@@ -16,9 +17,9 @@ from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import require_replaceable
-from ktconvert.pipeline.engine.paths import Paths
+from ktconvert.pipeline.engine.journal import Done
+from ktconvert.pipeline.engine.paths import Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Assembly, Plan, require_unchanged, tool_version
-from ktconvert.pipeline.engine.side_output import deliver
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -41,10 +42,8 @@ def assemble(plan: Plan, work: WorkDir) -> None:
 
 
 def fill(target: Path, plan: Plan, assembly: Assembly, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
-    """Put finished units and all that goes with them into a folder, synced; what else is in it is removed.
-
-    Returns the files that its manifest lists. Knows of the output only where its kept layers lie, and that without hard
-    links weights may lie in their last place already.
+    """Put finished units and all that goes with them into a folder, synced, with nothing else in it; returns the files
+    that its manifest lists. Of the output only kept layers, and without hard links weights, are read.
     """
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
@@ -104,9 +103,7 @@ def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
     return files
 
 
-# --- the moment it appears: renamed as a whole, or moved into place file by file with the index last ---
-
-
+# The moment it appears: renamed as a whole, or moved into place file by file with the index last.
 def appear(work: WorkDir, names: list[str]) -> None:
     """Let the synced folder with files of these names become the output. May be cut off and run again."""
     if work.paths.inside:
@@ -135,10 +132,9 @@ def _rename(paths: Paths, may_replace: bool) -> None:
 
 def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
     """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
-    mixture.
-
-    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has
-    ended."""
+    mixture. A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until
+    this has ended.
+    """
     output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
@@ -156,3 +152,70 @@ def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
         publish.sync_folder(folder)
     for name in last:
         publish.publish(target / name, output / name)
+
+
+# The second folder that a plan may fill appears before the output, so that a run that ends finds its own.
+Finished = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
+
+
+def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
+    """Raise UsageError if the folder would be, hold or lie in the output, OutputError if something else lies there."""
+    if (side_output := plan.assembly.side_output) is None:
+        return
+    folder = Path(os.path.realpath(side_output.folder))
+    for path in (plan.request.output, locate(plan.request.output).root):
+        other = Path(os.path.realpath(path))
+        if folder.is_relative_to(other) or other.is_relative_to(folder):
+            raise UsageError(f"{side_output.folder} is, contains or lies in {path}; choose another folder for it.")
+    if os.path.lexists(side_output.folder) and not (may_replace or _delivered(plan, finished)):
+        raise OutputError(
+            f"{side_output.folder} exists already; choose another folder, or give --overwrite to replace it."
+        )
+    if not folder.parent.is_dir():
+        raise UsageError(f"{side_output.folder}: its parent folder does not exist; make it first.")
+
+
+def require_delivered(plan: Plan) -> None:
+    """Raise OutputError where an output is finished, and the folder that was filled with it is gone."""
+    side_output = plan.assembly.side_output
+    if side_output is not None and not all((side_output.folder / unit.final).is_file() for unit in plan.side_units):
+        raise OutputError(
+            f"{plan.request.output} is finished, but {side_output.folder} does not have what was gathered with it; "
+            "give the folder that has it, or start over with --overwrite."
+        )
+
+
+def deliver(plan: Plan, work: WorkDir) -> None:
+    """Let the folder appear, with copies of its files. May be cut off and run again."""
+    if (side_output := plan.assembly.side_output) is None:
+        return
+    partial = side_output.partial
+    publish.remove_tree(partial)  # left by a kill
+    if _delivered(plan, work.finished):
+        return
+    with explained(partial):
+        partial.mkdir()
+    for unit in plan.side_units:
+        publish.copy_file(work.paths.store / unit.stored_name, partial / unit.final)
+    publish.sync_folder(partial)
+    if os.path.lexists(side_output.folder):
+        if not work.may_replace:
+            raise OutputError(
+                f"{side_output.folder}: something was put there while the conversion ran; move it away and resume."
+            )
+        publish.exchange(partial, side_output.folder, aside=partial.with_name(f"{partial.name}.old"))
+        publish.remove_tree(partial)
+    else:
+        publish.publish(partial, side_output.folder)
+
+
+def _delivered(plan: Plan, finished: Finished) -> bool:
+    side_output = plan.assembly.side_output
+    assert side_output is not None
+    for unit in plan.side_units:
+        if (record := finished.get(unit.fingerprint)) is None:
+            return False
+        file = record.result.files[0]
+        if not has_content(side_output.folder / unit.final, file.nbytes, file.sha256):
+            return False
+    return True

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import Failed, Lost, Start, now
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import File, Paths, has_size
 from ktconvert.pipeline.engine.units import Result, Unit
 
@@ -34,13 +34,10 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One attempt: who makes which unit, since when, and what came of it.
 
     name       of its file in partial/; no other attempt has it
-    process    whose it is
     run        the coordinator's run (WorkDir.new_token), or a part's: deaths are counted within one
-    ended      None while it lasts, and where its process died
-    result     once the file is whole and durable
-    failure    the sentence with which it failed
+    ended      None while it lasts, and where its process died; result: once the file is whole and durable
+    failure    the sentence with which it failed; warnings: what the user should read, in sentences
     oom_kills  the kernel's count when it began (machine.oom_kills)
-    warnings   what the user should read, in sentences
     """
 
     name: str
@@ -57,20 +54,16 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def worker(self) -> str:
-        """Who makes it, for people."""
         return f"{self.process.host}, process {self.process.pid}"
 
     @property
     def who(self) -> dict[str, Any]:
-        """The same for records and events."""
         return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
     def is_dead(self) -> bool:
-        """Whether its process is certainly gone; of another host nobody knows."""
         return self.process.lives() is False
 
     def written(self) -> Result:
-        """What a finished attempt made."""
         assert self.result is not None
         return self.result
 
@@ -78,17 +71,12 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
         if self.result is None or not self.result.files:
             return False
-        folder = paths.partial / self.name
-        return all(_is_below(w.path) and has_size(folder / w.path, w.nbytes) for w in self.result.files)
+        inner = [PurePath(w.path) for w in self.result.files]
+        below = not any(path.is_absolute() or ".." in path.parts for path in inner)
+        return below and all(has_size(path, nbytes) for path, nbytes, _ in self.recorded_files(paths))
 
     def recorded_files(self, paths: Paths) -> list[File]:
-        """The files of a finished attempt."""
         return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
-
-
-def _is_below(inner: str) -> bool:
-    path = PurePath(inner)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
@@ -105,56 +93,43 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
         began=now(),
         oom_kills=machine.oom_kills(),
     )
-    _save(paths, attempt)
-    return attempt
+    return _save(paths, attempt)
 
 
 def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
     """Say that its file is whole; durable on return."""
-    ended = replace(attempt, ended=now(), result=result, warnings=tuple(warnings))
-    _save(paths, ended)
-    return ended
+    return _save(paths, replace(attempt, ended=now(), result=result, warnings=tuple(warnings)))
 
 
 def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
     """Remove what it wrote, and say why it ended."""
     publish.remove_tree(paths.partial / attempt.name)
-    ended = replace(attempt, ended=now(), failure=why)
-    _save(paths, ended)
-    return ended
+    return _save(paths, replace(attempt, ended=now(), failure=why))
 
 
-def _save(paths: Paths, attempt: Attempt) -> None:
+def _save(paths: Paths, attempt: Attempt) -> Attempt:
     path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
     publish.write_file(aside, documents.one_line(attempt))
     publish.publish(aside, path)
+    return attempt
 
 
 def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
-    """The attempts that are on record, of one unit or of all, the oldest first; records that cannot be understood do
-    not count.
+    """The attempts on record, of one unit or of all, the oldest first; what cannot be understood does not count.
 
     known  names of those that are not to be read: a record of loose files is long
     """
     prefix = "" if unit is None else f"{unit.stored_name}."
-    return sorted(_read(paths, prefix, known), key=lambda a: (a.began, a.name))
-
-
-def _read(paths: Paths, prefix: str, known: Collection[str]) -> Iterator[Attempt]:
-    if not paths.attempts.is_dir():
-        return
-    for path in paths.attempts.iterdir():
-        if path.name.startswith(".") or not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
+    found = []
+    for path in paths.attempts.iterdir() if paths.attempts.is_dir() else ():
+        name = path.name.removesuffix(ENDING)
+        if path.name == name or name in known or path.name.startswith(".") or not name.startswith(prefix):
             continue
-        if path.name.removesuffix(ENDING) in known:
-            continue
-        try:
+        with contextlib.suppress(OSError, ValueError):
             attempt = documents.read(path.read_bytes(), Attempt)
-        except (OSError, ValueError):
-            continue
-        if attempt.name + ENDING == path.name:
-            yield attempt
+            found += [attempt] if attempt.name == name else []
+    return sorted(found, key=lambda a: (a.began, a.name))
 
 
 def started(attempt: Attempt) -> Start:
@@ -173,7 +148,6 @@ def lost(attempt: Attempt) -> Lost:
 
 
 def forget(paths: Paths, attempt: Attempt) -> None:
-    """Remove an attempt that has ended, with what is left of it."""
     publish.remove_tree(paths.partial / attempt.name)
     publish.remove_tree(paths.attempts / (attempt.name + ENDING))
 
@@ -206,16 +180,13 @@ def sweep(paths: Paths) -> list[Attempt]:
     return gone
 
 
-# --- last words -----------------------------------------------------------------------------------
-
 _speaking = threading.Lock()
 
 
 @contextlib.contextmanager
 def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
-    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is.
-
-    One attempt of a process at a time: Python has one place for it.
+    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is. One
+    attempt of a process at a time: Python has one place for it.
     """
     if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
         yield

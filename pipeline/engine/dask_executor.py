@@ -35,8 +35,7 @@ NOTHING = logging.CRITICAL + 1  # is logged: Dask calls it critical that a clien
 class DaskExecutor(Executor):
     """Tasks for a Dask client, of which its caller disposes.
 
-    A future is released as soon as it has ended: Dask makes the units of a worker that died once more as long as
-    somebody holds their futures, also the finished ones.
+    A future is released as soon as it has ended: while somebody holds it, Dask makes it once more if its worker dies.
 
     heard  the newest sign of life of the workers that offer units, by the scheduler's clock; None where there are none
     """
@@ -71,12 +70,10 @@ class DaskExecutor(Executor):
         return ours
 
     def listen(self) -> None:
-        """Ask the scheduler for signs of life."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         self.heard = max((w["last_seen"] for w in workers if w.get("resources", {}).get("unit")), default=None)
 
     def waiting(self) -> int:
-        """How many tasks have not ended."""
         return len(self._pending)
 
     def give_up(self, error: Exception) -> None:
@@ -87,9 +84,7 @@ class DaskExecutor(Executor):
 
 
 def _unpacking() -> Callable[[bytes], Any]:
-    """A function that calls what was pickled. It travels by value, as functions within functions do: schedulers, and
-    workers before it is called, need not have ktconvert; a worker that lacks it raises ModuleNotFoundError.
-    """
+    """A function that calls what was pickled. It travels by value, so that schedulers need not have ktconvert."""
 
     def call(packed: bytes) -> Any:
         import pickle
@@ -165,9 +160,8 @@ def _listen(executor: DaskExecutor, ended: threading.Event) -> None:
 
 
 def _watch(executor: DaskExecutor, note: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
-    """While tasks wait and nothing is heard of workers, say so once, and in the end give the tasks up.
-
-    Looks are counted, not time: this process may be stopped for hours, and nothing was heard then, either.
+    """While tasks wait and nothing is heard of workers, say so once, and in the end give the tasks up. Looks are
+    counted, not time: this process may be stopped for hours, and nothing was heard then, either.
     """
     last = executor.heard
     silent, reported = 0.0, last is None
@@ -233,7 +227,6 @@ class _SchedulerFile(msgspec.Struct):
 
 
 def _address(where: str) -> str:
-    """What a scheduler's file says. Raises UsageError where it is none."""
     path = Path(where).expanduser()
     if not path.is_file():
         raise UsageError(

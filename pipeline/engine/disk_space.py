@@ -36,7 +36,6 @@ class FileSystem:
 
     @property
     def free(self) -> int:
-        """Bytes that may still be written."""
         return machine.disk_free(self.roots[0])
 
 
@@ -100,15 +99,12 @@ def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
 
 
 def disk_sentence(needed: Mapping[str, int]) -> str:
-    """The sum, and what it consists of."""
     parts = [f"{size(nbytes)} {what}" for what, nbytes in needed.items() if nbytes]
     return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def peak_memory(plans: Sequence[Plan], threads: int) -> int:
-    """Bytes that so many packing threads need for outputs that are made together: they make no more units at a time
-    than those of one, whichever these are.
-    """
+    """Bytes that so many packing threads need; outputs made together take no more units at a time than one."""
     return max(plan.conversion.peak_memory(threads) for plan in plans)
 
 

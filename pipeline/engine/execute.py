@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.adopt import adopt
-from ktconvert.pipeline.engine.assemble import assemble
+from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine import attempts, existing, journal
+from ktconvert.pipeline.engine.assemble import assemble, require_delivered, require_free
+from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import (
-    adopts,
-    agree,
-    already_finished,
-    nothing_made,
-    saved_plan,
-    states_once_begun,
-    to_replace,
-)
+from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
-from ktconvert.pipeline.engine.runner import Runner
-from ktconvert.pipeline.engine.side_output import require_delivered, require_free
-from ktconvert.pipeline.engine.tasks import Tasks
+from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
-from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.engine.units import Runner, Unit
+from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import duration, size
@@ -55,13 +47,11 @@ def execute(
     threads: int | None = None,
 ) -> bool:
     """Do what the plans of one input say, from wherever each stands; units that read the same are made one after the
-    other. Returns False when there was nothing to do.
-
-    What makes one impossible is raised before anything is written for any.
+    other. Returns False when there was nothing to do. What makes one impossible is raised before anything is written.
 
     trust_store  files that an earlier run finished count by their sizes, and are not hashed
-    executor     has the units made by its workers, which `reopen` the plan and pack with so many threads each (None:
-                 the CPUs that they may use); None: threads of this process make them
+    executor     its workers `reopen` the plan, make units and pack with so many threads each (None: the CPUs that they
+                 may use); None: threads of this process make them
     """
     if executor is not None:
         for plan in plans:
@@ -77,20 +67,22 @@ def execute(
     for plan, done in zip(plans, finished, strict=True):
         if done:
             tidy(_locate(plan))
-            _nothing_to_do(plan, reporter)
+            existing.nothing_to_do(plan.request.output, reporter)
     with contextlib.ExitStack() as stack:
         works: list[tuple[Plan, WorkDir]] = []
         for plan, work in zip(left, _locked(left, stack), strict=True):
             if _is_finished(plan, overwrite):  # by a process that had the lock until now
                 work.remove()
-                _nothing_to_do(plan, reporter)
+                existing.nothing_to_do(plan.request.output, reporter)
             else:
                 works.append((plan, work))
         if not works:
             return False
         for plan, work in works:
             _take_up(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
-        require_disk([(plan, work.paths, _unfinished(plan, work)) for plan, work in works])
+        require_disk(
+            [(plan, work.paths, [u for u in plan.units if work.done_reason(u) is None]) for plan, work in works]
+        )
         threads = fit_threads([plan for plan, _ in works], reporter) if executor is None else threads
         stop = StopFlag()
         stack.enter_context(stop.installed())
@@ -98,33 +90,33 @@ def execute(
             stack.enter_context(recorded(work))
         to_do = [left_to_do(plan, work) for plan, work in works]
         units = sum(map(len, to_do))
-        with _runners([work for _, work in works], units, reporter, executor, reopen, threads) as runners:
-            shares = [
-                Share(
-                    plan,
-                    units_of_plan,
-                    runner,
-                    partial(publish_unit, plan, work, reporter),
-                    partial(_end, plan, work, reporter),
-                )
-                for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True)
-            ]
-            run_units(shares, reporter, stop)
+        runners: Sequence[Runner]
+        if executor is None:
+            assert threads is not None
+            runners = stack.enter_context(thread_runners([work for _, work in works], reporter, threads, units))
+        else:
+            assert reopen is not None
+            runners = [Tasks(work, reporter, executor, reopen, threads) for _, work in works]
+        shares = []
+        for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True):
+            keep, end = partial(publish_unit, plan, work, reporter), partial(_end, plan, work, reporter)
+            shares.append(Share(plan, units_of_plan, runner, keep, end))
+        run_units(shares, reporter, stop)
     return True
 
 
 def _locate(plan: Plan) -> Paths:
-    return locate(plan.request.output, adopt=adopts(plan))
+    return locate(plan.request.output, adopt=existing.adopts(plan))
 
 
 def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
-    """Raise what would be raised of any of these plans once its work directory is there, as far as that can be seen
-    without one.
-    """
-    paths = [_locate(plan) for plan in plans]
-    states = [states_once_begun(plan, where, overwrite) for plan, where in zip(plans, paths, strict=True)]
-    to_make = [[state.unit for state in of_plan if not state.done] for of_plan in states]
-    require_disk([*zip(plans, paths, to_make, strict=True)])
+    """Raise what would be raised once work directories are there, as far as that can be seen without them."""
+    to_make = []
+    for plan in plans:
+        paths = _locate(plan)
+        states = existing.states_once_begun(plan, paths, overwrite)
+        to_make.append((plan, paths, [state.unit for state in states if not state.done]))
+    require_disk(to_make)
 
 
 def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]:
@@ -142,64 +134,37 @@ def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]
 
 
 def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
-    """Begin a conversion, or go on with what an earlier run left of it."""
     _adopt_plan(plan, work, reporter, overwrite)
     require_free(plan, work.finished, work.may_replace)
     if work.may_replace and journal.assembled(work.journal.records) is None:
-        for replaced in to_replace(plan):
+        for replaced in existing.to_replace(plan):
             reporter.note(f"--overwrite removes {replaced}")
     adopt(plan, work, reporter, trusted=trust_store)
     _report_death(work, plan, reporter)
 
 
-def _unfinished(plan: Plan, work: WorkDir) -> list[Unit[Any]]:
-    return [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
-
-
 def _end(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
-    """Let the output appear."""
     work.journal.append(journal.Start(unit="assemble"))
     assemble(plan, work)
-    _summary(plan, reporter)
+    (done, seconds), output = reporter.rate(), plan.request.output
+    out, peak = sum(unit.bytes_out for unit in plan.units if unit.kept), machine.peak_rss()
+    reporter.event("finished", output=str(output), bytes=out, seconds=round(seconds, 3), peak_rss=peak)
+    rate = f"{size(done / max(seconds, 1e-9))}/s read, peak RSS {size(peak)}"
+    reporter.say(f"{output}: {size(out)} in {duration(seconds)} ({rate})")
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
     """Whether there is nothing to do. Raises OutputError where a part of the output is gone, which lay elsewhere."""
-    finished = already_finished(plan, overwrite)
-    if finished:
+    if finished := already_finished(plan, overwrite):
         require_delivered(plan)
     return finished
 
 
-def _nothing_to_do(plan: Plan, reporter: Reporter) -> bool:
-    reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
-    reporter.say(f"{plan.request.output} is finished: nothing to do")
-    return False
-
-
-@contextlib.contextmanager
-def _runners(
-    works: Sequence[WorkDir],
-    units: int,
-    reporter: Reporter,
-    executor: Executor | None,
-    reopen: Reopen | None,
-    threads: int | None,
-) -> Iterator[Sequence[Runner]]:
-    if executor is None:
-        assert threads is not None
-        with thread_runners(works, reporter, threads, units) as runners:
-            yield runners
-    else:
-        assert reopen is not None
-        yield [Tasks(work, reporter, executor, reopen, threads) for work in works]
-
-
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Agree with what was begun here before, or begin."""
-    old = saved_plan(work.paths)
-    afresh = nothing_made(work.paths)
-    dropped, touched = agree(plan, old, overwrite or afresh) if old is not None else (False, [])
+    old = existing.saved_plan(work.paths)
+    afresh = existing.nothing_made(work.paths)
+    dropped, touched = existing.agree(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
         if not afresh:
             reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
@@ -211,39 +176,101 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
         for unit in units:
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
-    document = plan.document(work.may_replace)
-    if old != document:
+    if old != (document := plan.document(work.may_replace)):
         work.save_plan(document)
 
 
 def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
     last = journal.last_run(work.journal.records)
-    done = sum(done_reason(work.paths, work.finished, unit) is not None for unit in plan.units)
+    done = sum(work.done_reason(unit) is not None for unit in plan.units)
     if last is None:
         if done:
             reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")
         return
     run, units = last
-    where = f" in {', '.join(units)}" if units else ""
-    kills, before = machine.oom_kills(), run.oom_kills
-    memory = (
-        "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
-        if kills and before is not None and kills > before
-        else ""
-    )
-    reporter.note(
-        f"the last run (process {run.process.pid}) died{where}{memory}; {done} of {len(plan.units)} units are finished "
-        "and kept"
-    )
+    died = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
+    if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
+        died += "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
+    reporter.note(f"{died}; {done} of {len(plan.units)} units are finished and kept")
 
 
-def _summary(plan: Plan, reporter: Reporter) -> None:
-    done, seconds = reporter.rate()
-    out = sum(unit.bytes_out for unit in plan.units if unit.kept)
-    reporter.event(
-        "finished", output=str(plan.request.output), bytes=out, seconds=round(seconds, 3), peak_rss=machine.peak_rss()
-    )
-    reporter.say(
-        f"{plan.request.output}: {size(out)} in {duration(seconds)} "
-        f"({size(done / max(seconds, 1e-9))}/s read, peak RSS {size(machine.peak_rss())})"
-    )
+# What earlier runs and other processes have finished is hashed before a run builds on it, or made again.
+def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:
+    """Let what was finished count, after every byte of it was hashed (trusted: by its size): units in the store, and
+    attempts that workers finished after the last coordinator had died, which are published and recorded.
+    """
+    made = _made_elsewhere(plan, work)
+    found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
+    _discard_damaged(found, plan.request.options.execution.threads, reporter)
+    for attempt, unit in made:
+        if attempt.is_whole(work.paths) and work.done_reason(unit) is None:
+            publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Files of a unit that are about to count; discard: how to have it made again."""
+
+    unit: str
+    files: Sequence[File]
+    discard: Callable[[], None]
+
+
+def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) -> None:
+    files = [(one, file) for one in found for file in one.files]
+    if not files:
+        return
+    total = size(sum(nbytes for _, (_, nbytes, _) in files))
+    reporter.say(f"hashing what was finished before: {len(found)} units, {total}")
+
+    def is_as_written(file: File) -> bool:
+        good = has_content(*file)
+        reporter.hashed(file[1])
+        return good
+
+    with ThreadPoolExecutor(threads, "hash", use_own_cpus) as pool:
+        good = list(pool.map(is_as_written, [file for _, file in files]))
+    damaged = {
+        id(one): (one, path) for (one, (path, *_)), as_written in zip(files, good, strict=True) if not as_written
+    }
+    for one, path in damaged.values():
+        reporter.warn(f"{one.unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
+        one.discard()
+
+
+def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
+    store, found = work.paths.store, []
+    for unit in plan.units:
+        if (record := work.finished.get(unit.fingerprint)) is None:
+            continue
+        files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
+        for w in record.for_chain:
+            file = (store / w.path, w.nbytes, w.sha256)
+            if w.path == unit.handed_on_name:  # without it the unit stays, and the chain starts again before it
+                found.append(_Found(unit.name, _present([file]), file[0].unlink))
+            elif w.path == unit.side_name:
+                files.append(file)
+        found.append(_Found(unit.name, _present(files), partial(work.forget, unit)))
+    return found
+
+
+def _present(files: Sequence[File]) -> list[File]:
+    """Those that there are: what was assembled without hard links lies elsewhere (done_reason)."""
+    return [file for file in files if file[0].exists()]
+
+
+def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
+    units = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
+    return [
+        (attempt, units[attempt.fingerprint])
+        for attempt in attempts.read(work.paths)
+        if attempt.fingerprint in units and attempt.is_whole(work.paths)
+    ]
+
+
+def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
+    def discard() -> None:
+        attempts.forget(work.paths, attempt)
+        work.journal.append(attempts.lost(attempt))
+
+    return _Found(attempt.unit, attempt.recorded_files(work.paths), discard)

@@ -24,12 +24,11 @@ class Engine:
 
 @contextlib.contextmanager
 def opened(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Engine]:
-    """The engine that --executor names, until it is left.
+    """The engine that --executor names, until it is left. Raises UsageError for a name that is none, KtconvertError
+    where it cannot be had.
 
     note     is told what keeps it from working
     timeout  seconds that work waits for workers while there are none; None: dask_executor.TIMEOUT
-
-    Raises UsageError for a name that is none, KtconvertError where it cannot be had.
     """
     require_known(name)
     kind, _, where = name.partition(":")
@@ -38,7 +37,6 @@ def opened(name: str, note: Callable[[str], None], timeout: float | None = None)
 
 
 def require_known(name: str) -> None:
-    """Raise UsageError for what no engine is called."""
     if name.partition(":")[0] not in ENGINES:
         raise UsageError(f"--executor {name}: give one of {', '.join(ENGINES)}, as `ktconvert cpu --help` shows.")
 

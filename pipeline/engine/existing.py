@@ -14,23 +14,16 @@ import msgspec
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import Number
+from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
-from ktconvert.pipeline.engine.plan import (
-    CARD,
-    CONFIG,
-    FORMAT,
-    Plan,
-    SavedPlan,
-    changed_files,
-    require_same_settings,
-    require_same_source,
-)
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
-from ktconvert.pipeline.options.declare import paths_read
+from ktconvert.pipeline.options.declare import leaves, paths_read
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
@@ -86,9 +79,8 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
 
 
 def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
-    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done.
-
-    Raises OutputError or InputError where the run would be refused, since another plan was begun there.
+    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done. Raises
+    OutputError or InputError where it would be refused.
     """
     states, old = unit_states(plan, paths), saved_plan(paths)
     if old is None:
@@ -104,9 +96,8 @@ def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:
-    """Whether the output is complete and made by this very plan.
-
-    Raises OutputError, InputError or VerificationError where something else lies there, unless it is to be overwritten.
+    """Whether the output is complete and made by this very plan. Raises OutputError, InputError or VerificationError
+    where something else lies there, unless it is to be overwritten.
     """
     output = plan.request.output
     guard_inputs(plan)
@@ -127,8 +118,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     if overwrite:
         require_replaceable(plan)
         return False
-    done = manifest.read(output)
-    if done is not None:
+    if (done := manifest.read(output)) is not None:
         require_same_settings(output, done, plan)
         require_same_source(output, done.source, plan)
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
@@ -164,6 +154,12 @@ def require_replaceable(plan: Plan) -> None:
         require_ours(replaced, delete_others=plan.request.options.existing.delete_others)
 
 
+def nothing_to_do(output: Path, reporter: Reporter) -> None:
+    """Say so."""
+    reporter.event("finished", output=str(output), nothing_to_do=True)
+    reporter.say(f"{output} is finished: nothing to do")
+
+
 def _require_no_clash(plan: Plan) -> None:
     """Raise OutputError where a file beside the layers that are kept would be replaced by another one."""
     output = plan.request.output
@@ -187,7 +183,6 @@ def _assembled(paths: Paths) -> int | None:
 
 def guard_inputs(plan: Plan) -> None:
     """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
-
     Files count where they really lie, whatever links lead to them.
     """
     request, side_output = plan.request, plan.assembly.side_output
@@ -240,10 +235,8 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
-    """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched
-    since.
-
-    Raises OutputError or InputError, showing both values, where it was begun with other options or another input.
+    """Whether the unfinished conversion of plan.json `old` is dropped, and which files were touched since. Raises
+    OutputError or InputError, showing both values, where it was begun with other options or another input.
     """
     new = plan.document()
     others, touched = changed_files(old.source, plan)
@@ -260,9 +253,60 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     return False, touched
 
 
-# --- what --overwrite removes: files that a manifest of ours lists, and with --delete-others all others ---
+def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
+    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
+    new = plan.document()
+    differing = []
+    if old.command != new.command:
+        differing.append(f"command was {old.command}, is {new.command}")
+    names = sorted({*old.settings, *new.settings})
+    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
+    for name in names:
+        was, now = old.settings.get(name), new.settings.get(name)
+        if was != now:
+            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
+    if differing:
+        raise OutputError(
+            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
+            "--output, or start over with --overwrite."
+        )
 
 
+def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
+    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
+    before = {f.name: f for f in old}
+    now = {f.name: f for f in plan.source}
+    other = [f"{name} is gone" for name in before if name not in now] + [
+        f"{name} is new" for name in now if name not in before
+    ]
+    touched = []
+    for name in before.keys() & now.keys():
+        a, b = before[name], now[name]
+        if a.size != b.size:
+            other.append(f"{name} had {a.size} bytes, has {b.size}")
+        elif a.header_sha256 != b.header_sha256:
+            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
+        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
+            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
+        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
+            touched.append(name)
+    return sorted(other), sorted(touched)
+
+
+def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
+    other, _ = changed_files(old, plan)
+    if other:
+        raise InputError(
+            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
+            "Put the old input back, or start over with --overwrite."
+        )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+# What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.
 @dataclass(frozen=True)
 class Replaced:
     """The files in a folder to be replaced: number and bytes of those that a manifest lists; others by name."""
@@ -277,7 +321,6 @@ class Replaced:
         return f"{self.folder}: {', and '.join([*ours, *([self.others_in_words()] if self.others else [])])}"
 
     def others_in_words(self) -> str:
-        """The others in words."""
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
@@ -313,7 +356,6 @@ def require_ours(replaced: Replaced, *, delete_others: bool) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """The names of the files that a manifest lists, and its own; none of a damaged one."""
     names: set[str] = set()
     try:
         if (listing := manifest.read(folder)) is not None:
@@ -324,8 +366,6 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The name and the size of each file below a folder."""
-
     def refuse(error: OSError) -> None:
         raise error
 

@@ -13,14 +13,13 @@ from msgspec import Struct, field
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.documents import Number, Seconds
-from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.units import Result, Written
 
 HEADER = b'{"ktconvert-journal": 1}\n'
 
 
 def now() -> float:
-    """Seconds since the epoch, to the millisecond."""
     return round(time.time(), 3)
 
 
@@ -95,9 +94,8 @@ Record = Run | End | Start | Failed | Lost | Done | Forgotten | Dropped | Assemb
 
 
 def read(path: Path) -> list[Record]:
-    """All whole records; what follows the last whole line, or the first line that is no record, does not count.
-
-    A file that does not begin as ours holds none: whatever has no record is done again.
+    """All whole records; what follows the last whole line, or the first line that is no record, does not count, and
+    nothing of a file that does not begin as ours: whatever has no record is done again.
     """
     return _parse(path.read_bytes())[0] if path.exists() else []
 
@@ -150,7 +148,6 @@ class Journal:
                 os.fsync(self._fd)
 
     def close(self) -> None:
-        """No more records."""
         os.close(self._fd)
 
 

@@ -17,10 +17,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import Struct
+
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.direct_file import explained
-from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.layouts.files.documents import Number
+from ktconvert.native_quant import machine
 
 OURS = {"token", "plan.json", "journal.jsonl", "partial", "attempts", "store", "out", "old"}
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
@@ -29,8 +32,38 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 PATIENCE = 1.0  # seconds, for one that wants to work alone to see our part and to give way
 NAMED = 4  # processes that a message names
 LONGEST = 1024  # bytes that are read of a lock
+UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # names that several machines may have
 
 Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
+
+
+class Holder(Struct, frozen=True, forbid_unknown_fields=True):
+    """A process among all that ever ran on any host. start: machine.process_start, since numbers come again."""
+
+    pid: Number
+    host: str
+    boot: str
+    start: Number
+    namespace: str
+
+    @classmethod
+    def this(cls) -> Holder:
+        """The process that calls."""
+        pid = os.getpid()
+        return cls(pid, machine.host(), machine.boot_id(), machine.process_start(pid), machine.pid_namespace())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+    def lives(self) -> bool | None:
+        """Whether it still runs; None where that cannot be told: on another host, or in a container of its own."""
+        if self.host != machine.host():
+            return None
+        if self.boot != machine.boot_id():
+            return None if self.host in UNNAMED else False
+        if self.namespace != machine.pid_namespace():
+            return None
+        return machine.process_alive(self.pid, self.start)
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,6 @@ class ProcessPart:
 
     @property
     def name(self) -> str:
-        """In names of files."""
         return f"part-{self.number}-of-{self.count}"
 
 
@@ -93,7 +125,6 @@ class Lock:
 
 def acquire(root: Path, output: Path, part: ProcessPart | None = None) -> Lock:
     """Make the work directory `root` of an output, and lock it for this process alone, or for one of several parts.
-
     Raises OutputError where another process works in it, or the folder is not ours.
     """
     while True:
@@ -124,10 +155,8 @@ def require_ours(root: Path) -> None:
 
 
 def unlock(root: Path, output: Path, part: ProcessPart | None = None) -> list[str]:
-    """Take away locks that are files, and that bar the way to us, of processes of which nobody here can tell whether
-    they still run. Returns what was taken away, in words.
-
-    Raises OutputError where the file system itself holds a lock.
+    """Take away locks that are files and bar the way to us, of processes of which nobody here can tell whether they
+    still run. Returns what was taken away, in words. Raises OutputError where the file system itself holds a lock.
     """
     if not root.is_dir():
         return []
@@ -191,15 +220,12 @@ def _flock(lock: Lock, part: ProcessPart | None) -> bool:
     return True
 
 
-# --- files that belong to locks -------------------------------------------------------------------
-
-
+# Files that belong to locks.
 def _held(part: ProcessPart | None) -> str:
     return f"lock.held.{part.name}" if part else "lock.held"
 
 
 def _locks(root: Path) -> set[Path]:
-    """All files in a work directory that belong to locks."""
     return {path for path in root.iterdir() if NAMES.fullmatch(path.name)}
 
 
@@ -219,7 +245,6 @@ def _others(lock: Lock, part: ProcessPart | None) -> Holders:
 
 
 def _holders(root: Path, error: BlockingIOError, part: ProcessPart | None) -> Holders:
-    """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
     met = Path(error.filename)
     holders = [(path, read(path) or b"") for path in (_flocks_of_parts(root) if part is None else ())]
     return [held for held in holders if lives(held[1]) is not False] or [(met, read(met) or b"")]
@@ -235,7 +260,6 @@ def read(path: Path) -> bytes | None:
 
 
 def _holder(content: bytes) -> Holder | None:
-    """Whom a lock names; None where it names nobody that we could understand: it may be another version's."""
     try:
         return documents.read(content, Holder)
     except ValueError:
@@ -248,9 +272,7 @@ def lives(content: bytes) -> bool | None:
     return holder.lives() if holder else None
 
 
-# --- locks that are files -------------------------------------------------------------------------
-
-
+# Locks that are files.
 def _take(path: Path, own: bytes) -> bytes | None:
     """Make the lock at `path` ours and return None, or return what it contains if another process has it that may live.
 
@@ -284,10 +306,7 @@ def _take(path: Path, own: bytes) -> bytes | None:
 
 
 def _take_away(path: Path, own: bytes) -> bytes | None:
-    """Remove the lock of a process of which it cannot be told whether it lives, and return what it contained.
-
-    Returns None where there is no lock, or a process has it that lives.
-    """
+    """Remove the lock of a process that may live, and return what it contained; None if there is none, or it lives."""
     before = read(path)
     if before is None or lives(before):
         return None
@@ -308,18 +327,14 @@ def _right_to_replace(path: Path, content: bytes) -> Path:
     return path.with_name(f"{path.name}.after-{publish.sha256(content)[:12]}")
 
 
-# --- in words -------------------------------------------------------------------------------------
-
-
+# In words.
 def _who(path: Path, content: bytes) -> str:
-    """Whom a lock names, with its part."""
     name = str(_holder(content) or "another process")
     part = OF_PART.fullmatch(path.name)
     return f"part {part[2]}/{part[3]} ({name})" if part else name
 
 
 def _since(path: Path) -> str:
-    """When a lock was made, in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
 
 

@@ -19,12 +19,11 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import End, Run
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
-from ktconvert.pipeline.engine.runner import Made, Runner
-from ktconvert.pipeline.engine.units import HANDED_ON, Stage, Unit
-from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
+from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
@@ -48,7 +47,6 @@ class StopFlag:
         self.number = 0
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler."""
         if self.number:
             os.write(2, b"\nstopped at once; `ktconvert resume` goes on from the last finished layer\n")
             os._exit(128 + number)
@@ -89,12 +87,7 @@ ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made
 
 @dataclass(frozen=True)
 class Share:
-    """What the loop does for one output: the units to be made, and what becomes of them.
-
-    runner  has them made
-    keep    a unit was made
-    end     all are kept, and nothing was in the way
-    """
+    """What the loop does for one output: `runner` makes what is to do, each is kept, and in the end there is an end."""
 
     plan: Plan
     to_do: ToDo
@@ -103,19 +96,16 @@ class Share:
     end: Callable[[], None] = lambda: None
 
     def in_order(self) -> Iterator[tuple[int, str, Share, Stage[Any], tuple[Unit[Any], ...]]]:
-        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys.
-
-        So units that read the same layer follow one another, and after the first it is in the page cache.
+        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys,
+        so that units which read the same layer follow one another, and after the first it is in the page cache.
         """
         numbers = {stage.name: number for number, stage in enumerate(self.plan.stages)}
         return ((numbers[stage.name], units[0].key, self, stage, units) for stage, units in self.to_do)
 
 
 def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> None:
-    """Have the units of all shares made, and keep each.
-
-    Raises the first failure after what was under way has ended. What is only this unit's (WorkerLostError) does not
-    keep the others from being made.
+    """Have the units of all shares made, and keep each. Raises the first failure after what was under way has ended.
+    What is only this unit's (WorkerLostError) does not keep the others from being made.
     """
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     flying: dict[Future[Any], tuple[Share, Stage[Any], tuple[Unit[Any], ...]]] = {}
@@ -159,8 +149,7 @@ def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> No
                     continue
                 share, stage, units = flying.pop(future)
                 try:
-                    made = share.runner.take(units[0], future)
-                    if made is None:
+                    if (made := share.runner.take(units[0], future)) is None:
                         waiting.appendleft((share, stage, units))
                         continue
                     share.keep(units[0], made)
@@ -184,7 +173,6 @@ def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> No
 
 
 def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
-    """Every unit that is to be made; those of a chain together."""
     runs = [(stage, to_run(stage, work)) for stage in plan.stages]
     return [
         (stage, units) for stage, run in runs for units in ([run] if stage.chain and run else [(unit,) for unit in run])
@@ -193,12 +181,10 @@ def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is
-    removed.
-
-    A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
-    may have to be made once more, to the same bytes.
+    removed. A chain starts again at the last unit whose forerunner's file is still there: units after it are made once
+    more.
     """
-    undone = [n for n, u in enumerate(stage.units) if done_reason(work.paths, work.finished, u) is None]
+    undone = [n for n, u in enumerate(stage.units) if work.done_reason(u) is None]
     if not stage.chain:
         return tuple(stage.units[n] for n in undone)
     if not undone:
@@ -221,8 +207,7 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     stored = work.paths.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
-    link = made.link
-    if link is not None:
+    if (link := made.link) is not None:
         publish.remove_tree(link.scratch)
         if link.side is not None:
             publish.publish(link.side, work.paths.store / unit.side_name)
@@ -238,7 +223,6 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
 
 
 def tell_done(plan: Plan, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
-    """Report a unit that was made."""
     output, name, seconds = plan.request.output, unit.name, round(made.seconds, 3)
     nbytes, stats = sum(w.nbytes for w in made.result.files), made.result.stats
     reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
-from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_to_do, saved_plan, unit_states
 from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
-from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.tasks import made_of
-from ktconvert.pipeline.engine.threads import pools
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.threads import ThreadRunner, pools
+from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -62,9 +59,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     """Make every N-th unit, as far as it is not there. Raises UsageError for a plan that is a chain."""
     require_shareable(plan, "--part")
     if already_finished(plan, overwrite):
-        reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
-        reporter.say(f"{plan.request.output} is finished: nothing to do")
-        return
+        return nothing_to_do(plan.request.output, reporter)
     plan.conversion.require_ready()
     paths = locate(plan.request.output, adopt=adopts(plan))
     held = lock.acquire(paths.root, paths.output, part)
@@ -86,7 +81,6 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
 
 
 def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
-    """The units that are neither recorded nor finished attempts."""
     return [state.unit for state in unit_states(plan, paths) if not state.done]
 
 
@@ -107,7 +101,6 @@ def require_all_parts(plan: Plan, paths: Paths) -> None:
 
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
-    """Save the plan, once for all parts; raise where they differ."""
     if not paths.plan.exists():
         aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
         publish.write_file(aside, documents.indented(plan.document(overwrite)))
@@ -134,45 +127,25 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
         )
 
 
-class _Runner:
-    """Threads of this process that leave finished attempts."""
-
-    def __init__(self, opened: Opened, pool: ThreadPoolExecutor, most: int, reporter: Reporter) -> None:
-        self.most = most
-        self._opened, self._pool, self._reporter, self._run = opened, pool, reporter, secrets.token_hex(8)
-
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
-        """Have a unit made."""
-        return self._pool.submit(self._make, stage, unit)
-
-    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made:
-        """What came of it; raises what prevented it."""
-        made = future.result()
-        if isinstance(made, Failure):
-            raise made.error()
-        return made_of(self._opened.paths, made)
-
-    def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
-        """Take a unit back that nobody makes yet."""
-        return future.cancel()
-
-    def watch(self) -> None:
-        """What is to be reported, units report themselves."""
-
-    def _make(self, stage: Stage[Any], unit: Unit[Any]) -> Attempt | Failure:
-        self._reporter.at(unit.key)
-        self._reporter.event("start", output=str(self._opened.paths.output), unit=unit.name)
-        return make_attempt(self._opened, stage, unit, self._run, self._reporter)
-
-
 @contextlib.contextmanager
-def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[_Runner]:
+def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[ThreadRunner]:
+    """Threads of this process that leave finished attempts."""
     with pools(fit_threads([plan], reporter), units) as (pool, window, runner, most):
-        yield _Runner(Opened(plan, paths, pool, window), runner, most, reporter)
+        opened, run = Opened(plan, paths, pool, window), secrets.token_hex(8)
+
+        def make(stage: Stage[Any], unit: Unit[Any]) -> Made:
+            reporter.at(unit.key)
+            reporter.event("start", output=str(paths.output), unit=unit.name)
+            made = make_attempt(opened, stage, unit, run, reporter)
+            if isinstance(made, Failure):
+                raise made.error()
+            return made_of(paths, made)
+
+        yield ThreadRunner(runner, most, make)
 
 
 def _summary(plan: Plan, paths: Paths, part: ProcessPart, made: int, reporter: Reporter) -> None:
-    missing: Sequence[Unit[Any]] = missing_units(plan, paths)
+    missing = missing_units(plan, paths)
     there = len(plan.units) - len(missing)
     reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
     then = "" if missing else f": `ktconvert resume {paths.output}` puts the output together"

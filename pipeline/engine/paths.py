@@ -14,6 +14,16 @@ WORK = ".work"  # what the name of a work directory beside an output adds
 File = tuple[Path, int, str]  # bytes and sha256, as recorded
 
 
+class Below:
+    """A property of Paths: the path of this name below its root."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: Paths, _: object = None) -> Path:
+        return paths.root / self._name
+
+
 @dataclass(frozen=True)
 class Paths:
     """Where things lie for one output. inside: it cannot be renamed to; work lies below it, files move into place."""
@@ -22,45 +32,14 @@ class Paths:
     root: Path
     inside: bool
 
-    @property
-    def plan(self) -> Path:
-        """What was asked, complete."""
-        return self.root / "plan.json"
-
-    @property
-    def journal(self) -> Path:
-        """One line per finished unit."""
-        return self.root / "journal.jsonl"
-
-    @property
-    def partial(self) -> Path:
-        """Files being written; emptied at every start, but for attempts that are finished or may live."""
-        return self.root / "partial"
-
-    @property
-    def attempts(self) -> Path:
-        """A record of each attempt to make a unit in another process (attempts.py)."""
-        return self.root / "attempts"
-
-    @property
-    def token(self) -> Path:
-        """A name of the coordinator's run, by which workers know that they see this very folder."""
-        return self.root / "token"
-
-    @property
-    def store(self) -> Path:
-        """Finished units, named by their fingerprints."""
-        return self.root / "store"
-
-    @property
-    def assembly(self) -> Path:
-        """Where the final directory is put together."""
-        return self.root / "out"
-
-    @property
-    def old(self) -> Path:
-        """What lay at the output, where two folders cannot be swapped in one step."""
-        return self.root / "old"
+    plan = Below("plan.json")  # what was asked, complete
+    journal = Below("journal.jsonl")  # one line per finished unit
+    partial = Below("partial")  # files being written; emptied at every start, but for attempts that may count
+    attempts = Below("attempts")  # a record of each attempt to make a unit in another process (attempts.py)
+    token = Below("token")  # a name of the coordinator's run, by which workers know that they see this very folder
+    store = Below("store")  # finished units, named by their fingerprints
+    assembly = Below("out")  # where the final directory is put together
+    old = Below("old")  # what lay at the output, where two folders cannot be swapped in one step
 
     @property
     def finals(self) -> tuple[Path, ...]:
@@ -94,7 +73,6 @@ def output_of(root: Path) -> Path | None:
 
 
 def has_size(path: Path, nbytes: int) -> bool:
-    """Whether a file is there and has this size."""
     try:
         return path.stat().st_size == nbytes
     except (OSError, ValueError):  # a damaged record may name what no file can be called

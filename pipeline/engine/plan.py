@@ -10,12 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
-from ktconvert.layouts.files.manifest import Manifest, SourceFile
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.options.declare import leaves
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 
 S = TypeVar("S", bound=ConversionOptions, covariant=True)
@@ -26,7 +25,6 @@ CARD = "README.md"
 
 
 def tool_version() -> str:
-    """The version of this ktconvert, from the code: package metadata takes long to import."""
     return __version__
 
 
@@ -39,12 +37,10 @@ class Request(Generic[S]):
 
     @property
     def input(self) -> str:
-        """The path or hub id of what is converted."""
         return self.options.input
 
     @property
     def output(self) -> Path:
-        """The directory that is made."""
         return self.options.output
 
 
@@ -79,11 +75,9 @@ class SideOutput:
 class Assembly:
     """What goes beside the weights.
 
-    companions   (path below the output, file to copy)
-    config       config.json, to be written; None where there is none
+    companions   (path below the output, file to copy); config: config.json, to be written, if there is one
     loose        whether there is no index: weights are loose folders, or there are none
     kept_layers  loose layer folders that were in the output before and stay as they are; None where it must hold none
-    side_output  what goes to another folder; None where nothing does
     """
 
     companions: tuple[tuple[str, Path], ...]
@@ -117,14 +111,10 @@ class Conversion:
 class Plan:
     """Everything that will be done, before anything is.
 
-    source         the identity of the input's files
-    reads          every file that is read, the input's and others'
+    source         the identity of the input's files; reads: every file that is read, the input's and others'
     facts          what the output is (method, sizes, layers ...), for manifest, card and people
-    assembly       what goes beside the weights
-    conversion     what the command knows of its own work
-    scratch_bytes  bytes of files that exist while it runs, beside the units
-    advice         sentences on what it takes, for who looks at the plan
-    remedies       what to do where memory is not enough
+    scratch_bytes  of files that exist while it runs, beside the units
+    advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
     found          figures of the units -> facts that are known only when these are done, for the manifest
     """
 
@@ -143,18 +133,16 @@ class Plan:
 
     @property
     def side_units(self) -> tuple[Unit[Any], ...]:
-        """The units whose files go to another folder."""
         side_output = self.assembly.side_output
         return () if side_output is None else tuple(unit for unit in self.units if unit.key in side_output.keys)
 
     @functools.cached_property
     def extra_bytes(self) -> int:
-        """Bytes of companion files."""
+        """Of companion files."""
         return sum(path.stat().st_size for _, path in self.assembly.companions)
 
     @property
     def units(self) -> tuple[Unit[Any], ...]:
-        """All units, in the order in which they run."""
         return tuple(unit for stage in self.stages for unit in stage.units)
 
     def units_reading(self, files: Collection[str]) -> set[Unit[Any]]:
@@ -166,7 +154,6 @@ class Plan:
         return reading
 
     def document(self, overwrite: bool = False) -> SavedPlan:
-        """What plan.json holds."""
         return SavedPlan(
             version=FORMAT,
             tool_version=tool_version(),
@@ -178,46 +165,6 @@ class Plan:
             units=len(self.units),
             overwrite=overwrite,
         )
-
-
-def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
-    new = plan.document()
-    differing = []
-    if old.command != new.command:
-        differing.append(f"command was {old.command}, is {new.command}")
-    names = sorted({*old.settings, *new.settings})
-    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
-    for name in names:
-        was, now = old.settings.get(name), new.settings.get(name)
-        if was != now:
-            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
-    if differing:
-        raise OutputError(
-            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
-            "--output, or start over with --overwrite."
-        )
-
-
-def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
-    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
-    before = {f.name: f for f in old}
-    now = {f.name: f for f in plan.source}
-    other = [f"{name} is gone" for name in before if name not in now] + [
-        f"{name} is new" for name in now if name not in before
-    ]
-    touched = []
-    for name in before.keys() & now.keys():
-        a, b = before[name], now[name]
-        if a.size != b.size:
-            other.append(f"{name} had {a.size} bytes, has {b.size}")
-        elif a.header_sha256 != b.header_sha256:
-            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
-        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
-            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
-        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
-            touched.append(name)
-    return sorted(other), sorted(touched)
 
 
 def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
@@ -235,8 +182,7 @@ def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    changed = plan.conversion.changed()
-    if changed:
+    if changed := plan.conversion.changed():
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
             "and resume."
@@ -250,17 +196,3 @@ def require_shareable(plan: Plan, option: str) -> None:
             f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
             f"made at the same time; leave out {option}."
         )
-
-
-def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
-    """Raise InputError, showing both values, if the input is certainly not the one that `output` was begun with."""
-    other, _ = changed_files(old, plan)
-    if other:
-        raise InputError(
-            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
-            "Put the old input back, or start over with --overwrite."
-        )
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)

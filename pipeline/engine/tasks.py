@@ -16,8 +16,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.journal import Failed, Lost, Start
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.runner import Made
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
@@ -27,10 +26,8 @@ LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
 class Tasks:
-    """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths.
-
-    reopen   makes the plan again on a worker
-    threads  for packing, of each worker; None: the CPUs that it may use
+    """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
+    `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
     """
 
     most = sys.maxsize  # who is free takes the next one: nothing here knows how many workers there are
@@ -47,7 +44,6 @@ class Tasks:
         self._looked = 0.0
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
-        """Have a unit made."""
         output, version = str(self._work.paths.output), tool_version()
         task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
         try:
@@ -58,9 +54,8 @@ class Tasks:
             return broken
 
     def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made | None:
-        """What came of it; None where workers died that were to make it, perhaps by another unit's fault.
-
-        Raises the worker's failure, and KtconvertError where the executor lost the task.
+        """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
+        worker's failure, and KtconvertError where the executor lost the task.
         """
         try:
             made = result_of(future, unit.name, f"`ktconvert resume {self._work.paths.output}`")
@@ -78,13 +73,11 @@ class Tasks:
         return made_of(self._work.paths, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
-        """Take a unit back that nobody makes yet."""
         self._look()
         begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in self._known.values())
         return not begun and future.cancel()
 
     def watch(self) -> None:
-        """Note which attempts have begun and ended since the last look."""
         if time.monotonic() - self._looked >= LOOK_EVERY:
             self._look()
 

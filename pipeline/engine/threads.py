@@ -5,77 +5,75 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.journal import Start
-from ktconvert.pipeline.engine.runner import Made
-from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Link, Made, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
+Item = TypeVar("Item")
+Slot = TypeVar("Slot")
+Result = TypeVar("Result")
 WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
 UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
 class ThreadRunner:
-    """A runner of threads. Use `thread_runners`."""
+    """A runner of threads with a unit each. most: the next unit begins when one is recorded."""
 
-    def __init__(self, work: WorkDir, pool: ThreadPoolExecutor, context: Context, most: int, about: str) -> None:
-        self.most = most  # the next unit begins when one is recorded: a power cut loses the work on so many
-        self._work, self._pool, self._context, self._about = work, pool, context, about
+    def __init__(self, pool: ThreadPoolExecutor, most: int, make: Callable[[Stage[Any], Unit[Any]], Made]) -> None:
+        self._pool, self.most, self._make = pool, most, make
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
-        """Have a unit made."""
         return self._pool.submit(self._make, stage, unit)
 
     def take(self, unit: Unit[Any], future: Future[Made]) -> Made:
-        """What came of it."""
         return future.result()
 
     def give_up(self, unit: Unit[Any], future: Future[Made]) -> bool:
-        """Take a unit back that nobody makes yet."""
         return future.cancel()
 
     def watch(self) -> None:
         """What is to be reported, units report themselves."""
-
-    def _make(self, stage: Stage[Any], unit: Unit[Any]) -> Made:
-        work, context, begun = self._work, self._context, time.monotonic()
-        if stage.chain:
-            context = replace(context, chain=_link(work, stage, unit))
-        work.journal.append(Start(unit=unit.name))
-        context.reporter.at(f"{self._about}{unit.key}")
-        context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
-        partial = work.paths.partial / unit.stored_name
-        result = stage.run(unit, partial, context)
-        for_chain = _for_chain(context.chain)
-        return Made(partial, result, time.monotonic() - begun, link=context.chain, for_chain=for_chain)
 
 
 @contextlib.contextmanager
 def thread_runners(
     works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share so many packing threads, for so many units. Raises RuntimeError where the
-    system gives no threads.
-    """
+    """A runner for each output; all share the packing threads. RuntimeError where the system gives no threads."""
     with pools(threads, units) as (pool, window, runner, most):
         context = Context(pool, window, reporter)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
-        yield [ThreadRunner(work, runner, context, most, which) for work, which in zip(works, about, strict=True)]
+        yield [
+            ThreadRunner(runner, most, partial(_make, work, context, which))
+            for work, which in zip(works, about, strict=True)
+        ]
+
+
+def _make(work: WorkDir, context: Context, about: str, stage: Stage[Any], unit: Unit[Any]) -> Made:
+    begun = time.monotonic()
+    link = _link(work, stage, unit) if stage.chain else None
+    work.journal.append(Start(unit=unit.name))
+    context.reporter.at(f"{about}{unit.key}")
+    context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
+    path = work.paths.partial / unit.stored_name
+    result = stage.run(unit, path, replace(context, chain=link))
+    return Made(path, result, time.monotonic() - begun, link=link, for_chain=_for_chain(link))
 
 
 @contextlib.contextmanager
 def pools(threads: int, units: int) -> Iterator[tuple[ThreadPoolExecutor, int, ThreadPoolExecutor, int]]:
     """Threads for so many units: those that pack and the window of a unit (Context), the threads with a unit each, and
-    their number.
-
-    Raises RuntimeError where the system gives no threads.
+    their number. Raises RuntimeError where the system gives no threads.
     """
     count = max(1, min(UNITS_AT_ONCE, threads, units))
     with packing_pool(threads) as pool, ThreadPoolExecutor(count, "unit", use_own_cpus) as runner:
@@ -90,9 +88,9 @@ def packing_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def window_of(threads: int, thread_runner: int) -> int:
-    """How many parts of a unit may be in flight."""
-    return -(-(threads + WAITING) // thread_runner) + 1
+def window_of(threads: int, units: int) -> int:
+    """How many parts of each of so many units may be in flight."""
+    return -(-(threads + WAITING) // units) + 1
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
@@ -107,10 +105,8 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 
 def _for_chain(link: Link | None) -> tuple[Written, ...]:
     """What a unit made for others of its chain, hashed for the run that reads it after this one was cut off."""
-    paths = () if link is None else (link.handed_on, link.side)
-    return tuple(
-        Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths if path is not None
-    )
+    paths = [path for path in (link.handed_on, link.side) if path is not None] if link is not None else []
+    return tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
 
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
@@ -129,3 +125,31 @@ def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
         side=work.paths.partial / unit.side_name if unit.side else None,
         sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
     )
+
+
+def in_order(
+    pool: ThreadPoolExecutor, items: Iterable[Item], slots: list[Slot], make: Callable[[Item, Slot], Result]
+) -> Iterator[tuple[Item, Slot, Result]]:
+    """Run make(item, slot) in the pool and yield (item, slot, what it gave) in the order of the items: a file is hashed
+    front to back while parts are computed.
+
+    At most len(slots) items are under way or waiting to be taken; a slot (a buffer, say) is used again once its item
+    was taken. The first failure is raised here, after the calls that already run have ended.
+    """
+    free = deque(slots)
+    flying: deque[tuple[Item, Slot, Future[Result]]] = deque()
+    try:
+        for item in items:
+            if not free:
+                taken, slot, future = flying.popleft()
+                yield taken, slot, future.result()
+                free.append(slot)
+            slot = free.popleft()
+            flying.append((item, slot, pool.submit(make, item, slot)))
+        while flying:
+            taken, slot, future = flying.popleft()
+            yield taken, slot, future.result()
+    finally:
+        for _, _, future in flying:
+            future.cancel()
+        wait([future for _, _, future in flying])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -26,25 +26,25 @@ Work = TypeVar("Work")
 class Unit(Generic[Work]):
     """The smallest thing that is done or not done: one published file, or one folder of files.
 
-    versions  (stage, quantizer, layout ...) integers, raised when bytes change
-    params    (name, value) of every option that can change a byte
-    inputs    (tensor name, dtype, shape, content id) of everything it reads
-    final     path below the output, where the finished thing will appear (not part of the fingerprint)
-    kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
-    handed_on  bytes of the file that it hands to the next unit of its chain; 0 for none
-    side      bytes of a second file, for later units of its chain, that stays in the store with its own; 0 for none
-    work      what the stage needs to know to run it; follows from the above
+    versions   (stage, quantizer, layout ...) integers, raised when bytes change
+    params     (name, value) of every option that can change a byte
+    inputs     (tensor name, dtype, shape, content id) of everything it reads
+    final      path below the output, where the finished thing will appear (not part of the fingerprint)
+    kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
+    handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
+               later ones; 0 for none
+    work       what the stage needs to know to run it; follows from the above
     """
 
     stage: str
     key: str
     versions: tuple[int, ...]
-    params: tuple[tuple[str, Any], ...]
-    inputs: tuple[tuple[Any, ...], ...]
-    final: str
-    bytes_in: int
     bytes_out: int
     work: Work = field(compare=False, repr=False)
+    params: tuple[tuple[str, Any], ...] = ()
+    inputs: tuple[tuple[Any, ...], ...] = ()
+    final: str = ""
+    bytes_in: int = 0
     folder: bool = False
     kept: bool = True
     handed_on: int = 0
@@ -58,23 +58,24 @@ class Unit(Generic[Work]):
 
     @property
     def name(self) -> str:
-        """What it is called in the journal, in events and in messages."""
+        """In the journal, in events and in messages."""
         return f"{self.stage}.{self.key}"
+
+    def _stored(self, ending: str) -> str:
+        return f"{self.name}.{self.fingerprint[:16]}{ending}"
 
     @property
     def stored_name(self) -> str:
         """Its name in the store: a name that says what the content is cannot lie."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
+        return self._stored("" if self.folder else ".safetensors")
 
     @property
     def handed_on_name(self) -> str:
-        """What it hands to the next unit of its chain, in the store."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{HANDED_ON}"
+        return self._stored(HANDED_ON)
 
     @property
     def side_name(self) -> str:
-        """Its side file, in the store."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{SIDE}"
+        return self._stored(SIDE)
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,14 +115,12 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Link:
-    """Where a unit of a chain finds and leaves things.
+    """Where a unit of a chain finds and leaves things; None where there is nothing.
 
-    before   what the unit before it handed on; None where that is nothing
-    handed_on  where to put what the next one needs; None where that is nothing
-    scratch  folder for files that are gone when the unit is done
-    store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
-    side     where to put the unit's side file; None where it has none
-    sides    unit key -> the side file of an earlier unit of the chain
+    before     what the unit before it handed on; handed_on: where to put what the next one needs
+    scratch    folder for files that are gone when the unit is done
+    store      unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
+    side       where to put the unit's side file; sides: unit key -> that of an earlier unit
     """
 
     before: Path | None
@@ -134,11 +133,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's run function may use.
-
-    pool    threads for the parts of a unit; window: how many parts may be in flight
-    chain   the neighbours of a unit of a chain; None for any other unit
-    """
+    """What a stage's run function may use. pool: threads for parts of a unit, of which `window` may be in flight."""
 
     pool: ThreadPoolExecutor
     window: int
@@ -148,23 +143,52 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):
-    """Units of one kind, and the function that makes one: run(unit, partial path, context).
-
-    chain  each unit needs what the one before it left, so that they run one after the other
-    """
+    """Units of one kind, and the function that makes one. chain: each unit needs what the one before it left."""
 
     name: str
     title: str
-    needs: tuple[str, ...]
     units: tuple[Unit[Work], ...]
     run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
+    needs: tuple[str, ...] = ("source",)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A unit that was made, and lies under a name of its own until it is published.
+
+    who   the host and the process that made it, for records and events
+    link  of a unit of a chain; for_chain: the files that it has for others of the chain
+    """
+
+    path: Path
+    result: Result
+    seconds: float
+    who: dict[str, Any] = field(default_factory=dict)
+    link: Link | None = None
+    for_chain: tuple[Written, ...] = ()
+
+
+class Runner(Protocol):
+    """Who makes the units of a plan, in any order and several at a time: threads here, or tasks for an executor."""
+
+    most: int  # units that it takes at a time
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        """Have a unit made."""
+
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
+        """What came of it; None: it is to be submitted once more. Raises what prevented it."""
+
+    def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
+        """Take a unit back that nobody makes yet; False where somebody does."""
+
+    def watch(self) -> None:
+        """Called several times a second: look around, and report what there is to report."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a unit will run, and why."""
-
     unit: Unit[Any]
     done: bool
     reason: str
@@ -178,10 +202,7 @@ def statuses(
     states = []
     for stage in stages:
         for unit in stage.units:
-            reason = is_done(unit)
-            if reason is None:
-                known = unit.name in others
-                states.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
-            else:
-                states.append(Status(unit, True, reason))
+            done = is_done(unit)
+            left = "made from other inputs or options" if unit.name in others else "not made yet"
+            states.append(Status(unit, done is not None, done or left))
     return states

@@ -16,15 +16,13 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.journal import Done, Dropped, Forgotten, Lost, OfUnit, Start
 from ktconvert.pipeline.engine.paths import Paths, has_content, has_size
 from ktconvert.pipeline.engine.plan import SavedPlan
-from ktconvert.pipeline.engine.runner import Made
-from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.engine.units import Made, Unit
 
 
 class WorkDir:
-    """The work directory, locked by this process. Use as a context manager.
-
-    may_replace: whether the user allowed what lies at the output to be replaced.
-    Raises OutputError when another process works on this output, or the folder is not ours.
+    """The work directory, locked by this process, to be used as a context manager. Raises OutputError when another
+    process works on this output, or the folder is not ours. may_replace: whether what lies at the output may be
+    replaced.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -57,14 +55,16 @@ class WorkDir:
                 if not {(type(record), attempt.name), (Lost, attempt.name)} & noted:
                     self.journal.append(record)
 
+    def done_reason(self, unit: Unit[Any]) -> str | None:
+        """Why a unit counts as finished; None where it does not."""
+        return done_reason(self.paths, self.finished, unit)
+
     def save_plan(self, document: SavedPlan) -> None:
-        """Write plan.json, whole and durable."""
         partial = self.paths.partial / "plan.json"
         publish.write_file(partial, documents.indented(document))
         publish.publish(partial, self.paths.plan)
 
     def new_token(self) -> str:
-        """A name for this run, where workers find it."""
         name = secrets.token_hex(8)
         partial = self.paths.partial / "token"
         publish.write_file(partial, name.encode())
@@ -72,7 +72,6 @@ class WorkDir:
         return name
 
     def record(self, unit: Unit[Any], made: Made) -> None:
-        """Make a published unit count."""
         record = Done(
             unit=unit.name,
             fingerprint=unit.fingerprint,
@@ -85,7 +84,6 @@ class WorkDir:
         self.finished[unit.fingerprint] = record
 
     def forget(self, unit: Unit[Any]) -> None:
-        """Let a finished unit be made again."""
         self.journal.append(Forgotten(fingerprint=unit.fingerprint), sync=True)
         self.finished.pop(unit.fingerprint, None)
         for attempt in attempts.read(self.paths, unit):
@@ -120,13 +118,10 @@ class WorkDir:
 
 
 def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:
-    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
-    place; a side file, always in the store.
-
-    A name in the store says what the content is; a final name does not, so a file that lies only there has to have the
-    hash."""
-    record = finished.get(unit.fingerprint)
-    if record is None:
+    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or in its final
+    place with the recorded hash, since no name there says what the content is; a side file, always in the store.
+    """
+    if (record := finished.get(unit.fingerprint)) is None:
         return None
     sizes = {w.path: w.nbytes for w in record.for_chain}
     if unit.side and not has_size(paths.store / unit.side_name, sizes.get(unit.side_name, -1)):

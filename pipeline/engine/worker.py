@@ -35,11 +35,8 @@ Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 @dataclass(frozen=True)
 class Task:
-    """A unit as it travels.
-
-    output   whose work directory holds the plan; run: the token there
-    version  of the coordinator's ktconvert
-    threads  for packing; None: the CPUs that the worker may use
+    """A unit as it travels. run: the token in the work directory of `output`; threads: for packing, None: the CPUs that
+    the worker may use.
     """
 
     output: str
@@ -61,7 +58,6 @@ class Failure:
     sentence: str
 
     def error(self) -> KtconvertError:
-        """To be raised by the coordinator."""
         kind = getattr(errors, self.kind, KtconvertError)
         error: KtconvertError = kind(self.sentence)
         error.exit_code = self.exit_code
@@ -72,7 +68,8 @@ def make_unit(task: Task) -> Attempt | Failure:
     """Make a unit, or find it made. What trying again would not help comes back as a Failure."""
     reporter = Collecting()
     try:
-        opened = _open(task)
+        with _opening:
+            opened = _opened(task.output, task.run, task.version, task.reopen, task.threads)
         return make_attempt(opened, *opened.find(task), task.run, reporter)
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
@@ -101,10 +98,9 @@ class Opened:
 
     def find(self, task: Task) -> tuple[Stage[Any], Unit[Any]]:
         """The unit of a task. Raises OutputError where this host would make something else of it."""
-        for stage in self.plan.stages:
-            for unit in stage.units:
-                if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
-                    return stage, unit
+        for stage, unit in [(one, unit) for one in self.plan.stages for unit in one.units]:
+            if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
+                return stage, unit
         raise OutputError(
             f"{self.paths.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
             "the same ktconvert on all hosts, and see that they read the same files."
@@ -131,11 +127,6 @@ def require_able(version: str) -> None:
 OPEN = 4  # plans that a worker keeps open: outputs that are made together take turns
 
 _opening = threading.Lock()
-
-
-def _open(task: Task) -> Opened:
-    with _opening:
-        return _opened(task.output, task.run, task.version, task.reopen, task.threads)
 
 
 @functools.lru_cache(OPEN)
@@ -202,5 +193,4 @@ class Collecting(Reporter):
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Keep it."""
         self.warnings.append(text)

@@ -25,7 +25,8 @@ from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.stages import equalized, expert_files, quantize_experts
+from ktconvert.pipeline.stages import expert_files, quantize_experts
+from ktconvert.pipeline.stages import expert_stream as equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread

@@ -1,7 +1,7 @@
 """How an option is declared, and what follows: its click option, its typed value, its entry in plan.json.
 
-    class Gptq(Options, frozen=True, kw_only=True):
-        dampening_frac: Annotated[float, Option("Part of ...", Real(0, 1), effect=Effect.WEIGHTS)] = 0.1
+    class Gptq(Options):
+        dampening_frac: float = weights("Part of ...", Real(0, 1), default=0.1)
 
 A settings object is a tree: fields are options, or groups of options that several commands share. Names are unique in a
 command, so documents and messages have them flat.
@@ -14,9 +14,9 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
@@ -24,7 +24,7 @@ import msgspec
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
 
-NONE = msgspec.NODEFAULT
+NONE = MISSING  # the default of what must be given
 
 
 class Effect(enum.Enum):
@@ -40,7 +40,6 @@ class Effect(enum.Enum):
 class Option:
     """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
 
-    help      what it is, in a sentence or two
     type      of a value; by default what the field's type says
     flags     its spellings, where the name alone is not enough
     argument  the name under which it may stand without a flag (and must, where there are no flags)
@@ -66,10 +65,36 @@ class Recorded:
     shape: Any = None  # of a mapping: the TypedDict that its values must fit
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of settings: fields are Annotated with Option or Recorded, or are groups. TITLE: of a group in --help."""
+def declared(what: Option | Recorded, default: Any = None) -> Any:
+    """A field of settings. default: NONE where it must be given."""
+    return field(default=default, metadata={"declared": what})
+
+
+def option(help: str = "", type: Any = None, effect: Effect = Effect.CALL, default: Any = None, **other: Any) -> Any:
+    """A field that an option of the command line gives; arguments as of Option, and its default."""
+    return declared(Option(help, type, effect=effect, **other), default)
+
+
+def recorded(effect: Effect, flag: str | None = None, shape: Any = None, default: Any = None) -> Any:
+    """A field that is recorded; arguments as of Recorded, and its default."""
+    return declared(Recorded(effect, flag, shape), default)
+
+
+tuning, files, weights = (
+    functools.partial(option, effect=effect) for effect in (Effect.TUNING, Effect.FILES, Effect.WEIGHTS)
+)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, kw_only_default=True)
+class Options:
+    """Base of settings, frozen dataclasses: fields are declared, or are groups. title: of a group in --help."""
 
     TITLE: ClassVar[str] = "Options"
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init_subclass__(cls, title: str | None = None) -> None:
+        cls.TITLE = title or cls.TITLE
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -87,7 +112,6 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """In documents, and of the click parameter."""
         return self.path[-1]
 
     @property
@@ -112,7 +136,6 @@ class Leaf:
         return read
 
     def of(self, options: Options) -> Any:
-        """Its value."""
         return functools.reduce(getattr, self.path, options)
 
 
@@ -123,42 +146,33 @@ def _kind(annotation: Any) -> type:
     return kind
 
 
-@functools.cache
+_known: dict[type[Options], tuple[Leaf, ...]] = {}
+
+
 def leaves(cls: type[Options]) -> tuple[Leaf, ...]:
     """The options of a settings class: its own first, then those it inherits, and those of its groups."""
-    fields = {each.name: each for each in msgspec.structs.fields(cls)}
-    own = [name for name in inspect.get_annotations(cls) if name in fields]
-    ordered = [fields[name] for name in (*own, *(name for name in fields if name not in own))]
-    return tuple(leaf for each in ordered for leaf in _leaves_of(cls, each))
+    if cls not in _known:
+        by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
+        own = [name for name in inspect.get_annotations(cls) if name in by_name]
+        each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
+        _known[cls] = tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
+    return _known[cls]
 
 
-def _leaves_of(cls: type[Options], each: msgspec.structs.FieldInfo) -> Iterator[Leaf]:
-    hint = _hints(cls)[each.name]
-    if get_origin(hint) is not Annotated:  # a group
-        for leaf in leaves(hint):
-            default = NONE if each.default is NONE else leaf.of(each.default)
-            yield Leaf((each.name, *leaf.path), leaf.title, leaf.declared, leaf.annotation, default)
+def _leaves_of(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[Leaf]:
+    if each.metadata:
+        yield Leaf((each.name,), cls.TITLE, each.metadata["declared"], hint, each.default)
         return
-    annotation, declared = get_args(hint)
-    yield Leaf((each.name,), cls.TITLE, declared, annotation, each.default)
-
-
-@functools.cache
-def _hints(cls: type[Options]) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    group = getattr(cls, each.name)
+    for leaf in leaves(type(group)):
+        yield replace(leaf, path=(each.name, *leaf.path), default=leaf.of(group))
 
 
 def build(cls: type[O], values: Mapping[str, Any]) -> O:
     """A settings object from values by name; defaults for those that are not there."""
-    inside: dict[str, Any] = {}
-    for each in msgspec.structs.fields(cls):
-        hint = _hints(cls)[each.name]
-        if get_origin(hint) is not Annotated:
-            default = {} if each.default is NONE else {leaf.name: leaf.of(each.default) for leaf in leaves(hint)}
-            inside[each.name] = build(hint, {**default, **values})
-        elif each.name in values:
-            inside[each.name] = values[each.name]
-    return cls(**inside)
+    own = {each.name: values[each.name] for each in fields(cls) if each.metadata and each.name in values}
+    groups = {each.name: with_values(getattr(cls, each.name), **values) for each in fields(cls) if not each.metadata}
+    return cls(**own, **groups)
 
 
 def with_values(options: O, **values: Any) -> O:
@@ -210,12 +224,10 @@ def checked(leaf: Leaf, value: Any) -> Any:
 
 
 def hashable(value: Any) -> Any:
-    """A JSON value as tuples."""
     if isinstance(value, dict):
         return tuple((key, hashable(value[key])) for key in sorted(value))
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

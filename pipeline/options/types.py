@@ -21,7 +21,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
         amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
         if not 1 <= amount < MOST:
@@ -33,7 +32,6 @@ class Number(click.IntRange):
     """A whole number, and none that no machine could count to: C and torch take no longer ones."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
         number: int = super().convert(value, param, ctx)
         if number >= MOST:
             self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
@@ -47,7 +45,6 @@ class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since c
         super().__init__([str(number) for number in numbers])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
         return int(super().convert(str(value), param, ctx))
 
 
@@ -55,7 +52,6 @@ class Real(click.FloatRange):
     """A finite number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -70,7 +66,6 @@ class FilePath(click.Path):
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path."""
         if wrong := _no_path(value):
             self.fail(wrong, param, ctx)
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
@@ -83,7 +78,6 @@ class Directory(FilePath):
     """A directory that exists."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path."""
         path = super().convert(value, param, ctx)
         if not path.is_dir():
             self.fail(f"Directory {str(path)!r} does not exist.", param, ctx)
@@ -101,7 +95,6 @@ class PathOrHubId(click.types.StringParamType):
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text."""
         if wrong := _no_path(value):
             self.fail(wrong, param, ctx)
         text = super().convert(value, param, ctx)
@@ -128,7 +121,6 @@ class Text(click.types.StringParamType):
     """Text: Python passes bytes that are none on as characters that nothing can write or encode."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text."""
         text = super().convert(value, param, ctx)
         try:
             text.encode()
@@ -144,7 +136,6 @@ class OneOrMore(click.Choice):  # type: ignore[type-arg]  # generic only since c
         super().__init__(tuple(words), case_sensitive=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The words, as a list of them is written."""
         words: list[str] = []
         for word in str(value).split(","):
             words.append(super().convert(word.strip(), param, ctx))

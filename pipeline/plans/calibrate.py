@@ -10,78 +10,60 @@ from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, tool_version
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.plans import statistics
-from ktconvert.pipeline.plans.checkpoint import (
-    changed_files_of,
-    collector_at_rest,
-    files_named,
-    require_complete,
-    rows_for,
-    shape_facts,
-    shards_read_by,
-    source_files,
-    with_arch_row,
-)
+from ktconvert.pipeline.options.quantization import CalibrateOptions
+from ktconvert.pipeline.plans import checkpoint, walking
 from ktconvert.pipeline.plans.quantizing import machine_notes
-from ktconvert.pipeline.plans.walking import on_one_machine, require_same_machine
-from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
+from ktconvert.pipeline.stages import chain, copy_tensors, gather_statistics
 from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 
-@collector_at_rest()
+@checkpoint.collector_at_rest()
 def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them.
-
-    Raises UnsupportedError, InputError or KtconvertError before any weight is read.
+    --verify-inputs reads them. Raises UnsupportedError, InputError or KtconvertError before any weight is read.
     """
     environment.require("calibrate", environment.WALK)
-    request = on_one_machine(with_arch_row(request), environment.WALK_PACKAGES)
+    request = walking.on_one_machine(checkpoint.with_arch_row(request), environment.WALK_PACKAGES)
     options, machine = request.options, request.options.machine.machine
     assert machine is not None
     source = open_checkpoint(request.input, options.hub.revision)
-    require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
-    model = recognise(source, rows_for(options.arch_row))
-    chain.require_calibratable(model, calibrate_layers.INSTEAD)
+    checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
+    model = recognise(source, checkpoint.rows_for(options.arch_row))
+    chain.require_calibratable(model, gather_statistics.INSTEAD)
     bytes_of = footprint.moments_bytes if options.second_moments else footprint.squares_bytes
     group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), bytes_of)
     calibration = Calibration.of(options.samples)
-    walking = WalkSettings(calibration, group, options.machine.trust_remote_code, machine, options.weights)
+    walk = WalkSettings(calibration, group, options.machine.trust_remote_code, machine, options.weights)
     on_gpu = machine["device_type"] != "cpu"
     shape = footprint.shape_of(
         model, options.samples, quantizes=False, moments=options.second_moments, group=group, on_gpu=on_gpu
     )
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
-    about = statistics.describe(model, request)
-    files = source_files(source, options, hashed)
+    about = walking.describe(model, request)
+    files = checkpoint.source_files(source, options, hashed)
     return Plan(
         request=request,
         source=files,
-        reads=(*source.paths(), *files_named(options)),
+        reads=(*source.paths(), *checkpoint.files_named(options)),
         stages=(
-            calibrate_layers.stage(
-                model,
-                walking,
-                {tensor.key: tensor for tensor in rest},
-                about,
-                second_moments=options.second_moments,
+            gather_statistics.stage(
+                model, walk, {tensor.key: tensor for tensor in rest}, about, options.second_moments
             ),
         ),
         facts={
             "architecture": model.arch.name,
-            **shape_facts(model, model.layers),
+            **checkpoint.shape_facts(model, model.layers),
             "data": dict(about["data"]),
         },
         notes=(*_notes(model), *machine_notes(options)),
         assembly=Assembly(companions=(), config=None, loose=True),
         conversion=Conversion(
-            changed=lambda: changed_files_of(source, files),
-            read_by=partial(shards_read_by, source),
+            changed=lambda: checkpoint.changed_files_of(source, files),
+            read_by=partial(checkpoint.shards_read_by, source),
             peak_memory=lambda threads: footprint.footprint(shape).host,
-            card=lambda stats: statistics.card(about, list(stats), tool_version()),
-            require_ready=lambda: require_same_machine(request, environment.WALK_PACKAGES),
+            card=lambda stats: walking.card(about, list(stats), tool_version()),
+            require_ready=lambda: walking.require_same_machine(request, environment.WALK_PACKAGES),
             check=read_statistics,
         ),
         scratch_bytes=footprint.footprint(shape).disk,

@@ -30,18 +30,18 @@ from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
+from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
 from ktconvert.pipeline.walk.calibration_data import local_files
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
+ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts, where there are any
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Pause garbage collection, which takes a quarter of a large plan's time: it traces all live header objects."""
+    """Pause garbage collection, which takes a quarter of a large plan's time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -61,12 +61,10 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
 
 
 def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
-    """Values of these options with which the output was begun or finished; None where it was not.
-
-    Raises OutputError, naming the option, for a value that it cannot have.
+    """Values of these options with which the output was begun or finished; None where it was not. Raises OutputError,
+    naming the option, for a value that it cannot have.
     """
-    begun = begun_with(request.output)
-    if begun is None:
+    if (begun := begun_with(request.output)) is None:
         return None
     cls: type[ConversionOptions] = type(request.options)
     known = {leaf.name: leaf for leaf in leaves(cls)}
@@ -103,15 +101,12 @@ def require_complete(source: TensorSource, what: str, why: str) -> None:
 
 
 def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") -> tuple[int, ...]:
-    """Layer numbers of "3-60,62", or of "all", the value of a flag. Raises UsageError for anything else or a layer that
-    is not there.
-    """
+    """Layer numbers of `text`, "3-60,62" or "all". Raises UsageError for anything else or a layer that is not there."""
     if text == "all":
         return present
     chosen: set[int] = set()
     for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-        if match is None:
+        if (match := re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)) is None:
             raise UsageError(f"{flag} {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
@@ -173,9 +168,7 @@ def files_named(options: ConversionOptions) -> Iterator[Path]:
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
     """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
-
-    Raises InputError for a file that could not be copied later: it is unreadable, a link out of the checkpoint, or in a
-    folder that has the name of one of our files.
+    Raises InputError for a file that could not be copied later.
     """
     for name in names:
         require_copyable(root, name)
@@ -193,8 +186,8 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
     """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own, and so
     are files that say how the source is quantized, which loaders would believe of the output.
 
-    README.md becomes README.source.md. An existing README.source.md (of a converted source) becomes
-    README.source.source.md."""
+    README.md becomes README.source.md, an existing README.source.md (of a converted source) README.source.source.md.
+    """
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME, *CONFIG_FILES):
         while name in names:
@@ -205,13 +198,11 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
 
 
 def changed_files_of(source: TensorSource, files: Iterable[SourceFile]) -> list[str]:
-    """The names of the files of a checkpoint that changed since it was opened."""
     others = [file for file in files if file.header_sha256 is None]
     return source.changed() + changed_since(others, source.companion_root)
 
 
 def shards_read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    """The names of the shards of a checkpoint that a unit reads."""
     by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
     return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 

@@ -1,49 +1,50 @@
-"""The table of commands that write an output: name -> its settings, and the function that makes its plan."""
+"""The commands that write an output: their settings, requests and plans, of one output or several."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.native_quant import machine, placement
 from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan, changed_files
+from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
 from ktconvert.pipeline.options.declare import build, checked, leaves, plain, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions, DequantizeOptions, MergeOptions, ResplitOptions
-from ktconvert.pipeline.plans.several import outputs_of
+from ktconvert.pipeline.options.quantization import (
+    CalibrateOptions,
+    CpuOptions,
+    DequantizeOptions,
+    GpuOptions,
+    MergeOptions,
+    QuantizationOptions,
+    ResplitOptions,
+)
+from ktconvert.pipeline.options.types import OneOrMore
 from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import plural
 
-
-@dataclass(frozen=True)
-class ConversionCommand:
-    """A command that writes an output. planner: its plan_* function, in the module of pipeline/plans."""
-
-    options: type[ConversionOptions]
-    module: str
-    planner: str
-
-
-COMMANDS: Mapping[str, ConversionCommand] = {
-    "cpu": ConversionCommand(CpuOptions, "cpu", "plan_cpu"),
-    "gpu": ConversionCommand(GpuOptions, "gpu", "plan_gpu"),
-    "calibrate": ConversionCommand(CalibrateOptions, "calibrate", "plan_calibrate"),
-    "dequantize": ConversionCommand(DequantizeOptions, "dequantize", "plan_dequantize"),
-    "merge": ConversionCommand(MergeOptions, "merge", "plan_merge"),
-    "resplit": ConversionCommand(ResplitOptions, "resplit_against", "plan_resplit_with_advice"),
+# A command's plan is made by plan_NAME in the module of its name.
+COMMANDS: Mapping[str, type[ConversionOptions]] = {
+    "cpu": CpuOptions,
+    "gpu": GpuOptions,
+    "calibrate": CalibrateOptions,
+    "dequantize": DequantizeOptions,
+    "merge": MergeOptions,
+    "resplit": ResplitOptions,
 }
 
 
 def request(command: str, **options: Any) -> Request[ConversionOptions]:
     """The request of a command with options by the names of --help with underscores; ValueError for others."""
-    return Request(command, _options(COMMANDS[command].options, options))
+    return Request(command, _options(COMMANDS[command], options))
 
 
 def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
@@ -52,14 +53,11 @@ def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
     settings, tuning = saved.settings, saved.tuning
     try:
-        options = _options(
-            COMMANDS[saved.command].options,
-            {"input": saved.input, "output": str(output), **settings, **tuning},
-        )
-        missing = {*options.settings} - {*settings}
+        given = {"input": saved.input, "output": str(output), **settings, **tuning}
+        options = _options(COMMANDS[saved.command], given)
         if wrong := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
             raise ValueError(f"{wrong[0]} goes with none of the other options")
-        if missing:
+        if missing := {*options.settings} - {*settings}:
             raise ValueError(f"{min(missing)} is missing")
     except ValueError as error:
         raise OutputError(f"{output}: its plan cannot be understood ({error}); start over with --overwrite.") from error
@@ -74,30 +72,55 @@ def _options(cls: type[ConversionOptions], values: Mapping[str, Any]) -> Convers
     return build(cls, {name: checked(known[name], plain(value)) for name, value in values.items()})
 
 
+def outputs_of(request: Request[Any]) -> list[Request[Any]]:
+    """An ordinary request for each output OUT-WORD, where an option has several words, which resumes alone; else the
+    request itself. Raises UsageError where they cannot be made together.
+    """
+    options: ConversionOptions = request.options
+    for leaf in leaves(type(options)):
+        words = leaf.of(options).split(",") if isinstance(leaf.type, OneOrMore) else []
+        if len(words) > 1:
+            given = f"{leaf.flag} {','.join(words)}"
+            _require_together(options, given, leaf.flag)
+            if not request.output.name:
+                raise UsageError(f"{given} adds to the name of the output, and {request.output} has none.")
+            outputs = [request.output.with_name(f"{request.output.name}-{word}") for word in words]
+            if len({os.path.realpath(output) for output in outputs}) < len(outputs):
+                raise UsageError(f"{given}: a link makes one folder of {outputs[0]} and others; remove it.")
+            values = ({"output": output, leaf.name: word} for word, output in zip(words, outputs, strict=True))
+            return [replace(request, options=with_values(options, **each)) for each in values]
+    return [request]
+
+
+def _require_together(options: ConversionOptions, given: str, flag: str) -> None:
+    if options.part is not None:
+        raise UsageError(f"{given}: --part shares out the files of one output; give one {flag} after the other.")
+    if isinstance(options, QuantizationOptions) and options.calibrated:
+        raise UsageError(
+            f"{given}: GPTQ walks through the model once for each output, with what its own layers gave; give one "
+            f"{flag} after the other."
+        )
+
+
 def plans_of(request: Request[Any], hashed: Callable[[int], None] | None = None) -> list[Plan]:
     """The plans of all outputs that a request asks for. hashed: is told how many bytes were hashed."""
     return [plan_request(each, hashed) for each in outputs_of(request)]
 
 
 def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of a request for one output. hashed: is told how many bytes were hashed. Raises UsageError where it asks
-    for several: plans_of.
-    """
+    """The plan of a request for one output; UsageError for several. hashed: is told how many bytes were hashed."""
     if len(requests := outputs_of(request)) > 1:
         raise UsageError(f"{request.output}: one plan is for one output, and {len(requests)} are wanted.")
-    command = COMMANDS[request.command]
-    module = importlib.import_module(f"ktconvert.pipeline.plans.{command.module}")
-    plan: Plan = getattr(module, command.planner)(request, hashed)
+    module = importlib.import_module(f"ktconvert.pipeline.plans.{request.command}")
+    plan: Plan = getattr(module, f"plan_{request.command}")(request, hashed)
     return plan
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
-    """The plan that was saved for an output, made again on another host or later, with some of its tuning changed.
-
-    Raises OutputError where there is none, InputError where its input is not what it was.
+    """The plan that was saved for an output, made again on another host or later, with other tuning. Raises OutputError
+    where there is none, InputError where its input is not what it was.
     """
-    saved = saved_plan(locate(output))
-    if saved is None:
+    if (saved := saved_plan(locate(output))) is None:
         raise OutputError(f"{output}: no conversion into it was begun.")
     request = saved_request(output, saved)
     plan = plan_request(replace(request, options=with_values(request.options, **tuning)))
@@ -115,12 +138,41 @@ def run(
     *,
     overwrite: bool = False,
 ) -> bool:
-    """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
-    concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
+    """Make what a plan says, or those of several outputs of one input (plans_of), from wherever it stands: with threads
+    of this process, or with the workers of any concurrent.futures.Executor, which see its input and output under the
+    same paths and have this ktconvert. overwrite: as --overwrite.
 
-    plan       or those of several outputs of one input (plans_of), which is read once for all
-    overwrite  as --overwrite
     Returns False when there was nothing to do. Raises KtconvertError.
     """
     plans = [plan] if isinstance(plan, Plan) else plan
     return execute(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)
+
+
+def numa_notes(plan: Plan) -> list[str]:
+    """What to say of a plan of AMX weights where this machine's NUMA nodes or their memory do not suit it."""
+    if "threadpool_count" not in plan.request.options.settings:
+        return []
+    return [note for note in (_of_pools(plan), _of_memory(plan)) if note is not None]
+
+
+def _of_memory(plan: Plan) -> str | None:
+    parts = plan.facts["numa"]
+    size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
+    shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
+    if not shortages:
+        return None
+    return f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"
+
+
+def _of_pools(plan: Plan) -> str | None:
+    pools, parts = machine.pool_count(), plan.facts["numa"]
+    if pools == parts:
+        return None
+    nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
+    if pools < nodes:
+        here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
+    elif nodes < present:
+        here = f"this process may use {nodes} of this machine's {present} nodes"
+    else:
+        here = f"this machine has {plural(nodes, 'node')}"
+    return f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"

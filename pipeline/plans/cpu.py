@@ -18,38 +18,23 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
-from ktconvert.pipeline.plans import method_map
-from ktconvert.pipeline.plans.checkpoint import (
-    begun_values,
-    collector_at_rest,
-    parse_layers,
-    require_whole,
-    rows_for,
-    shape_facts,
-    shard_metadata,
-    with_arch_row,
-)
-from ktconvert.pipeline.plans.importance import facts_of, files_of, importance_for, notes_of
-from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
+from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
 BITS_DECODED = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
-ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # and these, where there are any
 
 
-@collector_at_rest()
+@checkpoint.collector_at_rest()
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has
-    read.
-
-    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
+    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
-    request = with_arch_row(request)
+    request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
         from ktconvert.pipeline.walk import environment
@@ -59,38 +44,36 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
-        require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognise(source, rows_for(options.arch_row))
+        checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
+    model = recognise(source, checkpoint.rows_for(options.arch_row))
     _require_input_type(options.input_type, model)
-    fmt = method_map.of_model(options, fmt, model)
+    fmt = quantizing.mixed_of(options, fmt, model)
     choice = _choice(options, fmt, model)
-    model = equalized_for(options, model, fmt)
-    inputs = importance_for(choice, options, model)
+    model = quantizing.equalized_for(options, model, fmt)
+    inputs = quantizing.importance_for(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
-    request = replace(
-        request,
-        options=with_values(options, **({} if inputs is None else {f"{inputs.fact}_sha256": inputs.sha256}), **found),
-    )
+    if inputs is not None:
+        found[f"{inputs.fact}_sha256"] = inputs.sha256
+    request = replace(request, options=with_values(options, **found))
     options = request.options
-    layers = parse_layers(options.layers, model.layers)
-    comparable = [
-        other
-        for other in formats_of("cpu", fmt.arrangement.layout).values()
-        if other.backward or not options.save_backward_weights
-    ]
+    layers = checkpoint.parse_layers(options.layers, model.layers)
+    others = formats_of("cpu", fmt.arrangement.layout).values()
+    comparable = [other for other in others if other.backward or not options.save_backward_weights]
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | facts_of(inputs, measured)
-    metadata = shard_metadata(facts, source, (*ABOUT, *(name for name in ABOUT_CODES if name in facts)))
+    facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of(inputs, measured)
+    metadata = checkpoint.shard_metadata(
+        facts, source, (*ABOUT, *(name for name in checkpoint.ABOUT_CODES if name in facts))
+    )
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
         from ktconvert.pipeline.plans import walking
 
         walking.require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
         rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-        quantizing = walking.compensated(
+        making = walking.compensated(
             request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files
         )
     else:
@@ -107,27 +90,27 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
             statistics=inputs,
             options=options.weights,
         )
-        quantizing = rounded(stage, inputs)
-    return plan_of(
+        making = quantizing.rounded(stage, inputs)
+    return quantizing.plan_of(
         request,
         model,
         fmt,
-        quantizing,
+        making,
         copy_tensors.not_experts(model, options.non_experts),
         facts,
         metadata,
         card_notes=[
             *_notes(model, layers, options),
-            *method_map.of_each(fmt, lambda own: _notes_of(model, own, options)),
+            *quantizing.notes_of_each(fmt, lambda own: _notes_of(model, own, options)),
             *fmt.notes,
-            *method_map.notes(fmt, layers, choice),
-            *notes_of(facts),
+            *quantizing.notes_of_mix(fmt, layers, choice),
+            *quantizing.notes_of_unreached(facts),
         ],
         notes=_gains(fmt, choice),
         non_experts=options.non_experts,
         loose_files=loose_files,
         kept_layers=options.kept_layers,
-        reads=files_of(inputs),
+        reads=quantizing.files_of(inputs),
         hashed=hashed,
     )
 
@@ -152,8 +135,8 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. Raises UnsupportedError for one of kt-kernel's that cannot be made,
-    UsageError where it has no such layout, no loose files or no backward matrices.
+    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
+    where it has no such layout, no loose files or no backward matrices.
     """
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
@@ -196,9 +179,9 @@ def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, n
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}
-    if (begun := begun_values(request, "layers", "kept_layers")) is not None:
+    if (begun := checkpoint.begun_values(request, "layers", "kept_layers")) is not None:
         return begun
-    selected = parse_layers(options.layers, model.layers)
+    selected = checkpoint.parse_layers(options.layers, model.layers)
     folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:
         remaining = [n for n in selected if n >= first]
@@ -221,7 +204,6 @@ def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, n
 
 
 def _compact(layers: Sequence[int]) -> str:
-    """As --layers takes them."""
     return ranges(layers).replace(" ", "")
 
 
@@ -247,7 +229,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         **mixed.facts_of(fmt, layers),
         **({"layout": fmt.arrangement.layout} if fmt.arrangement.on_request else {}),
         "numa": numa,
-        **shape_facts(model, layers),
+        **checkpoint.shape_facts(model, layers),
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
         **calibration,
@@ -267,7 +249,6 @@ def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
 
 
 def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
-    """On the checkpoint, and on what of it is converted."""
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and options.kept_layers is None:
@@ -283,10 +264,8 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
 
 
 def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
-    """On what the format makes of these experts."""
     notes = []
-    kept = fmt.encoding.is_exact(model)
-    if kept:
+    if kept := fmt.encoding.is_exact(model):
         stored = [] if fmt.encoding.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
         holds = (
             f"{fmt.name} holds all numbers of {stored[0]}"

@@ -15,60 +15,47 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, tool_version
-from ktconvert.pipeline.options.rewriting import DequantizeOptions
-from ktconvert.pipeline.plans.checkpoint import (
-    BASE_MEMORY,
-    base_model,
-    changed_files_of,
-    collector_at_rest,
-    companions,
-    number_shards,
-    require_complete,
-    shard_metadata,
-    shards_read_by,
-    source_files,
-)
+from ktconvert.pipeline.options.quantization import DequantizeOptions
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
 
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
-@collector_at_rest()
+@checkpoint.collector_at_rest()
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them.
-
-    Raises UnsupportedError or InputError before any weight is read.
+    --verify-inputs reads them. Raises UnsupportedError or InputError before any weight is read.
     """
     source = open_checkpoint(request.input, request.options.hub.revision)
-    require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
+    checkpoint.require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
     tensors = copy_tensors.decoded_others(everything)
     facts = _facts(source, tensors)
-    metadata = shard_metadata(facts, source, ("method", "layout_version"))
+    metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
     limit = request.options.max_shard_size
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
-    files, base = source_files(source, request.options, hashed), base_model(source)
+    files, base = checkpoint.source_files(source, request.options, hashed), checkpoint.base_model(source)
     return Plan(
         request=request,
         source=files,
         reads=tuple(source.paths()),
-        stages=number_shards([stage]),
+        stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
         assembly=Assembly(
-            companions=companions(source.root, [name for name in names if name not in dropped_files]),
+            companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
             config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
             loose=False,
         ),
         conversion=Conversion(
-            changed=lambda: changed_files_of(source, files),
-            read_by=partial(shards_read_by, source),
+            changed=lambda: checkpoint.changed_files_of(source, files),
+            read_by=partial(checkpoint.shards_read_by, source),
             # A few windows of each shard in flight, whatever the number of threads.
-            peak_memory=lambda threads: BASE_MEMORY + copy_tensors.peak_memory(tensors),
+            peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
             card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
             check=_check,
         ),
@@ -100,8 +87,7 @@ def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) ->
 
 
 def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str]) -> list[str]:
-    weights = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())
-    if not weights:
+    if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
         return ["nothing is quantized here: the output is a copy"]
     notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]
     if dropped_files:

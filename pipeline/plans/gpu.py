@@ -18,37 +18,28 @@ from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.quantization import GpuOptions
-from ktconvert.pipeline.plans.checkpoint import (
-    collector_at_rest,
-    require_complete,
-    rows_for,
-    shape_facts,
-    shard_metadata,
-    with_arch_row,
-)
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.quantizing import Quantizing, equalized_for, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
-@collector_at_rest()
+@checkpoint.collector_at_rest()
 def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them.
-
-    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
     require_possible(request.options)
-    request = with_arch_row(request)
+    request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
         from ktconvert.pipeline.plans import walking
 
         request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
-    require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
-    model = recognise(source, rows_for(options.arch_row))
+    checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
+    model = recognise(source, checkpoint.rows_for(options.arch_row))
     fmt = formats_of("gpu")[options.quant_type].configured(
         {"rounding": options.rounding, "group_size": options.group_size}
     )
@@ -57,7 +48,8 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
-    metadata = shard_metadata(facts, source, ABOUT)
+    metadata = checkpoint.shard_metadata(facts, source, ABOUT)
+    shards = ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
     return plan_of(
         request,
@@ -68,7 +60,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
         facts,
         metadata,
         card_notes=_notes(model, rest, left_out, loading),
-        notes=(*_of_cpu(facts, options.output), *_of_shards(options)),
+        notes=(*_of_cpu(facts, options.output), *(shards if options.max_shard_size and options.calibrated else ())),
         ignore=ignore,
         left_out=left_out,
         hashed=hashed,
@@ -76,8 +68,8 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
 
 
 def require_possible(options: GpuOptions) -> None:
-    """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else,
-    UsageError for options that contradict each other.
+    """Raise KtconvertError for what is not installed, UnsupportedError for what is made otherwise, UsageError for
+    options that contradict each other.
     """
     if options.calibrated:
         from ktconvert.pipeline.walk import environment
@@ -119,12 +111,6 @@ def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
     return (f"one directory for CPU and GPU: {command}",)
 
 
-def _of_shards(options: GpuOptions) -> tuple[str, ...]:
-    if options.max_shard_size is None or not options.calibrated:
-        return ()
-    return ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
-
-
 def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
     calibration: dict[str, Any] = {}
     if options.calibrated:
@@ -139,7 +125,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
         "rounding": options.rounding,
         "bits": fmt.encoding.grid.bits,
         "group_size": fmt.encoding.grid.group,
-        **shape_facts(model, model.layers),
+        **checkpoint.shape_facts(model, model.layers),
         **calibration,
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         TEMPLATES: name_templates(model),

@@ -55,7 +55,6 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
-    """The command for each type that is possible."""
     name = Path(where).expanduser().resolve().name
     return [
         shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
@@ -80,7 +79,6 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
 
 
 def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
-    """Bytes of the experts of the whole output."""
     total, parts = 0, parts if fmt.arrangement.parted else 1
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
@@ -89,13 +87,11 @@ def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
 
 
 def commands(model: MoeModel, where: str) -> list[str]:
-    """The command for each method, for the number of NUMA parts that suits this process if legal, else a legal one."""
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_of("cpu").items():
-        counts = legal_counts(fmt, shapes)
-        if not counts:
+        if not (counts := legal_counts(fmt, shapes)):
             continue
         parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])
         name = Path(where).expanduser().resolve().name.rpartition(":")[2]

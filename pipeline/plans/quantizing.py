@@ -1,8 +1,8 @@
-"""What `cpu` and `gpu` have in common: the stage that makes experts, by rounding or by GPTQ, and the plan around it."""
+"""What plans that make experts share: the stage, by rounding or by GPTQ, statistics of inputs, a method per layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,38 +10,29 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.outputs import Format, card, formats_of, mixed
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.folder import InputStatistics
+from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
+from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.plans.checkpoint import (
-    BASE_MEMORY,
-    base_model,
-    changed_files_of,
-    companions,
-    files_named,
-    number_shards,
-    shards_read_by,
-    source_files,
-)
+from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
-from ktconvert.pipeline.stages.equalized import FACT, equalized
+from ktconvert.pipeline.stages.expert_stream import FACT, equalized
+from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
+
+MAP = "--method-map"
 
 
 @dataclass(frozen=True)
 class Quantizing:
-    """The stage that makes the experts, and what it takes.
-
-    peak_memory    threads -> bytes
-    scratch_bytes  of disk, while it runs
-    require_ready  raises where this machine must not go on with it
-    """
+    """The stage that makes the experts, and what it takes; fields as of Plan and Conversion."""
 
     stage: Stage[Any]
     peak_memory: Callable[[int], int]
@@ -58,20 +49,14 @@ def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatist
     def peak(threads: int) -> int:
         packing = threads + WAITING
         reading = 0 if statistics is None else statistics.memory(packing)
-        return BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
+        return checkpoint.BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
 
     return Quantizing(stage, peak)
 
 
 def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:
-    """Sentences on options that have no effect on this machine."""
-    machine = options.machine
-    if machine.max_gpu_memory is None or machine.machine is None or machine.machine["device_type"] != "cpu":
-        return ()
-    return ("--max-gpu-memory changes nothing here: no GPU is used",)
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
+    on_cpu = (options.machine.machine or {}).get("device_type") == "cpu" and options.machine.max_gpu_memory is not None
+    return ("--max-gpu-memory changes nothing here: no GPU is used",) if on_cpu else ()
 
 
 def plan_of(
@@ -98,45 +83,47 @@ def plan_of(
     others      the tensors beside the experts that are copied
     card_notes  sentences for the plan and the model card; notes: for the plan alone
     ignore      patterns of modules that are not quantized
-    left_out    files of the checkpoint that are not copied
-    reads       files that are read beside the checkpoint and those that options name
+    left_out    files of the checkpoint that are not copied; reads: those that are read beside it and what options name
     """
-    side_output = _side_output(request.options)
-    source, options = model.source, request.options
+    source, options, side_output = model.source, request.options, None
+    if options.calibrated and options.gptq.save_statistics is not None:
+        from ktconvert.pipeline.stages.gather_statistics import KEYS
+
+        side_output = SideOutput(options.gptq.save_statistics, KEYS)
     facts = facts | ({FACT: []} if model.equalized else {})
     stages: list[Stage[Any]] = [quantizing.stage]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
-    files = source_files(source, options, hashed)
+    files = checkpoint.source_files(source, options, hashed)
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        base, all_facts, about = base_model(source), {**facts, **found(stats)}, fmt.description
+        base, all_facts, about = checkpoint.base_model(source), {**facts, **found(stats)}, fmt.description
         lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
         return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
 
     return Plan(
         request=request,
         source=files,
-        reads=(*source.paths(), *files_named(options), *reads),
-        stages=tuple(stages) if loose_files else number_shards(stages),
+        reads=(*source.paths(), *checkpoint.files_named(options), *reads),
+        stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
         notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
         assembly=Assembly(
-            companions=companions(source.companion_root, copied),
+            companions=checkpoint.companions(source.companion_root, copied),
             config=config,
             loose=loose_files,
             kept_layers=kept_layers,
             side_output=side_output,
         ),
         conversion=Conversion(
-            changed=lambda: changed_files_of(source, files),
-            read_by=partial(shards_read_by, source),
+            changed=lambda: checkpoint.changed_files_of(source, files),
+            read_by=partial(checkpoint.shards_read_by, source),
             # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
-            peak_memory=lambda threads: max(quantizing.peak_memory(threads), BASE_MEMORY + copying),
+            peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
             card=readme,
             require_ready=quantizing.require_ready,
             check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
@@ -148,25 +135,14 @@ def plan_of(
     )
 
 
-def _side_output(options: QuantizationOptions) -> SideOutput | None:
-    """Where --save-statistics puts them; None without it."""
-    if not options.calibrated or options.gptq.save_statistics is None:
-        return None
-    from ktconvert.pipeline.stages.gather_statistics import KEYS
-
-    return SideOutput(options.gptq.save_statistics, KEYS)
-
-
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
-    experts that GPTQ did not compensate since too few tokens were routed to them, and `equalized`.
-    """
+    """What figures of layers say that no plan could: `too_few_tokens`, experts that GPTQ left, and `equalized`."""
     few, equalized = (_by_layer(stats, name) for name in ("rounded_experts", "equalized_experts"))
     return {**({"too_few_tokens": few} if few else {}), **({FACT: equalized} if equalized else {})}
 
 
 def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """The experts that figures name: "layer 3: 0-5, 7"."""
+    """As "layer 3: 0-5, 7"."""
     experts: dict[int, list[int]] = {}
     for s in stats:
         if s.get(name):
@@ -175,10 +151,9 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it.
-
-    Raises UnsupportedError where equalized experts would compute something else, UsageError where no layer is rounded
-    to a format that gains, and for options that read or describe the experts as they are.
+    """The model as --equalize asks for it. Raises UnsupportedError where equalized experts would compute something
+    else, UsageError where no layer is rounded to a format that gains, and for options that need the experts as they
+    are.
     """
     if not options.equalize:
         return model
@@ -204,7 +179,6 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
 
 
 def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
-    """What a plan, which reads no weights, can say of --equalize."""
     if not model.equalized:
         return ()
     return (
@@ -214,9 +188,126 @@ def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
-    """Raise VerificationError for a whole model that is not what its manifest and loaders expect. Whether transformers
-    finds a name for every expert is asked only where it is in memory already.
+    """Raise VerificationError for a whole model that is not what its manifest and loaders expect, by transformers where
+    it is in memory already.
     """
     from ktconvert.pipeline.verify.verify import require_sound
 
     require_sound(assembled, load=calibrated)
+
+
+def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
+    """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
+    one that takes them; None where there are none. Raises UsageError where they are named and not asked for, or the
+    other way round; InputError for those of another model, and for others than those with which the conversion was
+    begun.
+    """
+    given = options.importance
+    path = given.file
+    if not choice.importance and path is not None and (given.imatrix is not None or not choice.moments):
+        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
+    if path is None:
+        if choice.importance:
+            raise UsageError(
+                f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
+            )
+        return None
+    opened = open_for(path, model) if choice.importance else moments_in(path.parent, model)
+    begun_with = getattr(options, f"{opened.fact}_sha256")
+    if begun_with not in (None, opened.sha256):
+        raise InputError(
+            f"{opened.path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, "
+            f"and was {begun_with[:12]}); put the old file back and resume."
+        )
+    return opened
+
+
+def open_for(path: Path, model: MoeModel) -> Imatrix:
+    """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
+    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
+
+
+def moments_in(folder: Path, model: MoeModel) -> SecondMoments:
+    """The second moments in a folder of statistics. InputError where there are none, or those of another model."""
+    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
+
+
+def _shapes(model: MoeModel) -> dict[int, tuple[int, int, int]]:
+    return {layer: model.shape(layer) for layer in model.layers}
+
+
+def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
+    """The files of the statistics of inputs, and those next to them that describe them."""
+    if inputs is None:
+        return ()
+    own = (file.path for file in inputs.layers.values()) if isinstance(inputs, SecondMoments) else (inputs.path,)
+    return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
+
+
+def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
+    if inputs is None:
+        return {}
+    unreached = {layer: inputs.unreached(layer) for layer in layers}
+    listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
+    return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
+
+
+def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    if not (listed := facts.get("without_counts")):
+        return ()
+    return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)
+
+
+def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
+    """The format of --quant-method, or with --method-map the mix of it and others. Raises UsageError for a map that
+    cannot be read or leaves nothing to mix, for methods that cannot be mixed, and for options that a mix does not have.
+    """
+    if not options.method_map:
+        return fmt
+    can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
+    if fmt not in can.values():
+        raise UsageError(f"--quant-method {options.quant_method}: {_not_mixed(fmt.name, can)}.")
+    given = (
+        (options.no_merge_safetensor, "--no-merge-safetensor", "is in safetensors alone"),
+        (options.save_backward_weights, "--save-backward-weights", "has no matrices for fine-tuning"),
+        (options.resume_layer > 0, "--resume-layer", "is resumed without a number"),
+    )
+    for is_given, flag, why in given:
+        if is_given:
+            raise UsageError(f"{MAP}: an output with a method per layer {why}; leave out {flag}.")
+    by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.in_a_mix(fmt))
+    for text in options.method_map:
+        layers, sign, method = text.rpartition("=")
+        if not sign:
+            raise UsageError(f"{MAP} {text}: give layers and their method, like 0-5=int8.")
+        name = method.strip().lower()
+        if name not in can:
+            raise UsageError(f"{MAP} {text}: {_not_mixed(method.strip(), can)}.")
+        for layer in checkpoint.parse_layers(layers, model.layers, MAP):
+            if layer in by_layer:  # else --layers leaves it out
+                by_layer[layer] = mixed.in_a_mix(can[name])
+    if len(set(by_layer.values())) == 1:
+        only = next(name for name in can if mixed.in_a_mix(can[name]) in by_layer.values())
+        raise UsageError(f"{MAP}: every layer would have {only}; give --quant-method {only}, and leave out {MAP}.")
+    return mixed.of_layers(by_layer)
+
+
+def _not_mixed(name: str, can: dict[str, Format]) -> str:
+    *first, last = can
+    return f"{name} is no method that layers can be given; these are {', '.join(first)} and {last}"
+
+
+def notes_of_each(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
+    """Notes on each format that layers have; those of a mix say on which."""
+    for own in fmt.formats:
+        yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
+
+
+def notes_of_mix(fmt: Format, layers: Sequence[int], choice: Quantizer) -> Iterator[str]:
+    """What the plan and the model card say of a mix; nothing of any other format."""
+    for methods in mixed.methods_of(fmt, layers).values():
+        listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
+        yield f"a method per layer, for the runtime of ktconvert: kt-kernel loads none of it ({listed})"
+    if others := [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]:
+        yield f"--scale {choice.name} changes nothing in layers of {' and '.join(others)}"

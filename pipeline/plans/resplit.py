@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import Format, card, cpu_card, mixed
+from ktconvert.layouts.outputs import FORMATS, Format, card, cpu_card, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.rearrange import rounds_again
 from ktconvert.pipeline.engine.plan import (
     CARD,
@@ -36,44 +39,37 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.rewriting import ResplitOptions
-from ktconvert.pipeline.plans import method_map
-from ktconvert.pipeline.plans.checkpoint import (
-    BASE_MEMORY,
-    base_model,
-    collector_at_rest,
-    companions,
-    number_shards,
-    shards_read_by,
-)
+from ktconvert.pipeline.options.quantization import ResplitOptions
+from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
-from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.expert_files import Packed
+from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
+from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.pipeline.ui.text import plural
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-KEPT_METADATA = (
-    "activation",
-    "weights_on",
-    "scale",
-    "imatrix",
-    "second_moments",
-    "calibration",
-    "machine",
-    "source",
-)  # what shards say of their experts, whatever the number of parts
+# What shards say of their experts, whatever the number of parts.
+KEPT_METADATA = ("activation", "weights_on", *checkpoint.ABOUT_CODES, "source")
+BETTER = 0.99  # times the error of resplit: below this, converting again is advised
 SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
 
 
-@collector_at_rest()
 def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole rearrangement from names, sizes and headers; only the error of another rounding is measured, on
-    SAMPLED experts.
+    """Plan the whole rearrangement from names, sizes and headers; only errors are measured, on SAMPLED experts: that of
+    another rounding, and with --against what is better, for a note.
 
     Raises UnsupportedError for what is no such output or a number of parts that it cannot have, InputError for one that
-    is damaged.
+    is damaged or was not made from --against.
     """
+    plan, options = _plan(request), request.options
+    return plan if options.against is None else _advised(plan, options.against, options.revision)
+
+
+@checkpoint.collector_at_rest()
+def _plan(request: Request[ResplitOptions]) -> Plan:
     root, options = Path(request.input), request.options
     numa = options.threadpool_count
     output, measured, fmt = _open(root)
@@ -104,19 +100,19 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
-    notes = tuple(method_map.of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
+    notes = tuple(quantizing.notes_of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
-    base, about = base_model(source), fmt.description
+    base, about = checkpoint.base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
         request=request,
         source=files,
         reads=(*source.paths(), *(root / file.name for file in files)),
-        stages=tuple(stages) if output.loose else number_shards(stages),
+        stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
         facts=facts,
         notes=notes,
         assembly=Assembly(
-            companions=companions(root, copied),
+            companions=checkpoint.companions(root, copied),
             config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
             loose=output.loose,
         ),
@@ -125,7 +121,7 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
             read_by=partial(_read_by, source),
             # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
             peak_memory=lambda threads: (
-                BASE_MEMORY
+                checkpoint.BASE_MEMORY
                 + TENSOR * len(output.tensors)
                 + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
             ),
@@ -138,12 +134,12 @@ def _read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
     """The files that hold a unit's tensors. source: the output as named tensors, for those that are no experts."""
     if unit.stage == resplit_experts.NAME:
         return {content[0] for *_, content in unit.inputs}
-    return shards_read_by(source, unit)
+    return checkpoint.shards_read_by(source, unit)
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:
-    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError where it has no
-    NUMA parts, or parts whose bytes mean nothing to us.
+    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError without NUMA
+    parts or where the bytes mean nothing to us.
     """
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
@@ -207,34 +203,27 @@ def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
 def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     """Options of the first conversion that hold for the new output, too: loose files, layers, the table's row."""
     before = output.settings
-    kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
-    if before.get("layers", "all") not in ("all", None):
-        kept["layers"] = ranges(sorted(measured.shapes)).replace(" ", "")
-    if before.get("arch_row"):
-        kept["arch_row"] = before["arch_row"]
-    return kept
+    layers = (
+        ranges(sorted(measured.shapes)).replace(" ", "") if before.get("layers", "all") not in ("all", None) else None
+    )
+    kept = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
+    return {name: value for name, value in kept.items() if value is not None and value != ""}
 
 
 def _config_before(output: Output) -> dict[str, Any]:
-    """config.json without our entries of another number of parts."""
-    config = dict(output.config)
-    about = config.get("quantization_config")
+    config, about = dict(output.config), output.config.get("quantization_config")
     if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
         del config["quantization_config"]
     return config
 
 
 def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Iterator[SourceFile]:
-    """Every file that is read, weights first."""
     for shard in source.shards:
         yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
     for name in (*loose_files, *copied):
         status = (output.root / name).stat()
         yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
-
-
-# --- the error ------------------------------------------------------------------------------------
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
@@ -263,3 +252,81 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
             f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
             f"by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
         )
+
+
+def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
+    """The plan with a note on what is better, from the errors of the down projections of a few experts. Raises
+    InputError for a checkpoint that the output was not made from, and what opening one raises.
+    """
+    works = sample(plan.stages[0].units)
+    scale = plan.facts.get("scale", ABSMAX.name)
+    if scale not in QUANTIZERS:
+        raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
+    if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
+        needs = "a walk through the model" if QUANTIZERS[scale].calibrated else "its statistics"
+        raise UnsupportedError(
+            f"{plan.request.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
+        )
+    sums = np.zeros(4), np.zeros(4), np.zeros(4)  # of error_sums: of the old output, the new one, a fresh conversion
+    with open_checkpoint(against, revision) as source:
+        reads = (*plan.reads, *source.paths())
+        model = recognise(source, checkpoint.rows_for(plan.request.options.settings.get("arch_row")))
+        for work in works:
+            _require_source_of(work, model, against)
+            grid = work.grid
+            choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
+            read = equalized(model, work.fmt) if FACT in plan.facts else model
+            again = ExpertsWork(read, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
+            if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
+                raise _not_its_source(work, against)
+            item = work.sampled, "down"
+            for own, parts in zip(sums, (work.stored(item), work.make(item), again.make(item)), strict=True):
+                for part, packed in parts:
+                    if not part.backward:
+                        own += error_sums(*undone(again.model, work.fmt.encoding, part), packed)
+    before, after, fresh = (error_figures(own)["relative_error"] for own in sums)
+    comparison = (
+        f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
+        f"{after:.4f} after resplit, {fresh:.4f} if converted again"
+    )
+    advice = f"converting again is better: {_command(plan, works[0], against)}"
+    better = "resplit is as good" if fresh >= BETTER * after else advice
+    return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
+
+
+def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:
+    layer = work.grid.layer
+    sizes = work.grid.hidden, work.grid.intermediate
+    if layer not in model.moe_layers or model.shape(layer)[1:] != sizes or work.sampled >= model.shape(layer)[0]:
+        raise _not_its_source(work, against)
+
+
+def _not_its_source(work: ResplitWork, against: str) -> InputError:
+    return InputError(
+        f"{against}: expert {work.sampled} of layer {work.grid.layer} is not that of {work.output.root}; give the "
+        "checkpoint that it was made from with --against."
+    )
+
+
+def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Packed]]) -> bool:
+    return all(
+        np.array_equal(mine, other)
+        for (part, a), (_, b) in zip(ours, theirs, strict=True)
+        if not part.backward
+        for mine, other in zip(a, b, strict=True)
+    )
+
+
+def _command(plan: Plan, work: ResplitWork, against: str) -> str:
+    settings, facts = plan.request.options.settings, plan.facts
+    words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
+    words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
+    for method, layers in facts.get("methods", {}).items():
+        words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
+    words += ["--scale", facts["scale"]] if "scale" in facts else []
+    words += ["--equalize"] if FACT in facts else []
+    words += ["--layers", settings["layers"]] if "layers" in settings else []
+    words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
+    words += ["--save-backward-weights"] if facts["backward"] else []
+    words += ["--non-experts", copy_tensors.choice_of(work.output.others)] if len(plan.stages) > 1 else []
+    return shlex.join(words)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
@@ -14,20 +15,25 @@ from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
-from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.plans import statistics
-from ktconvert.pipeline.plans.checkpoint import begun_values, require_complete
+from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.quantizing import Quantizing
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
 from ktconvert.pipeline.walk import environment, footprint
-from ktconvert.pipeline.walk.calibration_data import local_files
+from ktconvert.pipeline.walk.calibration_data import Calibration, local_files
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 ONESHOT = (
     "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
     "which is not causal for some models; it is for comparison"
 )
+SIZES = ("layers", "experts", "hidden", "intermediate")
+# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
+MOMENTS = (
+    "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
+    "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
+)
+ELSEWHERE = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
 
@@ -47,7 +53,7 @@ def compensated(
     chain.require_calibratable(model, of_gptq.INSTEAD)
     settings = of_gptq.settings_of(model, options)
     shape = of_gptq.shape_of(model, fmt, settings, options)
-    document = statistics.describe(model, request) if options.gptq.save_statistics is not None else None
+    document = describe(model, request) if options.gptq.save_statistics is not None else None
     stream = settings.engine == "stream"
     return Quantizing(
         gptq_layers.stage(
@@ -75,13 +81,8 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShap
     return footprint.footprint(shape).host + whole
 
 
-# ---- the machine of a walk ------------------------------------------------------------------------------------------
-
-
 def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
     """The request with the machine where its walk began, else this one, and what else is found before the first run.
-
-    packages  whose versions can change bytes
     Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
     """
     options = request.options
@@ -89,13 +90,12 @@ def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PA
         return request
     local_files(options.samples.dataset)
     afresh = options.existing.overwrite and not options.machine.allow_machine_change
-    begun = None if afresh else (begun_values(request, "machine") or {}).get("machine")
+    begun = None if afresh else (checkpoint.begun_values(request, "machine") or {}).get("machine")
     machine = begun or this_machine(options, packages)
     return replace(request, options=with_values(options, machine=machine, **found))
 
 
 def this_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> dict[str, Any]:
-    """The properties of this machine that can change sums."""
     limits = options.machine
     return environment.this_machine(options.execution.threads, limits.force_cpu, limits.max_gpu_memory, packages)
 
@@ -112,10 +112,63 @@ def require_same_machine(
 def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
     """UsageError, InputError or UnsupportedError where a walk is impossible, or does not do what options ask."""
     given = f"--scale {options.scale}"
-    require_complete(source, given, "which tells how the model computes")
+    checkpoint.require_complete(source, given, "which tells how the model computes")
     if not whole:
         raise UsageError(f"{given} goes through the whole model: leave out --layers and --resume-layer.")
     if options.save_backward_weights:
         raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
     if options.max_shard_size:
         raise UsageError(f"{given} makes one shard of a layer; leave out --max-shard-size.")
+
+
+def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:
+    """Entries of layouts.statistics.folder.STATISTICS, but for files and what the data really held."""
+    number = cfg.number(dict(model.source.config), model.arch.layers)
+    facts = checkpoint.shape_facts(model, model.layers)
+    settings = {key: value for key, value in request.options.settings.items() if key not in ELSEWHERE}
+    return {
+        "command": request.command,
+        "model": {
+            "architecture": model.arch.name,
+            "name": checkpoint.base_model(model.source),
+            "source": checkpoint.source_identity(model.source),
+            "decoder_layers": number[1] if number else model.layers[-1] + 1,
+            **{key: facts[key] for key in SIZES},
+        },
+        "data": Calibration.of(request.options.samples).facts(),
+        "settings": dict(sorted(settings.items())),
+    }
+
+
+def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str) -> bytes:
+    """README.md of a folder of statistics."""
+    model, data = about["model"], about["data"]
+    name = model["name"] or model["architecture"]
+    counted: Mapping[str, Any] = next((s for s in stats if "calibration_tokens" in s), {})
+    lines = [
+        "---",
+        *([f"base_model: {model['name']}"] if model["name"] else []),
+        "tags:",
+        "- ktconvert",
+        "- imatrix",
+        "---",
+        "",
+        f"# Statistics of the experts of {name}",
+        "",
+        f"{counted.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
+        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in all, went through the "
+        "model.",
+        "",
+        "- `imatrix.gguf`: for each column of what an expert's linears read, the sum of its squares over the tokens "
+        "that were routed to the expert, and their number; llama.cpp's format. Routed experts only.",
+        "- `counts.safetensors`: `counts`, int64 [decoder layers, experts], how often each expert was chosen.",
+        *([MOMENTS] if about["settings"].get("second_moments") else []),
+        "- `statistics.json`: of which model and data, and the hashes of these files.",
+        "",
+        "| layer | tokens routed to an expert: least | median | most | experts without any |",
+        "|---|---|---|---|---|",
+    ]
+    for s in stats:
+        if t := s.get("routed_tokens"):
+            lines.append(f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} |")
+    return ("\n".join([*lines, "", f"Made by ktconvert {version}."]) + "\n").encode()

@@ -13,7 +13,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.pipeline.engine.units import Link, Unit
+from ktconvert.pipeline.engine.units import Context, Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
@@ -24,13 +24,16 @@ SAMPLES = "samples"
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
 
 
+def link_of(context: Context) -> Link:
+    assert context.chain is not None
+    return context.chain
+
+
 @dataclass(frozen=True)
 class Step:
-    """One layer with experts in the chain.
+    """One layer with experts in the chain, and the layers without any before it.
 
-    before    the layers without experts between it and the one before
-    inputs    what it and those before it read, as a unit names it
-    bytes_in  of these
+    inputs    what they read, as a unit names it; bytes_in: of these
     handed_on  bytes of what it hands to the next layer; 0 for the last one
     """
 
@@ -42,7 +45,6 @@ class Step:
 
     @property
     def key(self) -> str:
-        """The key of its unit."""
         return f"layer-{self.layer:03d}"
 
 
@@ -58,11 +60,9 @@ def require_calibratable(model: MoeModel, instead: str) -> None:
 def skeleton_of(
     model: MoeModel, rest: Mapping[str, OtherTensor], machine: Mapping[str, Any], *, trusted: bool, instead: str
 ) -> Callable[[], LayeredModel]:
-    """A function that builds the layered model when it is first called.
-
-    rest     the checkpoint's tensors outside the routed experts, by name
-    trusted  whether Python code that comes with the model may run
-    instead  what messages advise where the model cannot be walked through
+    """A function that builds the layered model when it is first called. rest: the checkpoint's tensors outside the
+    routed experts, by name; trusted: whether the model's Python code may run; instead: advice where it cannot be walked
+    through.
     """
 
     @functools.cache
@@ -88,9 +88,6 @@ def samples_unit(
         key=SAMPLES,
         versions=(version,),
         params=params,
-        inputs=(),
-        final="",
-        bytes_in=0,
         bytes_out=8 * (calibration.samples * calibration.max_length + calibration.samples),
         kept=False,
         handed_on=handed_on,
@@ -116,7 +113,6 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
 
 
 def tensors_of_layer(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:
-    """The tensors of a decoder layer outside its routed experts."""
     expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
     prefix = f"{before}.{layer}.".removeprefix(".")

@@ -23,10 +23,9 @@ from ktconvert.layouts.outputs import numa
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
-from ktconvert.pipeline.stages.ordered import in_order
 
 NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"
@@ -48,21 +47,17 @@ class OtherTensor:
 
     @property
     def entry(self) -> TensorInfo:
-        """The tensor as it is in the output."""
         if isinstance(self.stored, Weight):
             return TensorInfo(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
         return TensorInfo(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
 
     @property
     def reads(self) -> tuple[TensorInfo, ...]:
-        """The stored tensors that it is read from."""
         return tuple(self.stored.tensors.values()) if isinstance(self.stored, Weight) else (self.stored,)
 
 
 @dataclass(frozen=True)
 class CopyWork:
-    """The tensors of one shard."""
-
     source: TensorSource
     tensors: tuple[OtherTensor, ...]
     metadata: Mapping[str, str]
@@ -113,7 +108,6 @@ def stage(
     name: str = NAME,
     title: str = TITLE,
 ) -> Stage[CopyWork]:
-    """The stage that copies and decodes these tensors."""
     tensors = tuple(tensors)
     units = []
     for number, (start, stop) in enumerate(
@@ -133,13 +127,12 @@ def stage(
                 versions=(VERSION,),
                 params=tuple(params),
                 inputs=tuple(source.identity(info) for t in group for info in t.reads),
-                final="",
                 bytes_in=sum(i.nbytes for t in group for i in t.reads),
                 bytes_out=sum(t.entry.nbytes for t in group),
                 work=CopyWork(source, group, metadata),
             )
         )
-    return Stage(name, title, ("source",), tuple(units), write_shard)
+    return Stage(name, title, tuple(units), write_shard)
 
 
 def peak_memory(tensors: Iterable[OtherTensor]) -> int:
@@ -151,15 +144,10 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
     return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
 
 
-# --- a unit ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Span:
-    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB.
-
-    reads   what of the source it comes from.
-    opened  -> a function that gives its bytes start..stop-1; scales are read, the values are not.
+    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB. reads: what of the
+    source it comes from; opened() -> a function that gives its bytes start..stop-1: scales are read, values are not.
     """
 
     nbytes: int
@@ -176,7 +164,6 @@ class Window:
     ended: list[Span] = field(default_factory=list)
 
     def fill(self, buffer: Bytes) -> None:
-        """Read, decode and put together."""
         for at, read, start, stop in self.runs:
             buffer[at : at + stop - start] = read(start, stop)
 
@@ -208,7 +195,6 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
 
 
 def windows(spans: Iterable[Span]) -> Iterator[Window]:
-    """Spans one after the other, cut into windows."""
     window = Window()
     for span in spans:
         read, start = span.opened(), 0
@@ -244,7 +230,6 @@ def read_ahead(source: TensorSource, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
-    """The bytes of an output tensor, in order."""
     stored = tensor.stored
     if isinstance(stored, Weight):
         for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):

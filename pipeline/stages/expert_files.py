@@ -16,9 +16,9 @@ from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit,
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.ui.progress import Reporter
 
 # First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would
@@ -38,31 +38,22 @@ class Batch(NamedTuple):
 
 
 class ExpertsToWrite(Protocol):
-    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about."""
+    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about. names: of
+    the tensors; metadata: of the shard.
+    """
 
     @property
-    def fmt(self) -> Format:
-        """Of the output."""
-
+    def fmt(self) -> Format: ...
     @property
-    def grid(self) -> ExpertGrid:
-        """The layer and its parts."""
-
+    def grid(self) -> ExpertGrid: ...
     @property
-    def start(self) -> int:
-        """The first expert."""
-
+    def start(self) -> int: ...
     @property
-    def stop(self) -> int:
-        """The first expert after the last one."""
-
+    def stop(self) -> int: ...
     @property
-    def metadata(self) -> Mapping[str, str]:
-        """Of the shard."""
-
+    def metadata(self) -> Mapping[str, str]: ...
     @property
-    def names(self) -> Names:
-        """Of the tensors."""
+    def names(self) -> Names: ...
 
     def make(self, item: Item, buffer: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of a projection of an expert, in many threads; first tensors into `place`, one after another."""
@@ -181,12 +172,25 @@ def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) 
     return packed
 
 
-def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
-    """Bytes of the first tensors of all parts of a projection."""
+def tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
+    """Projection -> for each of its parts, bytes of the tensors."""
     return {
-        projection: sum(work.fmt.encoding.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
+        projection: [[t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.grid.parts(0, projection)]
         for projection in PROJECTIONS
     }
+
+
+def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
+    return {projection: sum(first for first, *_ in sizes) for projection, sizes in tensor_bytes(work).items()}
+
+
+def waiting_bytes(work: ExpertsToWrite) -> tuple[int, int, int]:
+    """What is under way of a unit, in bytes: of a batch, of the other tensors of its largest projection, and of those
+    of all its experts, which wait to be written.
+    """
+    rest = [sum(sum(others) for _, *others in sizes) for sizes in tensor_bytes(work).values()]
+    count = work.stop - work.start
+    return batch_bytes(_first_bytes(work).values(), count), max(rest), sum(rest) * count
 
 
 def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
@@ -205,5 +209,4 @@ def batch_bytes(sizes: Collection[int], experts: int) -> int:
 
 
 def _buffers(context: Context, size: int) -> list[Bytes]:
-    """Page-aligned buffers of so many bytes, as many as there are items or batches under way."""
     return [aligned_buffer(size) for _ in range(context.window)]

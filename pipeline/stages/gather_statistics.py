@@ -1,7 +1,8 @@
-"""Statistics of what experts read: a file per layer of a chain, and the three units that end it."""
+"""Statistics of what experts read: a file per layer of a chain, the units that end it, and `calibrate`'s chain."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +22,19 @@ from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
-from ktconvert.pipeline.stages.chain import SAMPLES
-from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts
-from ktconvert.pipeline.walk.layer import read_samples
+from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.stages import chain
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.walk.calibration_data import WalkSettings
+from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
+from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
+from ktconvert.pipeline.walk.layer import SamplesWork, read_samples, write_samples
+from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq
 
 VERSION = 1
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
 DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
-
-
-# --- one layer ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -45,7 +47,6 @@ class Gathering:
 
     @property
     def consumers(self) -> tuple[Consumer, ...]:
-        """For the walk through the layer."""
         return self.counts, self.importance
 
     def write(self, path: Path) -> tuple[Written, int]:
@@ -54,9 +55,7 @@ class Gathering:
         return _write_tensors(path, tensors, {}), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """The statistics. Raises VerificationError, naming the layer and an expert, for sums that are not finite in
-        float32.
-        """
+        """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
         with np.errstate(over="ignore"):
             inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
         for values in (inputs, middle):
@@ -75,9 +74,7 @@ class GatherMoments:
     replaces = False
 
     def take(self, group: ExpertGroup) -> None:
-        """Append those of a group, and of gate and up before the first. Raises VerificationError for what is not
-        finite.
-        """
+        """Append those of a group, and of gate and up before the first. VerificationError for what is not finite."""
         if 0 in group.weights:
             self._append(group, 0, group.gate_up[0])
         for expert in group.weights:
@@ -113,13 +110,11 @@ def write_with_moments(
 
 
 def layer_bytes(model: MoeModel, layer: int) -> int:
-    """Bytes of a layer's file, but for its header."""
     experts, hidden, width = model.shape(layer)
     return experts * (8 + 4 * (hidden + width))
 
 
 def moments_bytes(model: MoeModel, layer: int) -> int:
-    """The same with second moments."""
     return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
 
 
@@ -136,7 +131,6 @@ def read_layer(path: Path) -> LayerSums:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
-    """A safetensors file of I64 and F32 tensors."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
     with DirectFile(path, plan.size) as file:
@@ -146,16 +140,12 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str
         return Written("", plan.size, file.close())
 
 
-# --- the end of the chain -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Closing:
     """The work of a unit that ends a chain.
 
     about   what is known of model, data and settings before anything is computed (folder.Document)
-    layers  the files of all layers, from a unit's link: (link) -> unit key -> path
-    make    (work, partial path, link) -> file, number of tensors
+    layers  (link) -> unit key -> the file of that layer; make: (work, partial path, link) -> file, number of tensors
     """
 
     model: MoeModel
@@ -164,7 +154,6 @@ class Closing:
     make: Callable[[Closing, Path, Link], tuple[Written, int]]
 
     def sums(self, link: Link, layer: int) -> LayerSums:
-        """A layer's statistics."""
         return read_layer(self.layers(link)[f"layer-{layer:03d}"])
 
 
@@ -181,11 +170,7 @@ def closing_units(
     shapes = [model.shape(layer) for layer in model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
-    files = (
-        (folder.IMATRIX, imatrix, _imatrix),
-        (folder.COUNTS, counts, _counts),
-        (folder.DOCUMENT, 4096, _document),
-    )
+    files = ((folder.IMATRIX, imatrix, _imatrix), (folder.COUNTS, counts, _counts), (folder.DOCUMENT, 4096, _document))
     units: list[Unit[Any]] = []
     for key, (name, nbytes, make) in zip(KEYS, files, strict=True):
         units.append(
@@ -194,9 +179,7 @@ def closing_units(
                 key=key,
                 versions=(VERSION, folder.FORMAT),
                 params=(("after", (units or [last])[-1].fingerprint), ("about", json.dumps(about, sort_keys=True))),
-                inputs=(),
                 final=name,
-                bytes_in=0,
                 bytes_out=nbytes,
                 kept=kept,
                 work=Closing(model, about, layers, make),
@@ -205,11 +188,27 @@ def closing_units(
     return units
 
 
-def run_closing(work: Closing, partial: Path, context: Context) -> Result:
-    """Write the file of a closing unit."""
-    link: Link = context.chain  # type: ignore[assignment]
-    written, tensors = work.make(work, partial, link)
-    return Result((written,), tensors)
+def run_in_chain(
+    threads: int,
+    remedies: str,
+    run_layer: Callable[[Unit[Any], Path, Context], Result],
+    unit: Unit[Any],
+    partial: Path,
+    context: Context,
+) -> Result:
+    """Any unit of a chain, with so many of torch's threads: its samples, a layer, or the end. Raises ResourceError,
+    with these remedies, where memory runs out.
+    """
+    import torch
+
+    if isinstance(unit.work, Closing):
+        written, tensors = unit.work.make(unit.work, partial, chain.link_of(context))
+        return Result((written,), tensors)
+    torch.set_num_threads(threads)
+    with chain.memory_explained(unit.key, remedies):
+        if isinstance(unit.work, SamplesWork):
+            return write_samples(unit.key, unit.work, partial, context)
+        return run_layer(unit, partial, context)
 
 
 def _imatrix(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
@@ -219,7 +218,7 @@ def _imatrix(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
         {layer: work.model.shape(layer) for layer in work.model.layers},
         lambda layer: work.sums(link, layer),
         datasets=[data["dataset"]],
-        chunks=len(read_samples(link.store[SAMPLES])),
+        chunks=len(read_samples(link.store[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
     return Written("", nbytes, digest), 6 * len(work.model.layers)
@@ -237,7 +236,7 @@ def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
 
 
 def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
-    lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
+    lengths = [len(ids) for ids in read_samples(link.store[chain.SAMPLES])]
     files = []
     stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
     if work.about["settings"].get("second_moments"):
@@ -247,3 +246,67 @@ def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())
     return Written("", len(text), publish.write_file(partial, text)), 0
+
+
+NAME, CHAIN_VERSION = "calibrate", 1
+INSTEAD = "take an importance matrix that is published for it"  # advice where a model cannot be calibrated
+
+
+@dataclass(frozen=True)
+class CalibrateWork:
+    """One layer with experts, and the layers without any that lie before it. moments: whether they are kept."""
+
+    model: MoeModel
+    step: chain.Step
+    group: int
+    skeleton: Callable[[], LayeredModel]
+    moments: bool
+
+
+def stage(
+    model: MoeModel, settings: WalkSettings, rest: Mapping[str, OtherTensor], about: Mapping[str, Any], moments: bool
+) -> Stage[Any]:
+    """The chain. rest: tensors outside the routed experts, by name; about: as statistics.json has it; moments: whether
+    second moments are kept, too.
+    """
+    skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=settings.trust_remote_code, instead=INSTEAD)
+    threads = settings.machine["threads"]
+    boundary = chain.boundary_bytes(model, settings.calibration)
+    samples = SamplesWork(settings.calibration, threads, skeleton)
+    units: list[Unit[Any]] = [chain.samples_unit(NAME, CHAIN_VERSION, settings.fingerprint, boundary, samples)]
+    for step in chain.steps(model, rest, boundary):
+        units.append(
+            Unit(
+                stage=NAME,
+                key=step.key,
+                versions=(CHAIN_VERSION, VERSION),
+                params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
+                inputs=step.inputs,
+                final=file_of(step.layer) if moments else "",
+                bytes_in=step.bytes_in,
+                bytes_out=(moments_bytes if moments else layer_bytes)(model, step.layer),
+                kept=moments,
+                handed_on=step.handed_on,
+                work=CalibrateWork(model, step, settings.group, skeleton, moments),
+            )
+        )
+    units += closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
+    run = functools.partial(run_in_chain, threads, REMEDIES_TO_CALIBRATE, _run_layer)
+    return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
+
+
+def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Result:
+    work, layer, link = unit.work, unit.work.step.layer, chain.link_of(context)
+
+    def walk(consumers: Sequence[Consumer]) -> None:
+        chain.walk(work.model, layer, work.step.before, work.skeleton(), work.group, consumers, link)
+
+    if work.moments:
+        gathering, written, tensors = write_with_moments(partial, work.model, layer, walk)
+    else:
+        gathering = Gathering(layer)
+        walk(gathering.consumers)
+        written, tensors = gathering.write(partial)
+    context.reporter.advance(unit.bytes_in)
+    tokens = spread(gathering.counts.tokens[layer])
+    return Result((written,), tensors, {"layer": layer, "routed_tokens": tokens})

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
@@ -20,13 +20,12 @@ from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.footprint import REMEDIES
-from ktconvert.pipeline.walk.layer import SamplesWork, read_samples, write_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, read_samples
 from ktconvert.quantizers import descent, gptq
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 NAME = "gptq"
 VERSION = 1
-Work = SamplesWork | GptqWork | gather_statistics.Closing
 
 
 def stage(
@@ -40,12 +39,9 @@ def stage(
     numa: int = 1,
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
-) -> Stage[Work]:
-    """The chain.
-
-    rest      the checkpoint's tensors outside the routed experts, by name
-    choice    how scales are chosen
-    document  what statistics.json says of model, data and settings; None where no statistics are gathered
+) -> Stage[Any]:
+    """The chain. rest: the checkpoint's tensors outside the routed experts, by name; document: as statistics.json has
+    it, None where no statistics are gathered.
     """
     trusted = settings.trust_remote_code
     skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=trusted, instead=INSTEAD)
@@ -62,8 +58,9 @@ def stage(
         )
 
     boundary = chain.boundary_bytes(model, settings.calibration) if settings.engine == "stream" else 0
-    samples = SamplesWork(settings.calibration, settings.machine["threads"], skeleton)
-    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, settings.fingerprint, boundary, samples)]
+    threads = int(settings.machine["threads"])
+    samples = SamplesWork(settings.calibration, threads, skeleton)
+    units: list[Unit[Any]] = [chain.samples_unit(NAME, VERSION, settings.fingerprint, boundary, samples)]
     for step in chain.steps(model, rest, boundary):
         experts, hidden, width = model.shape(step.layer)
         grid = ExpertGrid(step.layer, hidden, width, numa)
@@ -93,32 +90,20 @@ def stage(
         )
     if document is not None:
         units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
-    return Stage(
-        NAME, f"calibrate, and quantize experts to {fmt.name}", ("source",), tuple(units), run_unit, chain=True
-    )
+    run = functools.partial(gather_statistics.run_in_chain, threads, REMEDIES, _run_layer)
+    return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
 
 
-def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
-    """Any unit of the chain. Raises ResourceError where memory runs out."""
-    import torch
-
+def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
     work = unit.work
-    if isinstance(work, gather_statistics.Closing):
-        return gather_statistics.run_closing(work, partial, context)
-    with chain.memory_explained(unit.key, REMEDIES):
-        if isinstance(work, SamplesWork):
-            torch.set_num_threads(work.threads)
-            return write_samples(unit.key, work, partial, context)
-        torch.set_num_threads(int(work.settings.machine["threads"]))
-        write = write_layer if work.settings.engine == "stream" else write_whole
-        files, tensors, figures = write(work, partial, context)
+    files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(work, partial, context)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
     return Result(files, tensors, figures)
 
 
 def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
-    link: Link = context.chain  # type: ignore[assignment]
+    link = chain.link_of(context)
     settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
@@ -137,8 +122,7 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
 
 def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
-    link: Link = context.chain  # type: ignore[assignment]
-    quantized = work.oneshot(link.store[chain.SAMPLES])
+    quantized = work.oneshot(chain.link_of(context).store[chain.SAMPLES])
     with writer(work, partial, context.reporter) as files:
         for expert in range(work.model.shape(work.layer)[0]):
             for projection in PROJECTIONS:

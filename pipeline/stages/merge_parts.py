@@ -32,15 +32,12 @@ class LooseFile:
 
     @property
     def entry(self) -> TensorInfo:
-        """The tensor that it becomes."""
         tensor = loose.tensor(self.what, self.nbytes)
         return replace(tensor, name=NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.name))
 
 
 @dataclass(frozen=True)
 class MergeWork:
-    """The files of one shard."""
-
     files: tuple[LooseFile, ...]
     metadata: Mapping[str, str]
 
@@ -60,13 +57,12 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
                 inputs=tuple(
                     (f.path.relative_to(root).as_posix(), f.entry.dtype, f.entry.shape, f.nbytes) for f in group
                 ),
-                final="",
                 bytes_in=nbytes,
                 bytes_out=nbytes,
                 work=MergeWork(group, metadata),
             )
         )
-    return Stage(NAME, "loose files into safetensors", ("source",), tuple(units), write_shard)
+    return Stage(NAME, "loose files into safetensors", tuple(units), write_shard)
 
 
 def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Result:

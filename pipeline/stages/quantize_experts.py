@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
 from ktconvert.layouts.files.shards import group_by_limit
-from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.statistics.folder import InputStatistics
@@ -20,8 +20,15 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages import equalized
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
+from ktconvert.pipeline.stages import expert_stream
+from ktconvert.pipeline.stages.expert_files import (
+    Item,
+    Packed,
+    empty_tensors,
+    waiting_bytes,
+    write_folder,
+    write_shard,
+)
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
@@ -36,10 +43,8 @@ NAME = "experts"
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """What one unit converts: experts [start, stop) of one layer.
-
-    importance  (expert, projection) -> how important each column of the linear is, float32 [k] or [k, k], for a choice
-                that asks; None where nothing is known of it
+    """What one unit converts: experts [start, stop) of one layer. importance: (expert, projection) -> of each column of
+    the linear, float32 [k] or [k, k], or None, for a choice that asks.
     """
 
     model: MoeModel
@@ -53,14 +58,11 @@ class ExpertsWork:
 
     @property
     def names(self) -> Names:
-        """Of the tensors."""
         return self.fmt.names_in(self.model)
 
     def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert, quantized; the first tensor of each part goes into `place`, one
-        after the other.
-
-        Raises InputError, naming the place, for a value that is not finite.
+        after the other. Raises InputError, naming the place, for a value that is not finite.
         """
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
@@ -87,7 +89,7 @@ class ExpertsWork:
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
             if self.grid.is_measured(part):
-                sums += error_sums(*equalized.undone(self.model, self.fmt.encoding, part), packed)
+                sums += error_sums(*expert_stream.undone(self.model, self.fmt.encoding, part), packed)
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
@@ -99,9 +101,8 @@ class ExpertsWork:
         taken(self.model, self.grid.layer, item, reporter)
 
     def figures(self) -> dict[str, object]:
-        """The quality figures of one expert."""
         sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
-        own = equalized.figures(self.model, self.grid.layer, self.start, self.stop)
+        own = expert_stream.figures(self.model, self.grid.layer, self.start, self.stop)
         return {"layer": self.grid.layer, **sampled, **own}
 
 
@@ -126,9 +127,6 @@ def quantize(
     encoding.pack(codes, scales, out)  # at once: not every tensor of every encoding has its share for each row
 
 
-# --- the stage ------------------------------------------------------------------------------------
-
-
 def stage(
     model: MoeModel,
     fmt: Format,
@@ -144,8 +142,7 @@ def stage(
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
     """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
-    format. statistics: for a choice that asks how important columns are. options: (name, value) of those that change
-    bytes.
+    format; options: (name, value) of those that change bytes.
     """
     names = fmt.names_in(model)
     units = []
@@ -184,9 +181,7 @@ def stage(
                     work=ExpertsWork(model, own, chosen, grid, start, stop, about, importance),
                 )
             )
-    return Stage(
-        NAME, f"write experts as {fmt.name}", ("source",), tuple(units), write_folder if loose_files else write_shard
-    )
+    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write_folder if loose_files else write_shard)
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -226,19 +221,13 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
     """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        firsts, rest = [], []
-        for projection in PROJECTIONS:
-            parts = work.grid.parts(0, projection)
-            sizes = [[tensor.nbytes for tensor in work.fmt.encoding.tensors(part.n, part.k)] for part in parts]
-            firsts.append(sum(first for first, *_ in sizes))
-            rest.append(sum(sum(others) for _, *others in sizes))
-        each = max(each, batch_bytes(firsts, work.stop - work.start) + max(rest))
-        waiting = max(waiting, sum(rest) * (work.stop - work.start))
+        batch, rest, all_rest = waiting_bytes(work)
+        each, waiting = max(each, batch + rest), max(waiting, all_rest)
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
-        # The codes of a whole linear, put together, and once more as they are packed.
-        chosen += 0 if work.choice.choose is None else 3 * work.grid.hidden * work.grid.intermediate
+        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
+        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * work.grid.hidden * work.grid.intermediate
+        chosen = 0 if work.choice.choose is None else chosen
         scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
         measured = max(measured, error_bytes(widest))
     return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

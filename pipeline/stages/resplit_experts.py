@@ -19,7 +19,15 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import (
+    Item,
+    Packed,
+    empty_tensors,
+    tensor_bytes,
+    waiting_bytes,
+    write_folder,
+    write_shard,
+)
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
@@ -44,14 +52,11 @@ class ResplitWork:
 
     @property
     def names(self) -> Names:
-        """Of the tensors: those of the output that is read."""
         return self.output.names
 
     def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
-        other.
-
-        Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
+        other. Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
         """
         return self._rearranged(self.stored(item), item, place)
 
@@ -66,19 +71,15 @@ class ResplitWork:
         return sums
 
     def stored(self, item: Item) -> list[tuple[Part, Packed]]:
-        """The old parts of a projection, as they are."""
         return [(part, self._read(part)) for part in self.old.parts(*item)]
 
     def coming(self) -> Iterator[Item]:
-        """The items in file order."""
         return items(self.start, self.stop)
 
     def made(self, item: Item, reporter: Reporter) -> None:
-        """Report progress."""
         reporter.advance(self.read_bytes(item))
 
     def read_bytes(self, item: Item) -> int:
-        """Bytes of all old parts of a projection."""
         return sum(
             tensor.nbytes for part in self.old.parts(*item) for tensor in self.fmt.encoding.tensors(part.n, part.k)
         )
@@ -97,7 +98,6 @@ class ResplitWork:
 
     @property
     def sampled(self) -> int:
-        """The expert that is measured."""
         return self.start + self.grid.layer % (self.stop - self.start)
 
     def _rearranged(
@@ -130,9 +130,9 @@ class ResplitWork:
 def resplit(
     encoding: Encoding, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
 ) -> list[tuple[Part, Packed]]:
-    """The parts of `grid` of one projection of one expert, from its old parts; both forward, then backward.
-
-    place: as of ResplitWork.make. Raises ValueError for a code that is not one of the encoding's."""
+    """The parts of `grid` of one projection of one expert, from its old parts; forward, then backward; place: as of
+    ResplitWork.make. Raises ValueError for a code that is not one of the encoding's.
+    """
     new = []
     at = 0
     for part in grid.parts(*item):
@@ -148,9 +148,6 @@ def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Pack
     """The parts of the linear, and those of its transpose where it is there."""
     both = ([part for part in parts if part[0].backward == backward] for backward in (False, True))
     return [linear for linear in both if linear]
-
-
-# --- the stage ------------------------------------------------------------------------------------
 
 
 def stage(
@@ -194,7 +191,7 @@ def stage(
                 )
             )
     title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA part')}"
-    return Stage(NAME, title, ("source",), tuple(units), write_folder if output.loose else write_shard)
+    return Stage(NAME, title, tuple(units), write_folder if output.loose else write_shard)
 
 
 def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
@@ -210,17 +207,11 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
     largest = scratch = waiting = batch = 0
     for unit in units:
         work = unit.work
-        parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
-        sizes = [[[t.nbytes for t in work.fmt.encoding.tensors(part.n, part.k)] for part in own] for own in parts]
-        rest = sum(sum(others) for own in sizes for _, *others in own)
-        largest = max(
-            largest,
-            *(sum(map(sum, own)) for own in sizes),
-            *(work.read_bytes((0, projection)) for projection in PROJECTIONS),
-        )
+        of_batch, _, of_rest = waiting_bytes(work)
+        new = (sum(map(sum, sizes)) for sizes in tensor_bytes(work).values())
+        largest = max(largest, *new, *(work.read_bytes((0, projection)) for projection in PROJECTIONS))
         scratch = max(scratch, SCRATCH * work.fmt.encoding.multiple * max(work.grid.hidden, work.grid.intermediate))
-        waiting = max(waiting, rest * (work.stop - work.start))
-        batch = max(batch, batch_bytes([sum(first for first, *_ in own) for own in sizes], work.stop - work.start))
+        waiting, batch = max(waiting, of_rest), max(batch, of_batch)
     return (
         (packing + 2 * UNITS_AT_ONCE) * max(largest, batch)
         + packing * (2 * largest + scratch)

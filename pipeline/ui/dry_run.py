@@ -11,10 +11,10 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
+from ktconvert.pipeline.engine.assemble import require_free
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.side_output import require_free
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
 

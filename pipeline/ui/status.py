@@ -11,8 +11,8 @@ from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.engine import attempts, journal, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import saved_plan
-from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import Done, End, Failed, Record, Run, Start
+from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result

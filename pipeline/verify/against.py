@@ -27,7 +27,8 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.stages import copy_tensors, equalized
+from ktconvert.pipeline.stages import copy_tensors
+from ktconvert.pipeline.stages import expert_stream as equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit_experts import resplit

@@ -18,8 +18,8 @@ from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.paths import locate, output_of
-from ktconvert.pipeline.plans.importance import moments_in, open_for
-from ktconvert.pipeline.stages.equalized import FACT, equalized
+from ktconvert.pipeline.plans.quantizing import moments_in, open_for
+from ktconvert.pipeline.stages.expert_stream import FACT, equalized
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
 

@@ -17,9 +17,9 @@ from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
+from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems

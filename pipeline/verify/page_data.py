@@ -23,8 +23,8 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import COUNTS, counts_of
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.stages.equalized import undone
-from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.engine.threads import in_order
+from ktconvert.pipeline.stages.expert_stream import undone
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
