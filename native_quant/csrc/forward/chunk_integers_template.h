@@ -1,16 +1,7 @@
 /* Codes of 5, 6 and 8 bits to BF16: a vector of words of 4 codes, and of their upper bits, at a time. A file that
  * includes this must define `table`, table_of, which makes one for a number of bits, and values_of: what the lowest
  * bits of words stand for, whatever is above them. */
-
-/* The upper bits of the four lines of words number v, the first line's from bit 4 on. */
-TARGET static inline ints upper_bits(int bits, const uint8_t *words, int v) {
-    if (bits == 6) {
-        ints two = loadu_si(words + v / 2 * 64);
-        return v % 2 ? or_si(srli_epi16(two, 8), slli_epi16(two, 8)) : two;
-    }
-    ints all = loadu_si(words);
-    return v == 0 ? all : v == 1 ? srli_epi16(all, 4) : v == 2 ? srli_epi16(all, 8) : slli_epi16(all, 4);
-}
+#include "upper_bits.h"
 
 /* x * scale rounded to BF16, for integers whose product is below 2^13: `far` is 65537 * scale, so that 16 of 24 bits of
    the product are rounded off with it, and what is left of them is subtracted. */
