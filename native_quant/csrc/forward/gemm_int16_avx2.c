@@ -5,7 +5,9 @@ enum { BLOCK = 6 };
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
 
 TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    return add_epi32(sum, madd_epi16(weights, pairs));
+    sum = add_epi32(sum, madd_epi16(weights, pairs));
+    __asm__("" : "+x"(sum)); /* here, so that it stays in its register: GCC would put all products off */
+    return sum;
 }
 
 #include "gemm_int16_template.h"
