@@ -308,8 +308,10 @@ typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *ch
 typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, const uint16_t *scales, int64_t columns,
                                   uint16_t *chunk);
 
-/* The same to int16. scales: with 6 bits, signed bytes, [columns / 16][32 rows], that codes are multiplied by. */
-typedef void kt_chunk_int16_fn(int bits, const uint8_t *codes, const uint8_t *scales, int64_t columns, int16_t *chunk);
+/* Codes of 4 bits (-8..7 in the order of MXFP4's, or 0..15), and these, to a chunk of int16. has_sign: of all but 5 bits
+   and those 0..15. scales: with 6 bits, signed bytes that the codes are multiplied by, [columns / 16][32 rows]. */
+typedef void kt_chunk_int16_fn(int bits, int has_sign, const uint8_t *codes, const uint8_t *scales, int64_t columns,
+                               int16_t *chunk);
 
 /* FP16 in the order of BF16 to two chunks, whose sum it is: the first 8 bits of a number, and the others. */
 typedef void kt_chunk_halves_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);

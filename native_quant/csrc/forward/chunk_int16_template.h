@@ -1,4 +1,4 @@
-/* Codes of 5, 6 and 8 bits to int16: a vector of words of 4 codes, and of their upper bits, at a time. */
+/* Codes of 4, 5, 6 and 8 bits to int16: a vector of words of 4 codes, and of their upper bits, at a time. */
 #include "upper_bits.h"
 
 /* Codes of 5 bits, or (code - 32) * scale of 6. */
@@ -28,9 +28,24 @@ chunk_of(int bits, const uint8_t *codes, const uint8_t *scales, int64_t columns,
         }
 }
 
-TARGET void KERNEL_OF(chunk_int16)(int bits, const uint8_t *codes, const uint8_t *scales, int64_t columns,
-                                   int16_t *chunk) {
-    if (bits == 5) chunk_of(5, codes, NULL, columns, chunk);
+__attribute__((always_inline)) TARGET static inline void nibbles(int has_sign, const uint8_t *codes, int64_t columns,
+                                                                 int16_t *chunk) {
+    for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += 128) {
+        fetch(codes + KT_CHUNK_AHEAD + i / 4);
+        for (int at = 0; at < 32; at += 2 * LANES) {
+            ints words = loadu_si(codes + i / 2 + 2 * at);
+            for (int g = 0; g < 4; g++, words = srli_epi16(words, 4))
+                storeu_si(chunk + i + g * 32 + at, has_sign ? srai_epi16(slli_epi16(words, 12), 12)
+                                                            : and_si(words, set1_epi16(15)));
+        }
+    }
+}
+
+TARGET void KERNEL_OF(chunk_int16)(int bits, int has_sign, const uint8_t *codes, const uint8_t *scales,
+                                   int64_t columns, int16_t *chunk) {
+    if (bits == 4 && has_sign) nibbles(1, codes, columns, chunk);
+    else if (bits == 4) nibbles(0, codes, columns, chunk);
+    else if (bits == 5) chunk_of(5, codes, NULL, columns, chunk);
     else if (bits == 6) chunk_of(6, codes, scales, columns, chunk);
     else
         for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += 2 * LANES) {

@@ -1,13 +1,14 @@
-/* Codes of 5, 6 and 8 bits, one by one (ktq.h). */
+/* Codes of 4, 5, 6 and 8 bits, one by one (ktq.h). */
 #ifndef KT_CODE_AT_H
 #define KT_CODE_AT_H
 
 #include "bf16.h"
 #include "kernels.h"
 
-/* That of item i of a chunk, which goes half by half, of 16 lines of 32 items. */
+/* That of item i of a chunk, which goes half by half, of 16 lines of 32 items. Of 4 bits: without a sign. */
 static inline int kt_code_at(int bits, const uint8_t *codes, int64_t i) {
     if (bits == 8) return (int8_t)codes[i];
+    if (bits == 4) return kt_load16(codes + (i / 128 * 32 + i % 32) * 2) >> i / 32 % 4 * 4 & 15;
     int line = (int)(i / 32 % 16), at = (int)(i % 32), more = bits - 4, lines = 16 / more;
     const uint8_t *half = codes + i / 512 * (64 * bits);
     int low = kt_load16(half + line / 4 * 64 + 2 * at) >> line % 4 * 4 & 15;

@@ -12,31 +12,28 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
     return kernels->gemm_int8;
 }
 
-/* BF16 of each code of 4 bits: E2M1, an integer in two's complement, one without a sign; and the integers themselves. */
+/* BF16 of each code of 4 bits: E2M1, an integer in two's complement, and one without a sign. */
 static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                   0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 static const uint16_t uint4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                    0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-static const uint16_t int4_integers[16] = {0,      1,      2,      3,      4,      5,      6,      7,
-                                           0xfff8, 0xfff9, 0xfffa, 0xfffb, 0xfffc, 0xfffd, 0xfffe, 0xffff};
-static const uint16_t uint4_integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 static void chunk_nibbles(const kt_kernels *kernels, const uint16_t *values, const kt_bf16_panel *panel, int64_t first,
                           int64_t columns, uint16_t *chunk) {
     kernels->chunk_nibbles(values, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
 }
 
-#define OF_NIBBLES(name, values)                                                                                       \
-    static void name(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,            \
-                     uint16_t *chunk) {                                                                                \
-        chunk_nibbles(kernels, values, panel, first, columns, chunk);                                                  \
-    }
-OF_NIBBLES(chunk_int4, int4)
-OF_NIBBLES(chunk_uint4, uint4)
-OF_NIBBLES(integers_int4, int4_integers)
-OF_NIBBLES(integers_uint4, uint4_integers)
+static void chunk_int4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk) {
+    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
+}
+
+static void chunk_uint4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk) {
+    chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
+}
 
 /* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. As many E8M0
    scales as columns: of 32 rows, for each 32 columns. */
@@ -136,9 +133,15 @@ static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel
     kernels->chunk_integers(panel->bits, codes_of(panel, first), NULL, columns, chunk);
 }
 
+/* In two's complement. */
 static void integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                      uint16_t *chunk) {
-    kernels->chunk_int16(panel->bits, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
+    kernels->chunk_int16(panel->bits, 1, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
+}
+
+static void integers_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk) {
+    kernels->chunk_int16(panel->bits, 0, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
 }
 
 enum { K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS, HALVES = 2 * KT_PANEL_ROWS };
@@ -187,7 +190,7 @@ static void integers_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel,
                           uint16_t *chunk) {
     for (int64_t end = first + columns; first < end;) {
         k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
-        kernels->chunk_int16(6, codes_of(panel, first), q6_k_factors(&unit), unit.columns, (int16_t *)chunk);
+        kernels->chunk_int16(6, 1, codes_of(panel, first), q6_k_factors(&unit), unit.columns, (int16_t *)chunk);
         first += unit.columns;
         chunk += unit.columns * KT_PANEL_ROWS;
     }
@@ -235,22 +238,22 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4,
                           .scale = scales_of_weight},
     [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
-                            .integers = integers_int4, .scale = scales_bf16},
+                            .integers = integers, .scale = scales_bf16},
     [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers_int4, .scale = scales_gptq},
+                              .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers_int4, .scale = scales_gptq},
+                              .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers_int4, .scale = scales_gptq},
+                              .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
-                         .integers = integers_int4, .scale = scales_f16},
+                         .integers = integers, .scale = scales_f16},
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
                          .integers = integers, .scale = scales_f16},
     [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_uint4,
-                         .integers = integers_uint4, .scale = scales_k, .least = least_k,
+                         .integers = integers_k, .scale = scales_k, .least = least_k,
                          .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
-                         .integers = integers, .scale = scales_k, .least = least_k,
+                         .integers = integers_k, .scale = scales_k, .least = least_k,
                          .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,
                          .integers = integers_q6_k, .scale = scales_q6_k},
