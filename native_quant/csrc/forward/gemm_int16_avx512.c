@@ -2,7 +2,9 @@
 #include "gemm_int16_avx512.h"
 
 TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    return add_epi32(sum, madd_epi16(weights, pairs));
+    sum = add_epi32(sum, madd_epi16(weights, pairs));
+    __asm__("" : "+v"(sum));
+    return sum;
 }
 
 #include "gemm_int16_template.h"

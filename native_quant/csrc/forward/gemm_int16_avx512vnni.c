@@ -4,7 +4,9 @@
 #define TARGET KT_TARGET_AVX512VNNI
 
 TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    return _mm512_dpwssd_epi32(sum, weights, pairs);
+    sum = _mm512_dpwssd_epi32(sum, weights, pairs);
+    __asm__("" : "+v"(sum));
+    return sum;
 }
 
 #include "gemm_int16_template.h"
