@@ -180,11 +180,11 @@ def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
     np.testing.assert_array_equal(multiply("BF16", numbers(m, (-65,)), floats.bf16(numbers(n, (-66,)))), 0)
 
 
-@pytest.mark.parametrize("m", [1, 13])
+@pytest.mark.parametrize("m", [7, 14])
 def test_integers_of_activations_of_any_size(isa: str, m: int) -> None:
-    """Largest, smallest, outliers among small ones; what is no number makes its token NaN, and no other."""
+    """Rows of the largest, of the smallest, with outliers; what is no number makes its token NaN, and no other."""
     weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
-    sizes = np.repeat(rng.choice([-149, -126, -112, -20, 0, 20, 100], (m, 11)), 32, axis=1)
+    sizes = np.resize([0, -149, -126, -112, -20, 20, 100], (m, 1))
     numbers = rng.standard_normal((m, 352)) * 2.0 ** (sizes + rng.choice([0, 0, -6, -9, -14], (m, 352)))
     activations = floats.to_bits(numbers)
     check(isa, "RAWINT4", activations, weight)
