@@ -282,7 +282,7 @@ typedef void kt_scales_fn(const kt_kernels *kernels, const kt_bf16_panel *panel,
 
 /* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
    a multiple of it on, have one scale. terms: so many chunks add up to the weights. chunk: how codes become chunks;
-   NULL: they are chunks. integers: the same to int16, -4096 to 4096, for gemm_int16; NULL: it does not multiply them.
+   NULL: they are chunks. integers: the same to int16, -4096 to 4096, for gemm_int16; NULL: there are none.
    scale: normal numbers that the sums of products are multiplied with; NULL: there are none. least: what a weight is
    less than code times scale; NULL: nothing. */
 struct kt_bf16_panel {
@@ -308,8 +308,8 @@ typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *ch
 typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, const uint16_t *scales, int64_t columns,
                                   uint16_t *chunk);
 
-/* Codes of 4 bits (-8..7 in the order of MXFP4's, or 0..15), and these, to a chunk of int16. has_sign: of all but 5 bits
-   and those 0..15. scales: with 6 bits, signed bytes that the codes are multiplied by, [columns / 16][32 rows]. */
+/* These, and codes of 4 bits in the order of MXFP4's, to a chunk of int16. has_sign: those of 4 bits are -8..7, not
+   0..15. scales: with 6 bits, signed bytes that the codes are multiplied by, [columns / 16][32 rows]. */
 typedef void kt_chunk_int16_fn(int bits, int has_sign, const uint8_t *codes, const uint8_t *scales, int64_t columns,
                                int16_t *chunk);
 

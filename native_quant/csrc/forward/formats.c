@@ -52,8 +52,9 @@ static void scales_e8m0(const kt_kernels *kernels, const kt_bf16_panel *panel, i
                         float *scale) {
     const uint8_t *scales = panel->scales + first;
     kernels->widen_scales(1, scales, columns, scale);
-    for (int64_t i = 0; memchr(scales + i, 0, (size_t)(columns - i)); scale[i++] = 0x1p-126f)
-        i = (const uint8_t *)memchr(scales + i, 0, (size_t)(columns - i)) - scales;
+    if (!memchr(scales, 0, (size_t)columns)) return;
+    for (int64_t i = 0; i < columns; i++)
+        if (!scales[i]) scale[i] = 0x1p-126f;
 }
 
 static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,

@@ -42,7 +42,8 @@ void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
                 chunk = job->scratch;
             }
             if (panel->scale) panel->scale(job->kernels, panel, first, columns, scale);
-            for (int64_t i = 0; i < panel->terms * columns; i += KT_SUM_COLUMNS, chunk += KT_SUM_COLUMNS * KT_PANEL_ROWS * 2)
+            const int64_t bytes = KT_SUM_COLUMNS * KT_PANEL_ROWS * 2;
+            for (int64_t i = 0; i < panel->terms * columns; i += KT_SUM_COLUMNS, chunk += bytes)
                 add_products(job, first + i % columns, chunk, scale + i % columns, job->c + s * job->c_pitch);
         }
     }

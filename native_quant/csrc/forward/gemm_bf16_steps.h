@@ -12,8 +12,9 @@
 
 /* One token's activations, KT_CHUNK_COLUMNS at most, in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
-/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens as they were copied, scaled by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile
-   prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
+/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, as they were copied, scaled
+   by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile prefetches `step`
+   bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;

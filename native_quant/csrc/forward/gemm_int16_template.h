@@ -1,5 +1,5 @@
-/* Products of int16 (NUMERICS.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A file
- * that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
+/* Products of int16 (NUMERICS.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A
+ * file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
  * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
 #include "gemm_int16.h"
 
@@ -52,7 +52,7 @@ __attribute__((always_inline)) TARGET static inline void block(int tokens, const
                                                                const float *scale, int64_t scale_step,
                                                                const kt_int16_row *row, float *c,
                                                                const uint8_t *ahead, int64_t step) {
-    const int wide = tokens <= BLOCK / 6 ? 4 : tokens <= BLOCK / 2 ? 2 : 1; /* enough to hide how long an addition takes */
+    const int wide = tokens <= BLOCK / 6 ? 4 : tokens <= BLOCK / 2 ? 2 : 1; /* enough to hide how long additions take */
     for (int64_t j = 0, at_once; j < columns; j += at_once) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
         const int64_t bytes = step * at_once / (2 * PASSES);
