@@ -53,16 +53,31 @@ def chain(a: Any, weights: Any, columns: Iterable[int]) -> Any:
     return total
 
 
-def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool = False) -> Any:
-    """Section 5b for numbers whose products and sums are exact in float64. in_tiles: in the order of AMX."""
+def form_of(isa: str, name: str) -> str:
+    """How an instruction set multiplies a format: BF16 by pairs or in tiles, or integers."""
+    return "tiles" if isa == "amx" else "integers" if name in floats.INTEGERS and isa != "avx512bf16" else "pairs"
+
+
+def units(a: Any) -> Any:
+    """Of each row and 32 activations, the unit of their integers: [m, k/32]; NaN where one is no number."""
+    most = np.abs(a).reshape(len(a), -1, 32).max(axis=2)
+    exponent = np.frexp(most)[1] - 1.0
+    return np.where(np.isfinite(most), 2.0 ** (np.where(most, np.maximum(exponent, -113), -113) - 13), np.nan)
+
+
+def by_definition(name: str, activations: Any, weight: Weight, form: str = "pairs") -> Any:
+    """Section 5b for numbers whose products and sums are exact in float64."""
     a, scale = floats.from_bits(activations), scale_of(name, weight)
     weights = weight.numbers / np.repeat(scale, 32, axis=1)
     if name == "F16":  # 128 columns of the first terms, then of the second ones, with the same activations
         upper = floats.from_bits(floats.to_bits(weights))
         weights, a = (in_turn(x, y) for x, y in ((upper, weights - upper), (a, a)))
         scale = np.tile(scale, 2)
-    k = a.shape[1]
+    k, in_tiles = a.shape[1], form == "tiles"
     step = min(128, SCALE_COLUMNS.get(name, 128)) if in_tiles else 32
+    unit = units(a)
+    if form == "integers":
+        a = np.rint(flushed(a) / np.repeat(unit, 32, axis=1))
     total = np.zeros((len(a), len(weights)))
     for first in range(0, k, step):
         last, group = min(first + step, k), np.zeros(total.shape)
@@ -70,6 +85,9 @@ def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool
             for b in range(first, last, 32):
                 sums = (chain(a, weights, range(b + i, b + 32, 2)) for i in range(2))
                 group = flushed(group + flushed(sum(sums)))
+        elif form == "integers":
+            sums = a[:, first:last] @ weights[:, first:last].T
+            group = flushed(sums) * unit[:, first // 32, None]
         else:
             group = chain(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
         total = flushed(scale[:, first // 32] * group + total)
@@ -113,7 +131,7 @@ def distance(x: Any, y: Any) -> float:
 
 def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any = None) -> None:
     if expected is None:
-        expected = by_definition(name, activations, weight, in_tiles=isa == "amx")
+        expected = by_definition(name, activations, weight, form_of(isa, name))
     out = multiply(name, activations, weight)
     if isa in BY_DEFINITION:
         np.testing.assert_array_equal(out, expected)
@@ -122,17 +140,19 @@ def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any =
 
 
 @functools.cache
-def case(name: str, n: int, k: int, in_tiles: bool = False) -> tuple[Weight, Any, Any]:
+def case(name: str, n: int, k: int, form: str = "pairs") -> tuple[Weight, Any, Any]:
     """Weight, activations, and what comes out."""
     weight, activations = floats.random(name, n, k), floats.activations(max(TOKENS), k)
-    return weight, activations, by_definition(name, activations, weight, in_tiles=in_tiles)
+    return weight, activations, by_definition(name, activations, weight, form)
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
 def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -> None:
-    weight, activations, expected = case(name, n, k, isa == "amx")
-    assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < 1e-6
-    assert distance(expected, case(name, n, k)[2]) < 1e-6
+    form = form_of(isa, name)
+    near = 3e-5 if form == "integers" else 1e-6
+    weight, activations, expected = case(name, n, k, form)
+    assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < near
+    assert distance(expected, case(name, n, k)[2]) < near
     together = multiply(name, activations, weight)
     for m in TOKENS if isa != "scalar" else (1, 13):
         check(isa, name, activations[:m], weight, expected[:m])
@@ -158,6 +178,21 @@ def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
     np.testing.assert_array_equal(out, multiply("BF16", without(a), floats.bf16(without(weights))))
     check(isa, "BF16", without(a), floats.bf16(without(weights)))
     np.testing.assert_array_equal(multiply("BF16", numbers(m, (-65,)), floats.bf16(numbers(n, (-66,)))), 0)
+
+
+@pytest.mark.parametrize("m", [7, 14])
+def test_integers_of_activations_of_any_size(isa: str, m: int) -> None:
+    """Rows of the largest, of the smallest, with outliers; what is no number makes its token NaN, and no other."""
+    weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
+    sizes = np.resize([0, -149, -126, -112, -20, 20, 100], (m, 1))
+    numbers = rng.standard_normal((m, 352)) * 2.0 ** (sizes + rng.choice([0, 0, -6, -9, -14], (m, 352)))
+    activations = floats.to_bits(numbers)
+    check(isa, "RAWINT4", activations, weight)
+    bad = activations.copy()
+    bad[0, 40] = 0x7F80
+    out = multiply("RAWINT4", bad, weight)
+    assert not np.isfinite(out[0]).any()
+    np.testing.assert_array_equal(out[1:], multiply("RAWINT4", activations, weight)[1:])
 
 
 @pytest.mark.parametrize("name", FORMATS)

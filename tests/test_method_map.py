@@ -17,7 +17,7 @@ from click.testing import Result
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.experts import Experts
-from rig import conversion
+from rig import calibrated, conversion
 from rig.files import edit_json
 from rig.golden import FOLDER
 from rig.safetensors import differing, edit_header, metadata_of, read_folder
@@ -153,6 +153,21 @@ def test_a_choice_of_scales_works_where_a_method_has_it(
     accepted(out, "--against", example, *given)
     alone = read_folder(packed_example("int4", 2, "--scale", scale, *given)) | read_folder(packed_example("fp8", 2))
     assert {tensor.data for tensor in read_folder(out).values()} <= {tensor.data for tensor in alone.values()}
+
+
+def test_gptq_compensates_each_layer_in_its_method(
+    packed_example: Callable[..., Path], example: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llmcompressor")
+    text, out = calibrated.HELDOUT.read_text(encoding="utf-8"), tmp_path / "out"
+    lines = [json.dumps({"text": text[first : first + 300]}) for first in range(0, 2400, 300)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    ok(*calibrated.scale_gptq(example, out, tmp_path / "texts.jsonl", "--threadpool-count", "2", *mapped("1=int8")))
+    assert accepted(out, "--against", example)["methods"] == {"AMXINT4": "0", "AMXINT8": "1"}
+    stored, rounded = (read_folder(path) for path in (out, packed_example("int4", 2, *mapped("1=int8"))))
+    codes = [name for name in rounded if name.endswith(".codes")]
+    assert {name[:6] for name in codes if stored[name].data != rounded[name].data} == {"blk.0.", "blk.1."}
+    assert [Experts.load(out, layer).method for layer in (0, 1)] == ["AMXINT4", "AMXINT8"]
 
 
 def of_shard(layer: int, **changed: str) -> Callable[[Path], None]:

@@ -271,26 +271,26 @@ enum {
 typedef struct kt_kernels kt_kernels;
 
 /* A chunk is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
-   (FORMAT.md). chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes; of weights in several terms one
-   chunk after the other; scale [columns / KT_SUM_COLUMNS][32 rows]: normal numbers that the sums of products are to be
-   multiplied with. */
+   (FORMAT.md), or of int16 in the same order. chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes;
+   of weights in several terms one chunk after the other. */
 typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                         uint16_t *chunk, float *scale);
+                         uint16_t *chunk);
 
-/* What a weight is more than code times scale: the least value of each row and group of KT_SUM_COLUMNS columns, which
-   is subtracted. columns: as of a chunk; least [columns / KT_SUM_COLUMNS][32 rows]. */
-typedef void kt_least_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                         float *least);
+/* A number of each row and KT_SUM_COLUMNS columns of a chunk: out [columns / KT_SUM_COLUMNS][32 rows]. */
+typedef void kt_scales_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                          float *out);
 
 /* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
    a multiple of it on, have one scale. terms: so many chunks add up to the weights. chunk: how codes become chunks;
-   NULL: they are chunks. least: NULL where there are no least values. */
+   NULL: they are chunks. integers: the same to int16, -4096 to 4096, for gemm_int16; NULL: there are none.
+   scale: normal numbers that the sums of products are multiplied with; NULL: there are none. least: what a weight is
+   less than code times scale; NULL: nothing. */
 struct kt_bf16_panel {
     const uint8_t *codes, *scales;
     int bits, terms;
     int64_t sum_columns;
-    kt_chunk_fn *chunk;
-    kt_least_fn *least;
+    kt_chunk_fn *chunk, *integers;
+    kt_scales_fn *scale, *least;
 };
 
 /* Codes of 4 bits in the order of MXFP4's (FORMAT.md) to a chunk of the BF16 values that they stand for; values[0] is
@@ -307,6 +307,11 @@ typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *ch
    groups of 16 columns, [columns / 16][32 rows]; the products are rounded to BF16. Else NULL. */
 typedef void kt_chunk_integers_fn(int bits, const uint8_t *codes, const uint16_t *scales, int64_t columns,
                                   uint16_t *chunk);
+
+/* These, and codes of 4 bits in the order of MXFP4's, to a chunk of int16. has_sign: those of 4 bits are -8..7, not
+   0..15. scales: with 6 bits, signed bytes that the codes are multiplied by, [columns / 16][32 rows]. */
+typedef void kt_chunk_int16_fn(int bits, int has_sign, const uint8_t *codes, const uint8_t *scales, int64_t columns,
+                               int16_t *chunk);
 
 /* FP16 in the order of BF16 to two chunks, whose sum it is: the first 8 bits of a number, and the others. */
 typedef void kt_chunk_halves_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);

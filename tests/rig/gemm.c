@@ -116,7 +116,8 @@ int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64
     if (!error) {
         kt_fp_state state = kt_enter_forward();
         for (int64_t s = 0; s < panels; s++) panel[s] = kt_bf16_panel_of(format, codes, scales, k, s);
-        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
+        (format->integers ? kernels->gemm_int16 : kernels->gemm_bf16)(
+            &(kt_bf16_gemm){m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);

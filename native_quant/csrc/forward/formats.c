@@ -12,20 +12,7 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
     return kernels->gemm_int8;
 }
 
-/* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. */
-static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk, float *scale) {
-    for (int64_t i = 0; i < columns; i++) {
-        if (scales[i]) continue;
-        uint16_t *half = chunk + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
-        scale[i] = 0x1p-126f;
-        for (int64_t j = 0; j < KT_SUM_COLUMNS; j++) {
-            uint16_t *weight = half + j / 2 * 32 + i % KT_HALF_ROWS * 2 + j % 2;
-            if (*weight & KT_BF16_MAGNITUDE) *weight -= 1 << 7;
-        }
-    }
-}
-
-/* BF16 of each code of 4 bits: E2M1, and an integer in two's complement. */
+/* BF16 of each code of 4 bits: E2M1, an integer in two's complement, and one without a sign. */
 static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -38,91 +25,124 @@ static void chunk_nibbles(const kt_kernels *kernels, const uint16_t *values, con
     kernels->chunk_nibbles(values, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
 }
 
-/* As many E8M0 scales as columns: of 32 rows, for each 32 columns. */
-static void e8m0_scales(const kt_kernels *kernels, const uint8_t *scales, int64_t columns, uint16_t *chunk,
-                        float *scale) {
-    kernels->widen_scales(1, scales, columns, scale);
-    if (memchr(scales, 0, (size_t)columns)) halve(scales, columns, chunk, scale);
-}
-
-static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                        uint16_t *chunk, float *scale) {
-    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
-    e8m0_scales(kernels, panel->scales + first, columns, chunk, scale);
-}
-
-static void chunk_rawint4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                          uint16_t *chunk, float *scale) {
+static void chunk_int4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk) {
     chunk_nibbles(kernels, int4, panel, first, columns, chunk);
-    kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
 }
 
-static void chunk_gptq(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    const size_t of_rows = KT_PANEL_ROWS * sizeof *scale;
-    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
-    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS)
-        memcpy(scale + j, panel->scales + (first + j) / panel->sum_columns * (int64_t)of_rows, of_rows);
+static void chunk_uint4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk) {
+    chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
 }
 
-static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                      uint16_t *chunk, float *scale) {
-    kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
-    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
-        float s;
-        memcpy(&s, panel->scales + (first + j) / 128 * sizeof s, sizeof s);
-        for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[j + r] = s;
+/* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. As many E8M0
+   scales as columns: of 32 rows, for each 32 columns. */
+static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk) {
+    for (int64_t i = 0; i < columns; i++) {
+        if (scales[i]) continue;
+        uint16_t *half = chunk + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
+        for (int64_t j = 0; j < KT_SUM_COLUMNS; j++) {
+            uint16_t *weight = half + j / 2 * 32 + i % KT_HALF_ROWS * 2 + j % 2;
+            if (*weight & KT_BF16_MAGNITUDE) *weight -= 1 << 7;
+        }
     }
 }
 
-static void chunk_fp8_perchannel(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first,
-                                 int64_t columns, uint16_t *chunk, float *scale) {
+static void scales_e8m0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        float *scale) {
+    const uint8_t *scales = panel->scales + first;
+    kernels->widen_scales(1, scales, columns, scale);
+    if (!memchr(scales, 0, (size_t)columns)) return;
+    for (int64_t i = 0; i < columns; i++)
+        if (!scales[i]) scale[i] = 0x1p-126f;
+}
+
+static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk) {
+    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
+    if (memchr(panel->scales + first, 0, (size_t)columns)) halve(panel->scales + first, columns, chunk);
+}
+
+static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                      uint16_t *chunk) {
     kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
-    for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS)
-        memcpy(scale + i, panel->scales, KT_PANEL_ROWS * sizeof *scale);
 }
 
 static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                        uint16_t *chunk, float *scale) {
-    kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
-    e8m0_scales(kernels, panel->scales + first, columns, chunk, scale);
+                        uint16_t *chunk) {
+    chunk_fp8(kernels, panel, first, columns, chunk);
+    if (memchr(panel->scales + first, 0, (size_t)columns)) halve(panel->scales + first, columns, chunk);
 }
 
 /* A panel's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
 static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                        uint16_t *chunk, float *scale) {
+                        uint16_t *chunk) {
     const uint8_t *scales = panel->scales + KTQ_NVFP4_HEADER + 2 * first;
     uint16_t groups[2 * KT_CHUNK_COLUMNS];
-    float whole;
     chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
     kernels->scale_chunk(groups, columns, chunk);
-    memcpy(&whole, panel->scales, sizeof whole);
-    for (int64_t i = 0; i < columns; i++) scale[i] = whole;
 }
 
-static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, const uint16_t *scales,
-                           int64_t first, int64_t columns, uint16_t *chunk) {
-    const uint8_t *codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
-    kernels->chunk_integers(panel->bits, codes, scales, columns, chunk);
+/* float32 for each row and sum_columns. */
+static void scales_gptq(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        float *scale) {
+    const size_t of_rows = KT_PANEL_ROWS * sizeof *scale;
+    (void)kernels;
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS)
+        memcpy(scale + j, panel->scales + (first + j) / panel->sum_columns * (int64_t)of_rows, of_rows);
+}
+
+static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        float *scale) {
+    kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
+}
+
+/* Of 128 columns of all rows. */
+static void scales_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       float *scale) {
+    (void)kernels;
+    for (int64_t i = 0; i < columns; i++)
+        memcpy(scale + i, panel->scales + (first + i) / 128 * (int64_t)sizeof *scale, sizeof *scale);
+}
+
+static void scales_of_rows(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                           float *scale) {
+    (void)kernels, (void)first;
+    for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS)
+        memcpy(scale + i, panel->scales, KT_PANEL_ROWS * sizeof *scale);
+}
+
+static void scales_of_weight(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                             float *scale) {
+    (void)kernels, (void)first;
+    for (int64_t i = 0; i < columns; i++) memcpy(scale + i, panel->scales, sizeof *scale);
 }
 
 /* FP16 for each row and 32 columns. */
-static void scales_of_blocks(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                             float *scale) {
+static void scales_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       float *scale) {
     kernels->half_scales(panel->scales + 2 * first, NULL, columns / KT_SUM_COLUMNS, scale);
 }
 
-static void chunk_q4_0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
-    scales_of_blocks(kernels, panel, first, columns, scale);
+static const uint8_t *codes_of(const kt_bf16_panel *panel, int64_t first) {
+    return panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
 }
 
-static void chunk_q8_0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    chunk_integers(kernels, panel, NULL, first, columns, chunk);
-    scales_of_blocks(kernels, panel, first, columns, scale);
+static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                           uint16_t *chunk) {
+    kernels->chunk_integers(panel->bits, codes_of(panel, first), NULL, columns, chunk);
+}
+
+/* In two's complement. */
+static void integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                     uint16_t *chunk) {
+    kernels->chunk_int16(panel->bits, 1, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
+}
+
+static void integers_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk) {
+    kernels->chunk_int16(panel->bits, 0, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
 }
 
 enum { K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS, HALVES = 2 * KT_PANEL_ROWS };
@@ -152,41 +172,53 @@ static void k_scales(int which, const kt_kernels *kernels, const kt_bf16_panel *
     }
 }
 
+static void scales_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                     float *scale) {
+    k_scales(0, kernels, panel, first, columns, scale);
+}
+
 static void least_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                     float *least) {
     k_scales(1, kernels, panel, first, columns, least);
 }
 
-static void chunk_q4_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
-    k_scales(0, kernels, panel, first, columns, scale);
+/* Codes are multiplied by the scales of 16 columns. */
+static const uint8_t *q6_k_factors(const k_unit *unit) {
+    return unit->scales + HALVES + unit->column / 16 * KT_PANEL_ROWS;
 }
 
-static void chunk_q5_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    chunk_integers(kernels, panel, NULL, first, columns, chunk);
-    k_scales(0, kernels, panel, first, columns, scale);
-}
-
-/* Codes times the scales of 16 columns are rounded to BF16. */
-static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk, float *scale) {
-    uint16_t groups[KT_CHUNK_COLUMNS / 16 * KT_PANEL_ROWS];
-    for (int64_t done = 0; done < columns;) {
-        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first + done, columns - done);
-        const uint8_t *factors = unit.scales + HALVES + unit.column / 16 * KT_PANEL_ROWS;
-        kernels->chunk_integers(8, factors, NULL, unit.columns / 16, groups + done / 16 * KT_PANEL_ROWS);
-        for (int64_t end = done + unit.columns; done < end; done += KT_SUM_COLUMNS)
-            kernels->half_scales(unit.scales, NULL, 1, scale + done);
+static void integers_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                          uint16_t *chunk) {
+    for (int64_t end = first + columns; first < end;) {
+        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
+        kernels->chunk_int16(6, 1, codes_of(panel, first), q6_k_factors(&unit), unit.columns, (int16_t *)chunk);
+        first += unit.columns;
+        chunk += unit.columns * KT_PANEL_ROWS;
     }
-    chunk_integers(kernels, panel, groups, first, columns, chunk);
+}
+
+/* The products are rounded to BF16. */
+static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                       uint16_t *chunk) {
+    uint16_t groups[KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS];
+    for (int64_t end = first + columns; first < end;) {
+        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
+        kernels->chunk_integers(8, q6_k_factors(&unit), NULL, unit.columns / 16, groups);
+        kernels->chunk_integers(6, codes_of(panel, first), groups, unit.columns, chunk);
+        first += unit.columns;
+        chunk += unit.columns * KT_PANEL_ROWS;
+    }
+}
+
+static void scales_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        float *scale) {
+    for (int64_t end = first + columns; first < end; first += KT_SUM_COLUMNS, scale += KT_SUM_COLUMNS)
+        kernels->half_scales(k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, KT_SUM_COLUMNS).scales, NULL, 1, scale);
 }
 
 static void chunk_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                      uint16_t *chunk, float *scale) {
-    kernels->chunk_halves(panel->codes + first * KT_PANEL_ROWS * 2, columns, chunk);
-    for (int64_t i = 0; i < columns; i++) scale[i] = 1;
+                      uint16_t *chunk) {
+    kernels->chunk_halves(codes_of(panel, first), columns, chunk);
 }
 
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
@@ -195,23 +227,37 @@ static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
     [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], 8, 1, 0, sizeof(float), .gemm = gemm_int8},
-    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp4},
-    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .chunk = chunk_fp8},
+    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp4,
+                          .scale = scales_e8m0},
+    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .chunk = chunk_fp8,
+                        .scale = scales_fp8},
     [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1},
-    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8_perchannel},
-    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8},
-    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4},
-    [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_rawint4},
-    [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_gptq},
-    [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_gptq},
-    [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_gptq},
-    [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_q4_0},
-    [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_q8_0},
-    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q4_k,
-                         .least = least_k, .sum_columns = KT_SUM_COLUMNS},
-    [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_q5_k,
-                         .least = least_k, .sum_columns = KT_SUM_COLUMNS},
-    [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k},
+    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8,
+                                   .scale = scales_of_rows},
+    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8,
+                          .scale = scales_e8m0},
+    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4,
+                          .scale = scales_of_weight},
+    [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
+                            .integers = integers, .scale = scales_bf16},
+    [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_int4,
+                              .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_int4,
+                              .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_int4,
+                              .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
+                         .integers = integers, .scale = scales_f16},
+    [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
+                         .integers = integers, .scale = scales_f16},
+    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_uint4,
+                         .integers = integers_k, .scale = scales_k, .least = least_k,
+                         .sum_columns = KT_SUM_COLUMNS},
+    [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
+                         .integers = integers_k, .scale = scales_k, .least = least_k,
+                         .sum_columns = KT_SUM_COLUMNS},
+    [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,
+                         .integers = integers_q6_k, .scale = scales_q6_k},
     [KTQ_FORMAT_F16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .chunk = chunk_f16, .two_terms = 1},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };

@@ -16,8 +16,8 @@ typedef struct {
      * scales. So many bytes precede the scales of each panel. */
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
-    kt_chunk_fn *chunk;                             /* BF16 arithmetic; NULL: codes are chunks */
-    kt_least_fn *least;                             /* of each row and KT_SUM_COLUMNS columns; NULL: there are none */
+    kt_chunk_fn *chunk, *integers;                  /* BF16 arithmetic: kt_bf16_panel's */
+    kt_scales_fn *scale, *least;
     int64_t sum_columns; /* kt_bf16_panel's, where scale_columns do not say it; else 0 */
     int two_terms;       /* 1: kt_bf16_panel's terms are 2, and h has as many where down is so; else 0 */
 } kt_format;
@@ -48,7 +48,8 @@ static inline kt_bf16_panel kt_bf16_panel_of(const kt_format *format, const void
                                              int64_t k, int64_t index) {
     int64_t row = index * KT_PANEL_ROWS;
     kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales, format->bits,
-                           kt_terms(format), kt_sum_columns(format), format->chunk, format->least};
+                           kt_terms(format), kt_sum_columns(format), format->chunk, format->integers,
+                           format->scale, format->least};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

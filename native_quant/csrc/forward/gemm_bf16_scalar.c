@@ -38,10 +38,12 @@ void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
             columns = job->k - first < at_once ? job->k - first : at_once;
             const uint8_t *chunk = panel->codes + first * KT_PANEL_ROWS * 2;
             if (panel->chunk) {
-                panel->chunk(job->kernels, panel, first, columns, (uint16_t *)job->scratch, scale);
+                panel->chunk(job->kernels, panel, first, columns, (uint16_t *)job->scratch);
                 chunk = job->scratch;
             }
-            for (int64_t i = 0; i < panel->terms * columns; i += KT_SUM_COLUMNS, chunk += KT_SUM_COLUMNS * KT_PANEL_ROWS * 2)
+            if (panel->scale) panel->scale(job->kernels, panel, first, columns, scale);
+            const int64_t bytes = KT_SUM_COLUMNS * KT_PANEL_ROWS * 2;
+            for (int64_t i = 0; i < panel->terms * columns; i += KT_SUM_COLUMNS, chunk += bytes)
                 add_products(job, first + i % columns, chunk, scale + i % columns, job->c + s * job->c_pitch);
         }
     }

@@ -17,7 +17,7 @@ typedef struct {
 } space;
 _Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations have what is left");
 
-/* The scales of codes that are chunks. */
+/* The scales where there are none. */
 static const float ones[KT_PANEL_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
@@ -36,7 +36,7 @@ static const uint8_t *codes_of(const kt_bf16_panel *panel, int64_t first) {
 
 static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t first, int64_t columns, int64_t token,
                  int64_t tokens, uint8_t *out) {
-    for (int64_t t = token; t < token + tokens; t++, out += KT_CHUNK_COLUMNS * steps->item_bytes)
+    for (int64_t t = token; t < token + tokens; t++, out += steps->row_bytes)
         steps->copy(job->a + t * job->a_pitch + first, columns, out);
 }
 
@@ -45,24 +45,26 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
+    kt_chunk_fn *made = steps->integers ? panel->integers : panel->chunk;
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), each = bytes / (blocks * terms), step = each / (columns / 2);
     for (int64_t j = 0, some; j < columns; j += some) {
         some = least(columns - j, at_once);
         const uint8_t *chunk = codes_of(panel, first + j);
-        if (panel->chunk) {
-            panel->chunk(job->kernels, panel, first + j, some, with->chunk, with->scale);
+        if (made) {
+            made(job->kernels, panel, first + j, some, with->chunk);
             chunk = (const uint8_t *)with->chunk;
         }
+        if (panel->scale) panel->scale(job->kernels, panel, first + j, some, with->scale);
         for (int64_t b = 0; b < blocks * terms; b++, ahead += each * some / columns) {
             int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
             steps->block(&(kt_bf16_block){.tokens = to - from,
                                           .chunk = chunk + b / blocks * some * KT_PANEL_ROWS * 2,
                                           .columns = some,
                                           .sum_columns = panel->sum_columns,
-                                          .scale = panel->chunk ? with->scale : ones,
-                                          .scale_step = panel->chunk ? KT_PANEL_ROWS : 0,
-                                          .a = with->a + (from * KT_CHUNK_COLUMNS + j) * steps->item_bytes,
+                                          .scale = panel->scale ? with->scale : ones,
+                                          .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
+                                          .a = with->a + from * steps->row_bytes + j * steps->item_bytes,
                                           .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
                                           .ahead = ahead,
                                           .step = step});
@@ -86,7 +88,7 @@ static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, sp
 }
 
 static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
-    int64_t group = (int64_t)sizeof with->a / (KT_CHUNK_COLUMNS * steps->item_bytes);
+    int64_t group = (int64_t)sizeof with->a / steps->row_bytes;
     int64_t groups = (job->m + group - 1) / group;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         columns = least(job->k - first, KT_CHUNK_COLUMNS);

@@ -10,11 +10,11 @@
 
 #include "kernels.h"
 
-/* One token's activations in the form that `block` reads. */
+/* One token's activations, KT_CHUNK_COLUMNS at most, in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
-/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, KT_CHUNK_COLUMNS items
-   apart, scaled by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile
-   prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
+/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, as they were copied, scaled
+   by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile prefetches `step`
+   bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;
@@ -29,8 +29,9 @@ typedef struct {
 typedef void kt_bf16_block_fn(const kt_bf16_block *work);
 
 typedef struct {
-    int64_t tokens;     /* of a block, at most */
-    int64_t item_bytes; /* of an activation as `copy` writes it */
+    int64_t tokens;                /* of a block, at most */
+    int integers;                  /* 1: chunks are of int16, not of BF16 */
+    int64_t item_bytes, row_bytes; /* of an activation as `copy` writes it; from token to token */
     kt_bf16_copy_fn *copy;
     kt_bf16_block_fn *block;
 } kt_bf16_steps;

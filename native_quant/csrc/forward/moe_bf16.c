@@ -40,20 +40,24 @@ static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_w
 }
 
 /* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. sums: those of the rows'
-   activations. */
+   activations. Panels of which some are multiplied as int16 and others as BF16 go one by one. */
 static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, const float *sums, int64_t panels,
                      const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
-    pass->kernels->gemm_bf16(&(kt_bf16_gemm){.m = m,
-                                             .k = k,
-                                             .a = a,
-                                             .a_pitch = k,
-                                             .panels = panels,
-                                             .panel = panel,
-                                             .sums = sums,
-                                             .kernels = pass->kernels,
-                                             .c = scratch->c,
-                                             .c_pitch = m * KT_PANEL_ROWS,
-                                             .scratch = scratch->gemm});
+    const int64_t step = panels > 1 && !panel[0].integers != !panel[1].integers ? 1 : panels;
+    for (int64_t s = 0; s < panels; s += step) {
+        kt_bf16_gemm_fn *gemm = panel[s].integers ? pass->kernels->gemm_int16 : pass->kernels->gemm_bf16;
+        gemm(&(kt_bf16_gemm){.m = m,
+                             .k = k,
+                             .a = a,
+                             .a_pitch = k,
+                             .panels = step,
+                             .panel = panel + s,
+                             .sums = sums,
+                             .kernels = pass->kernels,
+                             .c = (float *)scratch->c + s * m * KT_PANEL_ROWS,
+                             .c_pitch = m * KT_PANEL_ROWS,
+                             .scratch = scratch->gemm});
+    }
 }
 
 /* gate and up as the activation takes them (ktq_moe). alpha: silu(alpha * gate) is alpha times what is wanted. */

@@ -44,6 +44,7 @@
 #define min_epi32 OF_WIDTH(min_epi32)
 #define max_epi32 OF_WIDTH(max_epi32)
 #define max_epu32 OF_WIDTH(max_epu32)
+#define mullo_epi16 OF_WIDTH(mullo_epi16)
 #define madd_epi16 OF_WIDTH(madd_epi16)
 #define maddubs_epi16 OF_WIDTH(maddubs_epi16)
 

@@ -1,0 +1,93 @@
+/* Products of int16 (NUMERICS.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A
+ * file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
+ * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
+#include "gemm_int16.h"
+
+enum { AT_ONCE = 2 * LANES, PASSES = KT_PANEL_ROWS / AT_ONCE }; /* rows */
+
+/* `wide` times KT_SUM_COLUMNS columns of rows first .., whose sums do not wait for each other. `bytes` from `ahead` on
+   are fetched. */
+__attribute__((always_inline)) TARGET static inline void
+columns_of(int wide, int tokens, const uint8_t *chunk, const float *scale, int64_t scale_step, const kt_int16_row *row,
+           int64_t column, int first, float *c, const uint8_t *ahead, int64_t bytes) {
+    const int16_t *a = row->a + column;
+    const float *unit = row->unit + column / KT_SUM_COLUMNS;
+    ints sum[4][BLOCK][2];
+    for (int64_t i = 0; i < bytes; i += 64) fetch(ahead + i);
+#pragma GCC unroll 4
+    for (int w = 0; w < wide; w++)
+#pragma GCC unroll 12
+        for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = setzero_si();
+    chunk += first / KT_HALF_ROWS * KT_HALF_BYTES;
+    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, chunk += 64, a += 2)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) {
+            const uint8_t *place = chunk + w * KT_TILE_BYTES;
+            const ints weights[2] = {loadu_si(place), loadu_si(place + (PASSES == 1 ? KT_HALF_BYTES : VECTOR_BYTES))};
+#pragma GCC unroll 12
+            for (int t = 0; t < tokens; t++) {
+                int32_t two;
+                memcpy(&two, a + t * (int64_t)(sizeof *row / sizeof *a) + w * KT_SUM_COLUMNS, sizeof two);
+                const ints pairs = set1_epi32(two);
+#pragma GCC unroll 2
+                for (int v = 0; v < 2; v++) sum[w][t][v] = add_products(sum[w][t][v], weights[v], pairs);
+            }
+        }
+#pragma GCC unroll 12
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            const int r = first + v * LANES;
+            floats total = load_ps(c + t * KT_PANEL_ROWS + r);
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) {
+                floats product = mul_ps(cvtepi32_ps(sum[w][t][v]), set1_ps(unit[t * (int64_t)(sizeof *row / 4) + w]));
+                total = fmadd_ps(loadu_ps(scale + w * scale_step + r), product, total);
+            }
+            store_ps(c + t * KT_PANEL_ROWS + r, total);
+        }
+}
+
+__attribute__((always_inline)) TARGET static inline void block(int tokens, const uint8_t *chunk, int64_t columns,
+                                                               const float *scale, int64_t scale_step,
+                                                               const kt_int16_row *row, float *c,
+                                                               const uint8_t *ahead, int64_t step) {
+    const int wide = tokens <= BLOCK / 6 ? 4 : tokens <= BLOCK / 2 ? 2 : 1; /* enough to hide how long additions take */
+    for (int64_t j = 0, at_once; j < columns; j += at_once) {
+        at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
+        const int64_t bytes = step * at_once / (2 * PASSES);
+        for (int first = 0; first < KT_PANEL_ROWS; first += AT_ONCE, ahead += bytes) {
+            const uint8_t *of = chunk + j * 64;
+            const float *scales = scale + j / KT_SUM_COLUMNS * scale_step;
+            if (at_once > KT_SUM_COLUMNS)
+                columns_of(wide, tokens, of, scales, scale_step, row, j, first, c, ahead, bytes);
+            else columns_of(1, tokens, of, scales, scale_step, row, j, first, c, ahead, bytes);
+        }
+    }
+}
+
+#include "gemm_bf16_blocks.h"
+
+/* LANES activations in units. */
+TARGET static inline ints in_units(const uint16_t *a, floats reciprocal) {
+    return cvtps_epi32(mul_ps(castsi_ps(slli_epi32(load_epu16_epi32(a), 16)), reciprocal));
+}
+
+TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
+    kt_int16_row *row = out;
+    const ints magnitude = set1_epi16(KT_BF16_MAGNITUDE);
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
+        ints most = and_si(loadu_si(a + j), magnitude);
+        for (int i = AT_ONCE; i < KT_SUM_COLUMNS; i += AT_ONCE)
+            most = max_epu16(most, and_si(loadu_si(a + j + i), magnitude));
+        const float unit = kt_int16_unit(reduce_max_epu16(most));
+        const floats reciprocal = set1_ps(kt_int16_reciprocal(unit));
+        row->unit[j / KT_SUM_COLUMNS] = unit;
+        for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
+            ints low = in_units(a + j + i, reciprocal), high = in_units(a + j + i + LANES, reciprocal);
+            storeu_si(row->a + j + i, after_pack(packs_epi32(low, high)));
+        }
+    }
+}
+
+static const kt_bf16_steps steps = {BLOCK, 1, sizeof(int16_t), sizeof(kt_int16_row), copy, block_of_any};
