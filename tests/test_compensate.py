@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.stages.quantize_experts import quantize
-from ktconvert.pipeline.verify.calibrated import ROWS, judge
+from ktconvert.pipeline.verify.checks import ROWS, judge
 from ktconvert.pipeline.walk.consumers import ExpertGroup, ExpertWeights
 from ktconvert.quantizers import reference, scale_search
 from ktconvert.quantizers.choice import GPTQ

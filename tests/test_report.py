@@ -30,8 +30,7 @@ from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.dequantize import dequantize
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
-from ktconvert.pipeline.ui.heat_maps import MOST_TITLES
-from ktconvert.pipeline.ui.page import TEMPLATES, page, percent
+from ktconvert.pipeline.ui.page import MOST_TITLES, TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
 from ktconvert.pipeline.verify.inputs import VerifyInputs

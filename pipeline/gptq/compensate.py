@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +26,26 @@ Item = tuple[int, str]  # (expert, projection)
 Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the encoding's order
 Scales = npt.NDArray[Any]  # as Encoding.scales gives them
 Write = Callable[[int, str, Stored], None]
-
-
-class Nearest(Protocol):
-    """Rounds a linear by itself, each code to the nearest. Raises InputError for a value that is not finite."""
-
-    def __call__(self, expert: int, projection: str, importance: F32 | None) -> Stored:
-        """The linear. importance: of its columns, [k]; None if nothing is known of its inputs."""
+# (expert, projection, importance of its columns [k], None if nothing is known of its inputs) -> the linear, each code
+# rounded to nearest. Raises InputError for a value that is not finite.
+Nearest = Callable[[int, str, F32 | None], Stored]
 
 
 @dataclass
 class Compensate:
-    """Quantizes one layer's experts to an encoding with scales and codes, beginning with the scales of rounding to
-    nearest.
+    """Quantizes one layer's experts, beginning with the scales of rounding to nearest.
 
-    parts      NUMA parts of a linear
     dampening  fraction of mean(diag(H)) that is added to the diagonal
     rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does,
-               which moves one
-               8-bit code in 400 by one; "float32": the codes that GPTQ chose
+               which moves one 8-bit code in 400 by one; "float32": the codes that GPTQ chose
     sees       which tokens an expert is calibrated on, as Evidence says
     floor      a linear that fewer tokens than these reached is rounded to nearest
     nearest    rounds a linear to nearest
     write      takes the linears, in file order
+    parts      NUMA parts of a linear
     descends   whether scales and codes are improved after GPTQ, for errors weighted by routing weights
-    too_few    experts of which linears were rounded to nearest since too few tokens were routed to them
-    fell_back  linears whose Hessian could not be factorized, and that were rounded to nearest
+    too_few    experts with linears that were rounded to nearest since too few tokens were routed to them
+    fell_back  linears that were rounded to nearest since their Hessian could not be factorized
     """
 
     encoding: Encoding
@@ -70,20 +64,18 @@ class Compensate:
 
     @property
     def evidence(self) -> Evidence:
-        """The Hessians of all linears."""
         return Evidence(gptq.Hessian.empty, self.sees, self.descends)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
-        """Quantize and write the experts of a group; returns their dequantized weights.
-
-        Raises VerificationError, naming the layer, where a Hessian or a loss is not finite.
+        """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
+        naming the layer, where a Hessian or a loss is not finite.
         """
         rounded = {}
         for expert in group.weights:
             made = self._quantize(group, expert)
             for projection in PROJECTIONS:
                 self.write(expert, projection, made[projection][0])
-            rounded[expert] = ExpertWeights(*(made[projection][1] for projection in PROJECTIONS))
+            rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
 
     def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
@@ -91,20 +83,16 @@ class Compensate:
         few = group.tokens[expert] < self.floor
         made: dict[str, tuple[Stored, torch.Tensor]] = {}
         # Gate and up read the same: they are quantized as one tall matrix.
-        for projections, enough in (
-            (("gate", "up"), self.evidence.shared or not few),
-            (("down",), not self.evidence.routed or not few),
-        ):
-            if enough:
-                made |= self._compensate(group, expert, projections)
-            else:
+        for projections, own_tokens in ((("gate", "up"), not self.evidence.shared), (("down",), self.evidence.routed)):
+            if few and own_tokens:
                 made |= {projection: self._round(group, expert, projection) for projection in projections}
+            else:
+                made |= self._compensate(group, expert, projections)
         if few and self.evidence.routed:
             self.too_few.append(expert)
         return made
 
     def _round(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Stored, torch.Tensor]:
-        """Round a linear to nearest."""
         import torch
 
         linear = self._nearest(group, expert, projection)
@@ -123,13 +111,11 @@ class Compensate:
         """The scales of rounding a linear to nearest, [n, groups]."""
         assert self.encoding.scales is not None
         linear = self._nearest(group, expert, projection)
-        own = [self.encoding.scales(tensors[-1], part.n, part.k) for part, tensors in linear]
-        return join_parts(projection, own)
+        return join_parts(projection, [self.encoding.scales(last, part.n, part.k) for part, (*_, last) in linear])
 
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
     ) -> dict[str, tuple[Stored, torch.Tensor]]:
-        """Quantize linears with the same inputs."""
         import torch
 
         items = [(expert, projection) for projection in projections]
@@ -138,9 +124,8 @@ class Compensate:
         grid, scale = self.encoding.grid, steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
-                metric = self._metric(
-                    _hessian(group, *items[0]), shared=projections[0] == "gate" and self.evidence.shared
-                )
+                shared = projections[0] == "gate" and self.evidence.shared
+                metric = self._metric(_hessian(group, *items[0]), shared=shared)
                 values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
                 rounded = values.to(weight.dtype)
                 exact = self.rounding == "float32"
@@ -150,21 +135,19 @@ class Compensate:
                     rounded, codes = better.values.to(weight.dtype), better.codes
                     scales = stored_scales(self.encoding, better.scale)
         except gptq.NotFinite as error:
+            where = f"layer {group.layer}, {' and '.join(projections)} of expert {expert}"
             raise VerificationError(
-                f"layer {group.layer}, {' and '.join(projections)} of expert {expert}: {error}; the model gives NaN or "
-                "infinity on this data set. Try another --dataset, or what needs none: --quant-method RTN (gpu), "
-                "--scale mse (cpu)."
+                f"{where}: {error}; the model gives NaN or infinity on this data set. Try another --dataset, or what "
+                "needs none: --quant-method RTN (gpu), --scale mse (cpu)."
             ) from error
         if metric.factor.fell_back:
             self.fell_back += items
         width, hidden = group.weights[expert].gate.shape
-        grid_of = ExpertGrid(group.layer, hidden, width, self.parts)
-        n = len(items)
+        expert_grid, n = ExpertGrid(group.layer, hidden, width, self.parts), len(items)
+        linears = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
         return {
-            item[1]: (packed(self.encoding, item, own, own_scales, grid_of), values)
-            for item, own, own_scales, values in zip(
-                items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True
-            )
+            item[1]: (packed(self.encoding, item, own, own_scales, expert_grid), values)
+            for item, own, own_scales, values in linears
         }
 
     def _metric(self, hessian: gptq.Hessian, *, shared: bool) -> _Metric:

@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.dataset import first_line
+from ktconvert.pipeline.walk.calibration_data import Ids
 
-# (layer, expert, projection) -> the linear
-Quantized = Callable[[int, int, str], Stored]
+Quantized = Callable[[int, int, str], Stored]  # (layer, expert, projection) -> the linear
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
 
@@ -32,18 +29,10 @@ def _scheme(fmt: Format) -> Any:
 
 
 def quantize_model(
-    root: Path,
-    samples: Sequence[npt.NDArray[np.int64]],
-    fmt: Format,
-    *,
-    dampening: float,
-    every_expert: bool,
-    trust_remote_code: bool,
+    root: Path, samples: Sequence[Ids], fmt: Format, *, dampening: float, every_expert: bool, trust_remote_code: bool
 ) -> Quantized:
-    """Run oneshot with GPTQModifier on the checkpoint's routed experts.
-
-    Returns a function that gives the tensors of a linear.
-    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
+    """Run oneshot with GPTQModifier on the checkpoint's routed experts; returns a function that gives a linear. Raises
+    UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
     """
     import torch
     import transformers
@@ -58,12 +47,11 @@ def quantize_model(
             root, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
         names = {found.layer: found.name for found in find_experts(model)}
-        rows = [
-            {"input_ids": torch.from_numpy(ids)[None], "attention_mask": torch.ones((1, len(ids)))} for ids in samples
-        ]
+        ids = [torch.from_numpy(sample)[None] for sample in samples]
+        rows: Any = [{"input_ids": one, "attention_mask": torch.ones(one.shape)} for one in ids]
         oneshot(
             model=model,
-            dataset=torch.utils.data.DataLoader(rows, batch_size=None),  # type: ignore[arg-type]
+            dataset=torch.utils.data.DataLoader(rows, batch_size=None),
             recipe=GPTQModifier(config_groups={"group_0": _scheme(fmt)}, dampening_frac=dampening),
             max_seq_length=max(map(len, samples)),
             num_calibration_samples=len(samples),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,38 +9,26 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.walk import footprint
-from ktconvert.pipeline.walk.calibration_data import Calibration
+from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 INSTEAD = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice where a model cannot be calibrated
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of GPTQ.
-
-    engine       "stream", or "oneshot": llmcompressor's own, for comparison
-    machine      properties of the machine where the conversion was begun that can change bytes, "threads" and "device"
-                 among them
-    group        experts in memory at a time
-    fingerprint  all that can change a byte: (name, value)
-    Others as in compensate.Compensate.
+class Settings(WalkSettings):
+    """The settings of GPTQ: those of the walk, those of compensate.Compensate, and the engine: "stream", or "oneshot",
+    llmcompressor's own, for comparison.
     """
 
-    calibration: Calibration
     dampening: float
     rounding: str
     sees: str
     floor: int
     descends: bool
-    group: int
     engine: str
-    trust_remote_code: bool
-    machine: Mapping[str, Any]
-    fingerprint: tuple[tuple[str, Any], ...]
 
 
 def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
-    """The stage's settings, from those of a command."""
     machine = options.machine.machine
     assert machine is not None  # the plan has recorded it
     gptq = options.gptq
@@ -64,28 +51,19 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     """How many experts of the widest layer, with Hessians and working copies, fit into `budget` bytes; at least one."""
 
     def bytes_of(hidden: int, width: int) -> int:
-        weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
         hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-        return weights + hessians
+        return 2 * 3 * hidden * width * 2 + hessians  # weights as they are, and rounded
 
     return footprint.experts_at_a_time(model, budget, bytes_of)
 
 
 def facts(options: QuantizationOptions) -> dict[str, Any]:
-    """The calibration, for the manifest and the model card."""
-    return {
-        "calibration": {
-            **Calibration.of(options.samples).facts(),
-            "dampening": options.gptq.dampening_frac,
-            "calibrate": options.gptq.calibrate,
-            "steps": options.gptq.gptq_steps,
-            "engine": options.engine,
-        }
-    }
+    gptq, data = options.gptq, Calibration.of(options.samples).facts()
+    settings = {"dampening": gptq.dampening_frac, "calibrate": gptq.calibrate, "steps": gptq.gptq_steps}
+    return {"calibration": {**data, **settings, "engine": options.engine}}
 
 
 def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> footprint.WalkShape:
-    """The shape from which memory and disk follow."""
     return footprint.shape_of(
         model,
         options.samples,

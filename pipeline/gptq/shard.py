@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ktconvert.layouts.encodings.encoding import Bytes, error_sums, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
+from ktconvert.layouts.files.shards import ShardPlan
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
@@ -32,6 +34,7 @@ from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.differences import source_values
 from ktconvert.quantizers.reference import F32
 
+Shard = tuple[DirectFile, ShardPlan]
 ROWS = 32  # that are decoded at a time to find a value that is not zero
 
 
@@ -57,7 +60,6 @@ class GptqWork:
 
     @property
     def layer(self) -> int:
-        """Its number."""
         return self.grid.layer
 
 
@@ -73,71 +75,48 @@ def nearest(work: GptqWork) -> Nearest:
 
 
 class LayerWriter:
-    """What a layer's linears are written with, in file order."""
+    """Writes a layer's linears, in file order: to a shard (all first tensors, then all second ones, and so on), or to a
+    folder with a file for each tensor, synced together.
+    """
 
-    def __init__(self, work: GptqWork, partial: Path, reporter: Reporter) -> None:
-        self.work, self.partial, self.reporter = work, partial, reporter
+    def __init__(self, work: GptqWork, partial: Path, reporter: Reporter, shard: Shard | None = None) -> None:
+        self.work, self.partial, self.reporter, self._shard = work, partial, reporter, shard
+        self._written: list[Written] = []
+        self._others: list[list[Bytes]] = []
 
     def write(self, expert: int, projection: str, stored: Stored) -> None:
         """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
         _require_values(self.work, expert, projection, stored, self.reporter)
         for part, tensors in stored:
-            self._put(part, tensors)
+            if self._shard is None:
+                self._written += expert_files.write_loose(self.work.fmt, part, tensors, self.partial)
+            else:
+                self._shard[0].append(tensors[0])
+                self._others.append(tensors[1:])
         taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
 
-    def _put(self, part: Part, tensors: list[Bytes]) -> None:
-        raise NotImplementedError
-
-
-class ShardWriter(LayerWriter):
-    """A shard: all first tensors, then all second ones, and so on."""
-
-    def __enter__(self) -> ShardWriter:
-        work = self.work
-        parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
-        self.plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
-        self._others: list[list[Bytes]] = []
-        self._file = DirectFile(self.partial, self.plan.size)
-        self._file.__enter__()
-        self._file.append(self.plan.header)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-
-    def _put(self, part: Part, tensors: list[Bytes]) -> None:
-        self._file.append(tensors[0])
-        self._others.append(tensors[1:])
-
     def finish(self) -> tuple[tuple[Written, ...], int]:
-        """Write the tensors that follow all first ones; returns the file and its number of tensors."""
-        expert_files.append_others(self._file, self._others)
-        return (Written("", self.plan.size, self._file.close()),), len(self.plan.entries)
+        """Complete them; returns the files and the number of tensors."""
+        if self._shard is None:
+            publish.sync_tree(self.partial)
+            return tuple(self._written), len(self._written)
+        file, plan = self._shard
+        expert_files.append_others(file, self._others)
+        return (Written("", plan.size, file.close()),), len(plan.entries)
 
 
-class FolderWriter(LayerWriter):
-    """A folder with a file for each tensor, synced together."""
-
-    def __enter__(self) -> FolderWriter:
-        self._files: list[Written] = []
-        expert_files.make_folders(self.partial, self.work.grid.numa)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Nothing is open."""
-
-    def _put(self, part: Part, tensors: list[Bytes]) -> None:
-        self._files += expert_files.write_loose(self.work.fmt, part, tensors, self.partial)
-
-    def finish(self) -> tuple[tuple[Written, ...], int]:
-        """Sync; returns the files and their number."""
-        publish.sync_tree(self.partial)
-        return tuple(self._files), len(self._files)
-
-
-def writer(work: GptqWork, partial: Path, reporter: Reporter) -> ShardWriter | FolderWriter:
+@contextmanager
+def writer(work: GptqWork, partial: Path, reporter: Reporter) -> Iterator[LayerWriter]:
     """What the layer is written with."""
-    return (FolderWriter if work.loose else ShardWriter)(work, partial, reporter)
+    if work.loose:
+        expert_files.make_folders(partial, work.grid.numa)
+        yield LayerWriter(work, partial, reporter)
+        return
+    parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
+    plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
+    with DirectFile(partial, plan.size) as file:
+        file.append(plan.header)
+        yield LayerWriter(work, partial, reporter, (file, plan))
 
 
 def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
@@ -146,12 +125,10 @@ def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored
         return
     name = linear_name(work.model, work.layer, expert, projection)
     source = work.model.linear(work.layer, expert, projection)
-    rows = source.shape[0]
-    if any(source_values(source.rows(first, min(first + ROWS, rows))).any() for first in range(0, rows, ROWS)):
-        raise VerificationError(
-            f"{name}: all its codes became zero; quantize without calibration (--quant-method RTN, or --scale mse), "
-            "and tell us the model."
-        )
+    n = source.shape[0]
+    if any(source_values(source.rows(first, min(first + ROWS, n))).any() for first in range(0, n, ROWS)):
+        remedy = "quantize without calibration (--quant-method RTN, or --scale mse), and tell us the model"
+        raise VerificationError(f"{name}: all its codes became zero; {remedy}.")
     reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
 
 

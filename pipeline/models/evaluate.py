@@ -1,5 +1,4 @@
-"""What converted experts cost: the original model and the converted one read the same text, and their predictions are
-compared.
+"""What converted experts cost: the predictions of the original model and of the converted one for the same text.
 
 Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it
 computes with the converted files, and shares all other weights with the original), for the GPU whole, its experts
@@ -11,10 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,22 +25,17 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK = 32  # positions whose distributions are in memory as float64 at a time
-LONGEST = "max_position_embeddings"
 
 
-@dataclass(frozen=True)
-class Windows:
-    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens before and after them
-    were left out.
-    """
+class Windows(NamedTuple):
+    """A text in windows without overlap, ids [windows, window], and how many tokens before and after are left out."""
 
     ids: npt.NDArray[np.int64]
     before: int
     skipped: int
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """What one window gave, position by position, each [positions].
 
     original, converted  negative log-likelihood of the token that came
@@ -57,9 +51,7 @@ class Compared:
 
 @dataclass
 class ExpertsError:
-    """How far a layer's converted experts' output lies from the original's, on the original's inputs: sums of squares
-    over all tokens.
-    """
+    """How far a layer's converted experts' output lies from the original's, on its inputs: sums of squares."""
 
     layer: int
     difference: float = 0.0
@@ -67,14 +59,10 @@ class ExpertsError:
 
     @property
     def relative(self) -> float:
-        """||converted - original|| / ||original||."""
         return float(np.sqrt(self.difference / self.original)) if self.original else float(self.difference > 0)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """All windows together, and the error of each layer."""
-
+class Evaluation(NamedTuple):
     compared: Compared
     layers: tuple[ExpertsError, ...]
     seconds: float
@@ -92,7 +80,6 @@ def read_text(path: Path) -> str:
 
 def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
     """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
-
     Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
     for a text without a window to read, UsageError for windows that are longer than the model can read.
     """
@@ -101,11 +88,10 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
-    longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
-    if isinstance(longest, int) and window > longest:
-        raise UsageError(
-            f"--window {window}: the model reads at most {longest} tokens ({LONGEST}); give a smaller one."
-        )
+    longest = loading.longest(config)
+    if longest is not None and window > longest:
+        most_read = f"the model reads at most {longest} tokens ({loading.LONGEST})"
+        raise UsageError(f"--window {window}: {most_read}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // window - skip
     if count < 1:
@@ -118,27 +104,24 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
 
 
 def packed_method(gpu_weights: Path) -> str:
-    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself.
-
-    Raises InputError for what is no model, UnsupportedError for one that is not packed so.
+    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself. Raises
+    InputError for what is no model, UnsupportedError for one that is not packed so.
     """
+    remedy = "give what `ktconvert gpu` wrote"
     try:
         about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
         bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{gpu_weights}: its config.json cannot be read ({error}); give what `ktconvert gpu` wrote."
-        ) from error
+        raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error
     if about.get("format") != "pack-quantized" or len(bits) != 1:
-        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; give what `ktconvert gpu` wrote.")
+        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; {remedy}.")
     return f"W{bits.pop()}A16"
 
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
-    """The original model and the converted one; with CPU weights they share every weight but the experts.
-
-    Raises what loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for
-    GPU weights of another model.
+    """The original model and the converted one; with CPU weights they share every weight but the experts. Raises what
+    loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of
+    another model.
     """
     if gpu_weights is not None:
         original, _ = loading.load(choice)
@@ -171,14 +154,11 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
             first, second = (model(input_ids=ids[None], use_cache=False).logits[0] for model in (original, converted))
             compared.append(compare(first[:-1], second[:-1], ids[1:]))
             advance(len(ids))
-    together = [np.concatenate([getattr(one, name) for one in compared]) for name in Compared.__dataclass_fields__]
-    everything = Compared(*together)
+    everything = Compared(*map(np.concatenate, zip(*compared, strict=True)))
     for model, likelihood in (("original", everything.original), ("converted", everything.converted)):
         if bad := int(np.count_nonzero(~np.isfinite(likelihood))):
-            raise VerificationError(
-                f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert "
-                "verify --run`."
-            )
+            where = f"at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`"
+            raise VerificationError(f"the {model} model's predictions are not finite {where}.")
     return Evaluation(everything, tuple(layers), time.monotonic() - begin)
 
 
@@ -201,39 +181,31 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs
-    are compared.
-    """
-    errors: list[ExpertsError] = []
-    with ExitStack() as hooks:
-        for layer, name in _experts_of(converted) if converted is not original else []:
-            errors.append(ExpertsError(layer))
-            hook = _comparing(converted.get_submodule(name), errors[-1])
-            handle = original.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
-        yield errors
-
-
-def _experts_of(converted: Any) -> list[tuple[int, str]]:
-    """(layer, name) of every module of routed experts: ours, else transformers' own; none where these are built
-    otherwise.
+    """While this lasts, what goes into the original's experts also goes through the converted ones (ours, else those of
+    transformers; none where these are built otherwise), and the outputs are compared.
     """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
-    ours = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
-    try:
-        return ours or [(found.layer, found.name) for found in find_experts(converted)]
-    except UnsupportedError:
-        return []
+    found = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
+    if not found and converted is not original:
+        with suppress(UnsupportedError):
+            found = [(experts.layer, experts.name) for experts in find_experts(converted)]
 
+    def comparing(module: Any, error: ExpertsError) -> Callable[..., None]:
+        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+            expected, computed = output.double(), module(*args, **kwargs).double()
+            error.difference += float((computed - expected).square().sum())
+            error.original += float(expected.square().sum())
 
-def _comparing(module: Any, error: ExpertsError) -> Callable[..., None]:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        expected, computed = output.double(), module(*args, **kwargs).double()
-        error.difference += float((computed - expected).square().sum())
-        error.original += float(expected.square().sum())
+        return hook
 
-    return hook
+    errors = [ExpertsError(layer) for layer, _ in found]
+    with ExitStack() as hooks:
+        for error, (_, name) in zip(errors, found, strict=True):
+            hook = comparing(converted.get_submodule(name), error)
+            handle = original.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield errors
 
 
 def method_of(converted: Any) -> str:
@@ -253,14 +225,13 @@ def document(
     evaluation: Evaluation,
     method: str,
 ) -> dict[str, Any]:
-    """What `ktconvert eval --json` prints."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {
         "event": "evaluated",
         "model": model,
-        "cpu_weights": None if cpu_weights is None else str(cpu_weights),
-        "gpu_weights": None if gpu_weights is None else str(gpu_weights),
+        "cpu_weights": cpu_weights and str(cpu_weights),
+        "gpu_weights": gpu_weights and str(gpu_weights),
         "method": method,
         "text": str(text),
         "tokens": windows.before + int(windows.ids.size) + windows.skipped,
@@ -285,21 +256,17 @@ def document(
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same for people, as (label, text)."""
     before, after = document["perplexity"]["original"], document["perplexity"]["converted"]
     kl = document["kl"]
     skipped = f"the last {document['skipped_tokens']} of {document['tokens']} tokens left out"
     if document["skip_windows"]:
         skipped = f"the first {document['skip_windows'] * document['window']} and {skipped}"
     kind = "CPU weights" if document["cpu_weights"] else "GPU weights"
+    windows = f"{document['windows']} windows of {document['window']} tokens without overlap"
     return [
         ("model", document["model"]),
         (kind, f"{document['cpu_weights'] or document['gpu_weights']} ({document['method']})"),
-        (
-            "text",
-            f"{document['text']}: {document['windows']} windows of {document['window']} tokens without overlap, "
-            f"{skipped}",
-        ),
+        ("text", f"{document['text']}: {windows}, {skipped}"),
         ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
         ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {document['positions']} tokens (nats)"),
         ("top-1 agreement", f"{100 * document['top1_agreement']:.2f} %"),

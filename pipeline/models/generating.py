@@ -28,7 +28,6 @@ class Speed:
     decode: float
 
     def line(self) -> str:
-        """For people."""
         first = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.1f} tokens/s)"
         if self.new < 2:
             return first
@@ -46,21 +45,17 @@ def write(
     import torch
     from transformers import TextStreamer
 
+    times: list[float] = []  # of each new token
+    said: list[str] = []
+
     class Spoken(TextStreamer):
-        """Passes the text on and notes when the first and the last token came."""
-
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
-            self.text = ""
-
         def put(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:
-                self.times.append(time.perf_counter())
+                times.append(time.perf_counter())
             super().put(value)  # type: ignore[no-untyped-call]
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.text += text
+            said.append(text)
             say(text)
 
     config = copy.deepcopy(model.generation_config)
@@ -71,14 +66,13 @@ def write(
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     read_in_parts(model, config, inputs)
-    spoken = Spoken()
+    spoken = Spoken(tokenizer, skip_prompt=True, skip_special_tokens=True)
     inputs = inputs.to(model.device)
     begin = time.perf_counter()
     with torch.inference_mode():
         # The tokenizer is for stop strings of the model's generation_config.json.
         model.generate(**inputs, generation_config=config, streamer=spoken, tokenizer=tokenizer)
-    first, last = spoken.times[0], spoken.times[-1]
-    return spoken.text, Speed(inputs["input_ids"].shape[1], len(spoken.times), first - begin, last - first)
+    return "".join(said), Speed(inputs["input_ids"].shape[1], len(times), times[0] - begin, times[-1] - times[0])
 
 
 def sampled_at(temperature: float) -> float | None:
@@ -87,10 +81,8 @@ def sampled_at(temperature: float) -> float | None:
 
 
 def read_in_parts(model: Any, config: Any, inputs: Any) -> None:
-    """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`.
-
-    Only of text, and not where state-space layers remember what was read: some of transformers' begin anew with each
-    part.
+    """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`: only
+    of text, and not where state-space layers remember what was read, of which some begin anew with each part.
     """
     from transformers import cache_utils
 
@@ -113,9 +105,8 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
-    """A conversation that is to be answered, in the tokenizer's own form or the plainest one.
-
-    Raises InputError where the tokenizer's chat template fails, or makes no token of it.
+    """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError where
+    the tokenizer's chat template fails, or makes no token of it.
     """
     try:
         inputs = tokenizer.apply_chat_template(

@@ -28,10 +28,9 @@ def of_each_layer(counts: I64, number: int) -> Mask:
 
 def of_all_layers(counts: I64, number: int) -> Mask:
     """bool [layers, experts]: this many experts, those with the most tokens in any layer; of equals the ones that
-    kt-kernel's generate_gpu_experts_masks takes (kt_kernel/experts_base.py), which asks torch.topk.
-
-    Only where that would take experts of a layer without experts, others are taken instead.
-    Raises UsageError where there are fewer experts, KtconvertError where torch is not installed.
+    kt-kernel's generate_gpu_experts_masks takes (kt_kernel/experts_base.py), which asks torch.topk. Only where that
+    would take experts of a layer without experts, others are taken instead. Raises UsageError where there are fewer
+    experts, KtconvertError where torch is not installed.
     """
     there = counts.any(axis=1, keepdims=True)
     most = int(there.sum()) * counts.shape[1]
@@ -39,14 +38,12 @@ def of_all_layers(counts: I64, number: int) -> Mask:
         raise UsageError(f"--total {number}: the layers have {most} experts in all; give at most so many.")
     if find_spec("torch") is None:
         raise KtconvertError("--total needs torch, not installed here: pip install 'ktconvert[torch]'")
-    mask = _largest(counts, number)
-    return mask if (mask <= there).all() else _largest(np.where(there, counts, -1), number)
-
-
-def _largest(counts: I64, number: int) -> Mask:
     import torch
 
-    mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(counts)), number).numpy()
+    for known in (counts, np.where(there, counts, -1)):
+        mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(known)), number).numpy()
+        if (mask <= there).all():
+            break
     return mask
 
 

@@ -18,6 +18,7 @@ from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_ou
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
@@ -25,22 +26,19 @@ NEEDS = {"run": RUN, "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic")
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = "1000000000"  # seconds before a bar is drawn
+LONGEST = "max_position_embeddings"  # what a config calls the most tokens that a model reads
 # What a config.json may ask of a model beside its predictions, and how it is left out. Left over from training, router
 # logits make transformers add up a loss, which fails for a prompt in parts, with padding and with beams.
-PREDICTIONS_ONLY = {
-    "output_router_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "return_dict": True,
-}
+PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
+PREDICTIONS_ONLY["return_dict"] = True
 # What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
 # parts, and several answers at once are not streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 
 
 def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
-    """Raises KtconvertError, which names what to install, where a package of this extra (by default named as the
-    command) is missing or transformers is too old; one that is newer than what was tested goes to `warn`.
+    """Raises KtconvertError, which names what to install, where a package of this extra (by default the command's) is
+    missing or transformers is too old; one that is newer than what was tested goes to `warn`.
     """
     require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
     transformers_version.require(warn)
@@ -53,11 +51,9 @@ def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Have torch's threads sleep when they have no work, and its kernel caches stay small, and libraries draw no bars;
-    to be called before they are imported.
-
-    Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user
-    has set stays."""
+    """Before torch is imported: have its threads sleep when they have no work (spinning on the cores that compute the
+    experts, they make decoding up to 20 times slower), keep its kernel caches small, and libraries from drawing bars.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
@@ -66,9 +62,8 @@ def share_cores() -> None:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model, and who computes its experts.
+    """Which model (a directory or a hub id), and who computes its experts.
 
-    model        a directory or a hub id
     cpu_weights  what the model was converted into, or a checkpoint; None: the experts stay in the model
     threads      None: the physical cores that this process may use
     gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
@@ -99,32 +94,25 @@ class ModelChoice:
         return root.is_dir() and is_output(root) and not is_whole_model(root) and bool(open_output(root).others)
 
     def check(self) -> None:
-        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another
-        kind.
-        """
+        """Raises UsageError for options that do not go together, InputError and UnsupportedError for other files."""
         if self.hot and self.cpu_weights is None:
-            raise UsageError(
-                "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute; give that "
-                "as well"
-            )
+            which = "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute"
+            raise UsageError(f"{which}; give that as well")
         hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
         if self.gpu_experts_mask is not None:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
-            raise UnsupportedError(
-                f"{self.model}: a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
-            )
+            what = "a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
+            raise UnsupportedError(f"{self.model}: {what}")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            raise UnsupportedError(
-                f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
-            )
+            what = "holds converted experts, no model; give the original model, and this as --cpu-weights"
+            raise UnsupportedError(f"{self.model}: {what}")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
-            weights = self.cpu_weights.expanduser()
-            open_experts(weights).require_computable()  # reported at once
+            open_experts(self.cpu_weights.expanduser()).require_computable()  # reported at once
 
     def device(self) -> str:
         """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
@@ -149,9 +137,7 @@ class ModelChoice:
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as
-    ResourceError.
-    """
+    """What transformers raises for a model that it cannot load as InputError; no memory left as ResourceError."""
     import torch
     from safetensors import SafetensorError
 
@@ -162,16 +148,13 @@ def explained(model: str) -> Iterator[None]:
             f"{model}: the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
         ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"{model}: transformers cannot load it: {lines[0]}") from error
+        raise InputError(f"{model}: transformers cannot load it: {first_line(error)}") from error
 
 
 def prepare(choice: ModelChoice) -> Any:
     """Threads, and the model's config, without its own quantization if our experts take that place. To be called before
-    torch is imported.
-
-    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined
-    with other experts, KtconvertError where compressed-tensors is needed and missing.
+    torch is imported. Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that
+    cannot be combined with other experts, KtconvertError where compressed-tensors is needed and missing.
     """
     choice.check()
     share_cores()
@@ -216,9 +199,8 @@ def ask_for_predictions(config: Any) -> None:
 
 
 def with_own_experts(choice: ModelChoice) -> ModelChoice:
-    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is.
-
-    Raises UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
+    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is. Raises
+    UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
     """
     choice.check()
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:
@@ -228,10 +210,14 @@ def with_own_experts(choice: ModelChoice) -> ModelChoice:
     return replace(choice, cpu_weights=root)
 
 
+def longest(config: Any) -> int | None:
+    """The most tokens that a model of this config reads; None where it does not say."""
+    most = getattr(config.get_text_config(decoder=True), LONGEST, None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[Any, Any]:
-    """The model and its tokenizer, its experts computed as they are stored; by transformers where the runtime cannot,
-    and then note(why).
-    """
+    """As load, its experts computed as they are stored; where the runtime cannot, by transformers, and note(why)."""
     try:
         return load(with_own_experts(choice))
     except UnsupportedError as error:
@@ -265,9 +251,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     """The model by this class of transformers, which generates one answer at a time, whatever its
     generation_config.json says. Raises InputError for one of which a part is missing, and what from_pretrained raises.
     """
-    model, loading = kind.from_pretrained(
-        choice.model, config=config, **options, **choice.where(), output_loading_info=True
-    )
+    where = choice.where()
+    model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"
@@ -288,9 +273,7 @@ def load_tokenizer(choice: ModelChoice) -> Any:
 
 
 def require_tokenizer(tokenizer: Any, model: str) -> None:
-    """Raises InputError for what is no tokenizer, or makes no token of a text: transformers gives such where the files
-    are missing.
-    """
+    """Raises InputError for what is no tokenizer, or makes no token of a text: that comes where files are missing."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer("a", add_special_tokens=False)["input_ids"]:

@@ -32,7 +32,7 @@ from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.options.rewriting import CalibrateOptions
-from ktconvert.pipeline.walk.dataset import local_files
+from ktconvert.pipeline.walk.calibration_data import local_files
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 

@@ -21,7 +21,7 @@ from ktconvert.pipeline.plans.checkpoint import begun_values, require_complete
 from ktconvert.pipeline.plans.quantizing import Quantizing
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
 from ktconvert.pipeline.walk import environment, footprint
-from ktconvert.pipeline.walk.dataset import local_files
+from ktconvert.pipeline.walk.calibration_data import local_files
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 ONESHOT = (

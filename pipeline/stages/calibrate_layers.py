@@ -15,7 +15,7 @@ from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import WalkSettings
 from ktconvert.pipeline.walk.consumers import Consumer, spread
 from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
-from ktconvert.pipeline.walk.samples import SamplesWork, write_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, write_samples
 
 NAME = "calibrate"
 VERSION = 1

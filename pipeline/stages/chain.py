@@ -17,9 +17,8 @@ from ktconvert.pipeline.engine.units import Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
-from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
+from ktconvert.pipeline.walk.layer import LayerWalk, SamplesWork, read_samples, walk_dense_layer, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.samples import SamplesWork, read_samples
 
 SAMPLES = "samples"
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names

@@ -24,7 +24,7 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
 from ktconvert.pipeline.stages.chain import SAMPLES
 from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts
-from ktconvert.pipeline.walk.samples import read_samples
+from ktconvert.pipeline.walk.layer import read_samples
 from ktconvert.quantizers import gptq
 
 VERSION = 1

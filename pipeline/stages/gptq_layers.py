@@ -20,7 +20,7 @@ from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.footprint import REMEDIES
-from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import descent, gptq
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 

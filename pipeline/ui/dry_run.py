@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
-from ktconvert.pipeline.engine.existing import (
-    adopts,
-    already_finished,
-    saved_plan,
-    states_once_begun,
-    to_replace,
-    unit_states,
-)
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
-from ktconvert.pipeline.engine.units import Status
+from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
@@ -31,11 +23,11 @@ LISTED = 12  # units shown one by one at either end of a long run of equals
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
     """Print the plans of one command, and what several need together; refuses what running them would refuse."""
-    finished = [already_finished(plan, overwrite) for plan in plans]
+    finished = [existing.already_finished(plan, overwrite) for plan in plans]
     states = [_states(plan, done, overwrite) for plan, done in zip(plans, finished, strict=True)]
     documents = [describe(*each, overwrite) for each in zip(plans, finished, states, strict=True)]
     needs = file_systems(
-        (plan, locate(plan.request.output, adopt=adopts(plan)), [s.unit for s in states_of if not s.done])
+        (plan, locate(plan.request.output, adopt=existing.adopts(plan)), [s.unit for s in states_of if not s.done])
         for plan, done, states_of in zip(plans, finished, states, strict=True)
         if not done
     )
@@ -49,46 +41,26 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
 
 
 def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
-    """What several outputs take."""
     sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
     if as_json:
-        outputs = [document["output"] for document in documents]
-        disks = [
-            {
-                "outputs": [str(output) for output in system.outputs],
-                "disk_needed": sum(system.needed.values()),
-                "disk": dict(system.needed),
-                "disk_free": system.free,
-            }
-            for system in needs
-        ]
+        outputs, disks = [document["output"] for document in documents], list[dict[str, Any]]()
+        for system in needs:
+            disk = {"disk_needed": sum(system.needed.values()), "disk": dict(system.needed), "disk_free": system.free}
+            disks.append({"outputs": [str(output) for output in system.outputs], **disk})
         return json.dumps({"event": "plans", "outputs": outputs, **sums, "disks": disks})
-    return "\n".join(
-        [
-            f"all {len(documents)} outputs",
-            f"read          {size(sums['bytes_in'])}, from disk once what several read, while a layer fits in the page "
-            "cache",
-            f"write         {size(sums['bytes_out'])}",
-            *(f"disk          {system}" for system in needs),
-        ]
-    )
+    once = "from disk once what several read, while a layer fits in the page cache"
+    out = [f"all {len(documents)} outputs", f"read          {size(sums['bytes_in'])}, {once}"]
+    out += [f"write         {size(sums['bytes_out'])}", *(f"disk          {system}" for system in needs)]
+    return "\n".join(out)
 
 
 def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
-    """A plan for people."""
     facts = plan.facts
-    out = [
-        f"plan     {plan.request.command}: {plan.request.input}",
-        f"      -> {plan.request.output}",
-        *(
-            f"{key:<13} {joined(facts[key])}"
-            for key in ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
-            if key in facts
-        ),
-        *([f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []),
-        "",
-        "stages",
-    ]
+    known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
+    out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
+    out += [f"{key:<13} {joined(facts[key])}" for key in known if key in facts]
+    out += [f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []
+    out += ["", "stages"]
     for stage in document["stages"]:
         needs = " + ".join(stage["needs"])
         out.append(
@@ -124,16 +96,20 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
 
 def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     """Which units will run, and why: as they lie there, or as they will when the run has begun."""
-    paths = locate(plan.request.output, adopt=adopts(plan))
-    if finished:
-        return [replace(state, done=True, reason="the output is finished") for state in unit_states(plan, paths)]
-    return states_once_begun(plan, paths, overwrite)
+    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+    if not finished:
+        return existing.states_once_begun(plan, paths, overwrite)
+    reason = "the output is finished"
+    return [replace(state, done=True, reason=reason) for state in existing.unit_states(plan, paths)]
+
+
+def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
+    return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
 
 
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
-    """The plan as one JSON object."""
-    paths = locate(plan.request.output, adopt=adopts(plan))
-    old = None if finished else saved_plan(paths)
+    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+    old = None if finished else existing.saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.overwrite))
     if not finished:
         require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
@@ -141,29 +117,13 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
     threads = fit_threads([plan])
     todo = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, todo)
-    stages: list[dict[str, Any]] = [
-        {
-            "name": stage.name,
-            "title": stage.title,
-            "needs": list(stage.needs),
-            "units": len(stage.units),
-            "to_run": sum(not done[u] for u in stage.units),
-            "bytes_in": sum(u.bytes_in for u in stage.units),
-            "bytes_out": sum(u.bytes_out for u in stage.units),
-        }
-        for stage in plan.stages
-    ]
-    stages.append(
-        {
-            "name": "assemble",
-            "title": "companions, config, card, manifest, index; then the output appears",
-            "needs": [stage.name for stage in plan.stages],
-            "units": 1,
-            "to_run": int(not finished),
-            "bytes_in": plan.extra_bytes,
-            "bytes_out": plan.extra_bytes,
-        }
-    )
+    stages: list[dict[str, Any]] = []
+    for stage in plan.stages:
+        about = {"name": stage.name, "title": stage.title, "needs": list(stage.needs), "units": len(stage.units)}
+        stages.append({**about, "to_run": sum(not done[unit] for unit in stage.units), **_sizes(stage.units)})
+    title, needs = "companions, config, card, manifest, index; then the output appears", [s.name for s in plan.stages]
+    extra = {"bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes}
+    assemble = {"name": "assemble", "title": title, "needs": needs, "units": 1, "to_run": int(not finished), **extra}
     return {
         "command": plan.request.command,
         "input": plan.request.input,
@@ -172,7 +132,7 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         "model": plan.facts,
         "notes": list(plan.notes),
         "advice": list(plan.advice),
-        "stages": stages,
+        "stages": [*stages, assemble],
         "units": [
             {
                 "unit": s.unit.name,
@@ -187,9 +147,8 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         ],
         "loose": any(unit.folder for unit in plan.units),
         "shards": sum(unit.kept for unit in plan.units),
-        "bytes_in": sum(u.bytes_in for u in todo),
-        "bytes_out": sum(u.bytes_out for u in todo),
-        "replaces": [each.document() for each in to_replace(plan)] if replaced else [],
+        **_sizes(todo),
+        "replaces": [each.document() for each in existing.to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
@@ -26,49 +27,33 @@ from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_command
 from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import joined, size
-from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
 from ktconvert.pipeline.verify.report import facts, facts_rows
-from ktconvert.pipeline.verify.structure import check_structure, weights_whole
+from ktconvert.pipeline.verify.structure import check_codes, check_structure, codes_of_others, weights_whole
 from ktconvert.quantizers import equalizing
 
 
 def look(
-    where: str,
-    reporter: Reporter,
-    revision: str | None = None,
-    arch_file: str | None = None,
-    *,
-    columns: bool = False,
+    where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
 ) -> dict[str, Any]:
-    """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
-
-    A model that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where
-    any are read. columns: those of a checkpoint are. Raises InputError for what is damaged or not there, UsageError for
-    columns of what is no checkpoint.
+    """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished". A model
+    that `cpu` and `gpu` cannot convert has "refused" with the reason. reporter: of the bytes of weights, where any are
+    read. columns: those of a checkpoint are. Raises InputError for what is damaged or not there, UsageError for columns
+    of what is no checkpoint.
     """
     path = Path(where).expanduser()
-    unfinished = _unfinished(path)
-    if columns and (unfinished is not None or is_output(path)):
+    work_of = output_of(path)
+    paths = locate(work_of or path)
+    unfinished = work_of is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
+    if not unfinished and not is_output(path):
+        return _checkpoint(where, revision, arch_file, columns=columns)
+    if columns:
         raise UsageError(f"{path}: --columns is for checkpoints, before they are converted; leave it out.")
-    if unfinished is not None:
-        return look_unfinished(unfinished)
-    if is_output(path):
-        return look_output(path, reporter)
-    return look_checkpoint(where, revision, arch_file, columns=columns)
+    return _conversion(paths) if unfinished else _output(path, reporter)
 
 
-# ---- a checkpoint ---------------------------------------------------------------------------------------------------
-
-
-def look_checkpoint(
-    where: str, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
-) -> dict[str, Any]:
+def _checkpoint(where: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
     """What a checkpoint is, by its headers, and which outputs can be made of it."""
-    rows: Sequence[Arch] = ARCHS
-    if arch_file is not None:
-        from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-        rows = (parse_arch(arch_file), *ARCHS)
+    rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
     with open_checkpoint(where, revision) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
         document |= dequantized(source, where)
@@ -107,6 +92,7 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     every = range(limit[1]) if limit is not None and limit[1] < 100_000 else range(max(model.layers) + 1)
     moe = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]
+
     return {
         "architecture": model.arch.name,
         "moe_layers": list(model.layers),
@@ -147,10 +133,7 @@ def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
     }
 
 
-# ---- an output ------------------------------------------------------------------------------------------------------
-
-
-def look_output(path: Path, reporter: Reporter) -> dict[str, Any]:
+def _output(path: Path, reporter: Reporter) -> dict[str, Any]:
     """What an output is and whether it is complete, by names, sizes and headers; and which of its codes of 4 bits
     kt-kernel misreads, where no manifest vouches for them.
     """
@@ -175,8 +158,7 @@ def look_output(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _misread(output: Output, measured: Measure, reporter: Reporter) -> list[str] | None:
     """The tensors with codes that kt-kernel misreads, a sentence each; None where there is nothing to read."""
-    codes = codes_of_others(output, measured) if weights_whole(output) else []
-    if not codes:
+    if not weights_whole(output) or not (codes := codes_of_others(output, measured)):
         return None
     reporter.begin(sum(tensor.nbytes for tensor in codes), 0)
     try:
@@ -185,18 +167,7 @@ def _misread(output: Output, measured: Measure, reporter: Reporter) -> list[str]
         reporter.end()
 
 
-# ---- an unfinished conversion ---------------------------------------------------------------------------------------
-
-
-def _unfinished(path: Path) -> Paths | None:
-    """The work directory that belongs to this path, or that it is."""
-    if (output := output_of(path)) is not None:
-        return locate(output)
-    paths = locate(path)
-    return paths if paths.plan.exists() and (paths.inside or not path.exists()) else None
-
-
-def look_unfinished(paths: Paths) -> dict[str, Any]:
+def _conversion(paths: Paths) -> dict[str, Any]:
     """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
     from ktconvert.pipeline.engine.existing import saved_plan, unit_states
     from ktconvert.pipeline.options.declare import with_values
@@ -206,7 +177,7 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
     assert old is not None
     records = journal.read(paths.journal)
     last = journal.last_run(records)
-    document: dict[str, Any] = {
+    document = {
         "kind": "unfinished",
         "path": str(paths.output),
         "work_directory": str(paths.root),
@@ -232,11 +203,7 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The document as (label, text)."""
     return ROWS[document["kind"]](document)
 
 
@@ -246,15 +213,14 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("checkpoint", document["path"]),
         ("model type", joined(document["model_type"]) or "unknown (no config.json)"),
         ("files", f"{files}, {size(document['total_bytes'])}"),
-        ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items())),
+        ("dtypes", joined([f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items()])),
     ]
     if document["ignored_files"]:
         out.append(("left aside", joined(document["ignored_files"][:5])))
     if "architecture" in document:
         out += _expert_rows(document)
     if "dequantize" in document:
-        if "refused" in document:
-            out.append(("cpu, gpu", f"not possible: {document['refused']}"))
+        out += [("cpu, gpu", f"not possible: {document['refused']}")] if "refused" in document else []
         out.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
     return out
 
@@ -300,33 +266,30 @@ def _column_rows(layers: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    out = facts_rows(document)
     labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
-    out += [(label, joined(document[name])) for label, name in labels if document[name]]
+    out = facts_rows(document) + [(label, joined(document[name])) for label, name in labels if document[name]]
     if document["codes"] is not None:
         out.append(("codes", _first(document["codes"]) or "all from -7 to 7"))
-    if document["complete"]:
-        how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
-        return [*out, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
-    return [*out, ("complete", f"no: {_first(document['problems'])}")]
+    how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
+    yes = f"yes, by names and sizes; `ktconvert verify` {how}"
+    return [*out, ("complete", yes if document["complete"] else f"no: {_first(document['problems'])}")]
 
 
 def _first(problems: Sequence[str]) -> str:
-    """The first one, and how many more; "" of none."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return problems[0] + more if problems else ""
 
 
 def _unfinished_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     known = document["units"] is not None
-    done = f"{document['units_done']} of {document['units']}" if known else str(document["units_done"])
+    of = f" of {document['units']}" if known else ""
     left = f", {size(document['bytes_left'])} left to read" if document["units"] else ""
     return [
         ("unfinished", document["path"]),
         ("work directory", document["work_directory"]),
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
         ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
-        ("units", f"{done} finished{left}"),
+        ("units", f"{document['units_done']}{of} finished{left}"),
         *([("last run", f"died in {joined(document['died_in'])}")] if document["died_in"] else []),
         *([] if known else [("source", document["source_problem"])]),
         ("go on with", document["resume"]),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.ui.heat_maps import MOST_TITLES, Scale, heat_maps, histogram
+from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.checks import ProjectionErrors
-from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, Scales, WorstRow
+from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Scales, WorstRow
 from ktconvert.pipeline.verify.report import document, facts_rows
 from ktconvert.pipeline.verify.verify import Report
 
@@ -25,6 +25,16 @@ TEMPLATES = Path(__file__).parent
 SHOWN = 100  # problems listed per check; --json has them all
 LARGEST = 12  # linears with the largest scales
 MOST_BARS = 64
+COLOURS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to the largest
+STRANGE = "x"  # the class of a value that is not finite
+MOST_COLUMNS = 8  # of a map whose cells hold numbers
+MOST_WIDTH = 64  # columns of maps that stand next to each other
+WIDTH = 1.1  # of the colours of a map, at least: where all values are nearly equal, all colours are
+# Above so many cells on one page only the rows have titles: 100 bytes instead of 30 for each cell.
+MOST_TITLES = 64_000
+
+# Parts of rows of tables; NUMA: of a column that only outputs with several NUMA parts have.
+LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA part"
 
 Row = tuple[str, ...]
 
@@ -43,20 +53,14 @@ def three(value: float) -> str:
 
 def page(report: Report) -> str:
     """The page. Its text is a function of the report alone."""
-    return str(_template().render(_content(report))).lstrip()
-
-
-@functools.cache
-def _template() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     files, undefined = FileSystemLoader(TEMPLATES), StrictUndefined
     where = Environment(loader=files, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
-    return where.get_template("page.html")
+    return where.get_template("page.html").render(_content(report)).lstrip()
 
 
 def _content(report: Report) -> dict[str, Any]:
-    """What the template shows."""
     facts, found = document(report), report.page_data
     scales, counts = (None, None) if found is None else (found.scales, found.counts)
     cells = sum(len(layer.experts) for layer in report.errors)
@@ -66,8 +70,8 @@ def _content(report: Report) -> dict[str, Any]:
 
     def check_rows(state: Callable[[Any], str]) -> Iterator[Row]:
         for check in facts["checks"]:
-            wrong = len(check["problems"])
-            yield check["name"], state(check), f"{wrong} problem{'s' * (wrong != 1)}" if wrong else check["result"]
+            wrong = check["problems"]
+            yield check["name"], state(check), plural(len(wrong), "problem") if wrong else check["result"]
 
     return {
         **facts,
@@ -89,13 +93,12 @@ def _content(report: Report) -> dict[str, Any]:
 
 def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The few numbers that one looks for first."""
-    yield "method", facts["method"] + (f", {facts['scale']}" if "scale" in facts else "")
+    yield "method", ", ".join(facts[name] for name in ("method", "scale") if name in facts)
     if facts["layers"]:
         experts = facts["experts"] if isinstance(facts["experts"], int) else "different numbers of"
         yield f"layer{'s' * (len(facts['layers']) != 1)}, of {experts} experts", str(len(facts["layers"]))
     for projection in PROJECTIONS:
-        sums = [layer.sums for layer in report.errors if layer.projection == projection]
-        if sums:
+        if sums := [layer.sums for layer in report.errors if layer.projection == projection]:
             yield f"relative error, {projection}", percent(error_figures(np.sum(sums, axis=0))["relative_error"])
     if facts["predictions"] is not None:
         yield "KL divergence per token", f"{facts['predictions']['kl']:.4g}"
@@ -103,15 +106,9 @@ def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]
 
 
 def _errors(report: Report, titles: bool) -> dict[str, Any]:
-    maps = {
-        projection: {
-            (e.layer, e.expert): e.relative_error
-            for layer in report.errors
-            if layer.projection == projection
-            for e in layer.experts
-        }
-        for projection in PROJECTIONS
-    }
+    maps: dict[str, dict[tuple[int, int], float]] = {projection: {} for projection in PROJECTIONS}
+    for layer in report.errors:
+        maps[layer.projection] |= {(e.layer, e.expert): e.relative_error for e in layer.experts}
     measured = max(len(layer.experts) for layer in report.errors)
     return {
         "measured": measured if measured < max(e for e, _, _ in report.measure.shapes.values()) else None,
@@ -136,20 +133,15 @@ def _layer_rows(errors: Sequence[ProjectionErrors]) -> Iterator[Row]:
         yield tuple(row)
 
 
-def _part(parts: bool, text: object) -> tuple[str, ...]:
-    """A cell that only outputs with several NUMA parts have."""
-    return (str(text),) if parts else ()
-
-
 def _worst_rows(rows: Sequence[WorstRow], parts: bool) -> dict[str, Any]:
     return {
-        "head": ("linear", "error", "cosine", *_part(parts, "NUMA part"), "worst row", "its error"),
+        "head": ("linear", "error", "cosine", *[NUMA] * parts, "worst row", "its error"),
         "rows": [
             (
-                f"layer {row.linear.layer}, expert {row.linear.expert}, {row.linear.projection}",
+                LINEAR.format(row.linear),
                 percent(row.linear.relative_error),
                 f"{row.linear.cosine:.5f}",
-                *_part(parts, row.numa),
+                *[str(row.numa)] * parts,
                 str(row.row),
                 percent(row.relative_error),
             )
@@ -168,22 +160,19 @@ def _scales(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[st
         for projection in PROJECTIONS
     }
     known = [linear for linear in scales.linears if math.isfinite(linear.largest)]
+    strange = {"zeros": scales.zeros, "others": scales.others}
+
+    def ratio(s: LinearScales) -> str:
+        return f"{s.largest / s.median:.3g}"
+
     return {
-        "zeros": f"{scales.zeros:,}" if scales.zeros or scales.others else "",
-        "others": f"{scales.others:,}" if scales.zeros or scales.others else "",
+        **{name: f"{n:,}" if scales.zeros or scales.others else "" for name, n in strange.items()},
         "histograms": list(_histograms(scales)),
         "power": power,
         "heat": heat_maps(maps, scale, titles) if medians else None,
-        "head": ("linear", *_part(parts, "NUMA part"), "row", "largest scale", "median of the linear", "ratio"),
+        "head": ("linear", *[NUMA] * parts, "row", "largest scale", "median of the linear", "ratio"),
         "rows": [
-            (
-                f"layer {s.layer}, expert {s.expert}, {s.projection}",
-                *_part(parts, s.numa),
-                str(s.row),
-                f"{s.largest:.4g}",
-                f"{s.median:.4g}",
-                f"{s.largest / s.median:.3g}",
-            )
+            (LINEAR.format(s), *[str(s.numa)] * parts, str(s.row), f"{s.largest:.4g}", f"{s.median:.4g}", ratio(s))
             for s in sorted(known, key=lambda s: -s.largest)[:LARGEST]
         ],
     }
@@ -210,16 +199,115 @@ def _usage(counts: I64, known: Sequence[int], titles: bool) -> dict[str, Any]:
     shares = {n: counts[n] / counts[n].sum() for n in layers}
     cells = {(n, e): float(share) for n in layers for e, share in enumerate(shares[n])}
     scale = Scale("part of the layer's tokens", percent, lambda v: three(100 * v))
+
+    def row(layer: int) -> Row:
+        own = counts[layer]
+        most = f"{int(own.argmax())} ({percent(float(shares[layer].max()))})"
+        return str(layer), f"{int(own.sum()):,}", most, str(int((own == 0).sum()))
+
+    heat = heat_maps({"routed tokens": cells}, scale, titles)
+    return {"equal": percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
+
+
+# --- heat maps layers x experts, as tables with cells coloured by class, and histograms ----------
+
+
+Cells = Mapping[tuple[int, int], float]  # (layer, expert) -> value
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a map's values are.
+
+    label    what the legend calls them
+    text     a value, in titles and the legend
+    short    the same in a cell: four characters, if possible
+    ratios   whether equal ratios, not equal differences, have equal steps
+    """
+
+    label: str
+    text: Callable[[float], str]
+    short: Callable[[float], str]
+    ratios: bool = False
+
+    def is_shown(self, value: float) -> bool:
+        """Whether a value has a colour on the ramp."""
+        return math.isfinite(value) and (value > 0 or not self.ratios)
+
+    def step(self, value: float, low: float, high: float) -> str:
+        """The class of a value on a ramp from low to high."""
+        if not self.is_shown(value):
+            return STRANGE
+        low, high, value = (math.log(each) if self.ratios else each for each in (low, high, value))
+        share = (value - low) / (high - low) if high > low else 0.0
+        return COLOURS[min(int(share * len(COLOURS)), len(COLOURS) - 1)]
+
+
+def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str, Any]:
+    """One map per name, of the same layers and experts, and the legend. titles: of each cell, not of each row."""
+    layers = sorted({layer for cells in maps.values() for layer, _ in cells})
+    experts = sorted({expert for cells in maps.values() for _, expert in cells})
+    numbers = len(experts) <= MOST_COLUMNS
+    every = 1 << max(0, math.ceil(math.log2(max(len(experts), 1) / MOST_COLUMNS)))
+    height = 22 if numbers or len(layers) <= 12 else 14 if len(layers) <= 32 else 7
+    rows_per_head = max(1, 14 // height)
+    strange = any(not scale.is_shown(value) for cells in maps.values() for value in cells.values())
+
+    def drawn(name: str, cells: Cells) -> dict[str, Any]:
+        shown = [value for value in cells.values() if scale.is_shown(value)]
+        low, high = (min(shown), max(max(shown), WIDTH * min(shown))) if shown else (1.0, 1.0)
+
+        def cell(layer: int, expert: int) -> tuple[str, str, str] | None:
+            if (value := cells.get((layer, expert))) is None:
+                return None
+            title = f"{layer}/{expert}: {scale.text(value)}" if titles else ""
+            return scale.step(value, low, high), title, scale.short(value) if numbers else ""
+
+        def row_title(layer: int) -> str:
+            known = [(v, e) for e in experts if (v := cells.get((layer, e))) is not None and scale.is_shown(v)]
+            if not known:
+                return f"layer {layer}"
+            (least, _), (most, expert) = min(known), max(known)
+            return f"layer {layer}: {scale.text(least)} to {scale.text(most)} (expert {expert})"
+
+        rows = [
+            {
+                "layer": layer,
+                "span": 0 if at % rows_per_head else min(rows_per_head, len(layers) - at),
+                "title": "" if titles else row_title(layer),
+                "cells": [cell(layer, expert) for expert in experts],
+            }
+            for at, layer in enumerate(layers)
+        ]
+        return {"name": name, "low": scale.text(low), "high": scale.text(high), "rows": rows}
+
     return {
-        "equal": percent(1 / counts.shape[1]),
-        "heat": heat_maps({"routed tokens": cells}, scale, titles),
-        "rows": [
-            (
-                str(n),
-                f"{int(counts[n].sum()):,}",
-                f"{int(counts[n].argmax())} ({percent(float(shares[n].max()))})",
-                str(int((counts[n] == 0).sum())),
-            )
-            for n in layers
+        "label": scale.label,
+        "titles": titles,
+        "wide": len(experts) > MOST_WIDTH,
+        "columns": len(experts),
+        "height": height,
+        "steps": COLOURS,
+        "heads": [(min(every, len(experts) - at), experts[at]) for at in range(0, len(experts), every)],
+        "strange": strange and ("not a positive number" if scale.ratios else "not a number"),
+        "empty": any(len(cells) < len(layers) * len(experts) for cells in maps.values()),
+        "maps": [drawn(name, cells) for name, cells in maps.items()],
+    }
+
+
+def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
+    """Counts [n] between edges [n + 1]."""
+    most, total = max(counts, default=0), sum(counts)
+    return {
+        "name": name,
+        "total": f"{total:,}",
+        "most": f"{most:,}",
+        "label": f"{name}: {total:,} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
+        "columns": max(len(counts), 1),
+        "bars": [
+            (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
+            for at, count in enumerate(counts)
+            if count
         ],
+        "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],
     }

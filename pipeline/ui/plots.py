@@ -13,6 +13,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.pipeline.ui.text import plural
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 KINDS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> what says in it who wrote it
@@ -20,7 +21,6 @@ INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is compared with
 
 
 def require_matplotlib() -> None:
-    """Raise KtconvertError where no picture can be drawn."""
     if find_spec("matplotlib") is None:
         raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
 
@@ -58,17 +58,13 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
     low, high = (f(max(value, least) for value in divergences) for f in (min, max))
     steps = [low * (high / low) ** (i / 50) for i in range(51)] if high > low else [low / 2, low * 2]
     left.hist([max(value, least) for value in divergences], bins=steps, color=INK)
-    for name, value in (("mean", document["kl"]["mean"]), ("99 %", document["kl"]["p99"])):
-        left.axvline(
-            max(value, least), color=MARK, linestyle="--" if name == "mean" else ":", label=f"{name} {value:.3g}"
-        )
+    for name, value, style in (("mean", document["kl"]["mean"], "--"), ("99 %", document["kl"]["p99"], ":")):
+        left.axvline(max(value, least), color=MARK, linestyle=style, label=f"{name} {value:.3g}")
     left.set(xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions")
     left.legend(frameon=False)
-    layers = document["layers"]
-    right.bar([row["layer"] for row in layers], [row["relative_error"] for row in layers], color=INK)
-    right.set(xlabel="layer", ylabel="relative L2", title="error of the experts' output", ylim=(0, None))
-    if len(layers) <= 20:
-        right.set_xticks([row["layer"] for row in layers])
+    errors = [row["relative_error"] for row in document["layers"]]
+    labels = {"ylabel": "relative L2", "title": "error of the experts' output", "ylim": (0, None)}
+    _bars(right, document["layers"], errors, **labels)
     _save(figure, path)
 
 
@@ -81,16 +77,21 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
         f"{document['coverage']:.1%} of routed tokens"
     )
     left, right = figure.subplots(1, 2)
-    left.bar([row["layer"] for row in layers], [100 * row["coverage"] for row in layers], color=INK)
     left.axhline(100 * document["coverage"], color=MARK, linestyle="--", label="all layers")
-    left.set(xlabel="layer", ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
+    coverage, counts = [100 * row["coverage"] for row in layers], [len(row["hot"]) for row in layers]
+    _bars(left, layers, coverage, ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
     left.legend(frameon=False)
-    right.bar([row["layer"] for row in layers], [len(row["hot"]) for row in layers], color=INK)
-    right.set(xlabel="layer", ylabel="experts", title=f"hot, of {document['experts']}", ylim=(0, None))
-    if len(layers) <= 20:
-        for axes in (left, right):
-            axes.set_xticks([row["layer"] for row in layers])
+    _bars(right, layers, counts, ylabel="experts", title=f"hot, of {document['experts']}", ylim=(0, None))
     _save(figure, path)
+
+
+def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
+    """One for each layer."""
+    numbers = [row["layer"] for row in layers]
+    axes.bar(numbers, values, color=INK)
+    axes.set(xlabel="layer", **labels)
+    if len(numbers) <= 20:
+        axes.set_xticks(numbers)
 
 
 def _figure(title: str) -> Figure:

@@ -51,7 +51,6 @@ class Reporter:
                     print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Something worth knowing that stops nothing."""
         self.event("note", text=text)
         self.say(f"note: {text}")
 
@@ -66,19 +65,12 @@ class Reporter:
         self.say(f"hashed {size(nbytes)}", level=1)
 
     def begin(
-        self,
-        total_bytes: int,
-        done_bytes: int,
-        amount: Callable[[float], str] = size,
-        units: tuple[int, int] = (0, 0),
+        self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size, units: tuple[int, int] = (0, 0)
     ) -> None:
-        """Progress starts: bytes of input in all, and those that finished units already account for.
-
-        amount  says how much; what is counted need not be bytes
-        units   how many units are done, and how many there are
+        """Progress starts: bytes of input in all, and those that finished units already account for. amount: says how
+        much, for what is counted need not be bytes; units: how many are done, and how many there are.
         """
-        self._units = units
-        self._amount = amount
+        self._units, self._amount = units, amount
         self._total, self._done, self._counted = total_bytes, done_bytes, 0
         self._begun = self._last_line = time.monotonic()
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
@@ -89,7 +81,6 @@ class Reporter:
         from rich.text import Text
 
         def done(task: Task) -> Text:
-            """How much of how much, and how fast."""
             speed = task.finished_speed or task.speed
             rate = "?" if speed is None else amount(speed)
             return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
@@ -111,11 +102,9 @@ class Reporter:
         self._bar.start()
 
     def at(self, unit: str) -> None:
-        """The unit that was begun last."""
         self._where = unit
 
     def unit_done(self) -> None:
-        """One more unit is done."""
         with self._lock:
             self._units = (self._units[0] + 1, self._units[1])
             if self._bar is not None and self._task is not None:
@@ -135,7 +124,6 @@ class Reporter:
             self._bar.update(self._workers[name], description=f"{name}: {unit or 'idle'}")
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes of input are done."""
         with self._lock:
             self._done += nbytes
             self._counted += nbytes
@@ -143,31 +131,29 @@ class Reporter:
                 self._bar.update(self._task, advance=nbytes, description=self._at(), rss=f"RSS {size(machine.rss())}")
                 return
             now = time.monotonic()
-            due = now - self._last_line >= LINE_EVERY
-            if due:
-                self._last_line = now
-        if due:
-            rate = self._counted / max(now - self._begun, 1e-9)
-            eta = (self._total - self._done) / rate if rate else 0.0
-            self.event(
-                "progress",
-                done_bytes=self._done,
-                total_bytes=self._total,
-                bytes_per_second=round(rate),
-                eta_seconds=round(eta),
-                unit=self._where,
-                units_done=self._units[0],
-                units=self._units[1],
-                rss=machine.rss(),
-            )
-            share = 100 * self._done / max(self._total, 1)
-            self.say(
-                f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-                f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
-            )
+            if now - self._last_line < LINE_EVERY:
+                return
+            self._last_line = now
+        rate = self._counted / max(now - self._begun, 1e-9)
+        eta = (self._total - self._done) / rate if rate else 0.0
+        self.event(
+            "progress",
+            done_bytes=self._done,
+            total_bytes=self._total,
+            bytes_per_second=round(rate),
+            eta_seconds=round(eta),
+            unit=self._where,
+            units_done=self._units[0],
+            units=self._units[1],
+            rss=machine.rss(),
+        )
+        share = 100 * self._done / max(self._total, 1)
+        self.say(
+            f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
+            f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
+        )
 
     def end(self) -> None:
-        """Progress is over, whatever the outcome."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -26,8 +26,7 @@ def look(output: Path) -> dict[str, Any]:
     """The status of the conversion into this output. Raises OutputError where there is none.
 
     state    finished; running: a process works on it, or may, on a host that cannot be seen from here; else stopped
-    units    how many there are in all
-    done     how many are recorded, or made and to be recorded by the next run
+    units    how many there are in all; done: how many are recorded, or made and to be recorded by the next run
     bytes    of finished files
     by       host -> its finished units: how many, bytes, seconds
     making   units that are being made: unit, host, pid, since (seconds), alive (None: cannot be told from here)
@@ -120,7 +119,6 @@ def _failed(records: list[Record], tried: list[Attempt], done: set[str]) -> list
 
 
 def lines(status: dict[str, Any]) -> list[str]:
-    """The status for people."""
     if status["state"] == FINISHED:
         return [f"{status['output']} is finished"]
     total = f" of {status['units']}" if status["units"] else ""

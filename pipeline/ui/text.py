@@ -46,3 +46,8 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     """Rows of a table, each column as wide as its widest cell; the last one runs on."""
     widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(max(map(len, rows)))]
     return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another library's exception says, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

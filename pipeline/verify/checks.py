@@ -1,19 +1,30 @@
-"""Checks, and what they find: problems, errors measured, bytes that differ."""
+"""Checks, and what they find: problems, errors measured, and of calibrated codes whether they are plausible."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_values
+from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.quantizers import Matrix
+from ktconvert.quantizers.differences import sums_of
+from ktconvert.quantizers.reference import bf16_to_f32
 
 AGAIN = "convert it again with --overwrite"
 CHUNK = 4 << 20  # bytes of a tensor compared, or of a file hashed, at a time
+# GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a
+# thousandth of it. Another expert's codes are 13 (W4A16) to 200 (W8A16) times as far away.
+WORST_RATIO = 3.0
+ROWS = 64  # of a linear whose error is not measured as a whole: enough to tell a wrong one
+MOST_UNUSED = 0.5  # share of columns that calibration may never have seen
+NEXT_TO = 1.002  # what a value may be beyond that of the last code: less than half a code, more than its own rounding
+AT_ONCE = 64  # rows in memory as float64 at a time
 
 
 @dataclass(frozen=True)
@@ -28,36 +39,21 @@ class Check:
 
 
 class Row(NamedTuple):
-    """A row of a table of checks: the name, when it applies to what is verified, and what checks it."""
+    """A row of a table of checks: the name, and what checks an output; it gives None where it does not apply."""
 
     name: str
-    applies: Callable[..., bool]
-    check: Callable[..., Check]
+    check: Callable[..., Check | None]
 
 
 def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
-    """What the rows that apply find, in order."""
     for row in rows:
-        if row.applies(*subject):
-            yield replace(row.check(*subject), name=row.name)
+        if (check := row.check(*subject)) is not None:
+            yield replace(check, name=row.name)
 
 
-class CheckItems(Protocol):
-    """Checks many items in one of the ways of item_checks.ITEM_CHECKS; yields (item, what was found) in order."""
-
-    def __call__(self, kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """sizes: bytes that are to be read for each item."""
-
-
-def item_problems(
-    check_items: CheckItems, kind: str, items: Sequence[Any], sizes: Sequence[int], reporter: Reporter
-) -> list[str]:
-    """The sentences that checking these items gives; as many bytes are reported as done."""
-    problems = []
-    for nbytes, (_, problem) in zip(sizes, check_items(kind, items, sizes), strict=True):
-        reporter.advance(nbytes)
-        problems += [] if problem is None else [problem]
-    return problems
+# Checks many items in one of the ways of item_checks.ITEM_CHECKS and reports the bytes of each as done: called with the
+# kind, the items, and the bytes that are to be read for each, it yields (item, what was found) in order.
+CheckItems = Callable[[str, Sequence[Any], Sequence[int]], Iterator[tuple[Any, Any]]]
 
 
 class LinearError(NamedTuple):
@@ -81,23 +77,96 @@ class ProjectionErrors:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Relative error and cosine of all measured experts together."""
         return error_figures(self.sums)
 
     @property
     def worst(self) -> LinearError:
-        """The expert with the largest relative error."""
         return max(self.experts, key=lambda e: e.relative_error)
-
-
-def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
-    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
-    if np.array_equal(a, b):
-        return None
-    at = np.flatnonzero(a != b)
-    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
 
 
 def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
     """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]
+
+
+# --- calibrated codes, compared with those of rounding --------------------------------------------
+
+
+class Calibrated(NamedTuple):
+    """The comparison of a linear whose codes were calibrated.
+
+    ratio    its error over that of rounding to nearest
+    rounded  whether its codes are those of rounding
+    unused   whether it has columns that are all zeros: calibration never saw their inputs
+    """
+
+    ratio: float
+    rounded: bool
+    unused: bool
+
+
+def judge(
+    encoding: Encoding,
+    matrix: Matrix,
+    stored: Sequence[Bytes],
+    rounded: Sequence[Bytes],
+    *,
+    whole: bool,
+    measured: Encoding | None = None,
+) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
+    """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its
+    codes ("": nothing). stored and rounded: its tensors as they are, and as rounding to nearest makes them. measured:
+    the encoding that the error is measured with, where that is another. Columns that are zero throughout, though
+    rounding has codes there, were never seen in calibration: they are left out.
+    """
+    n, k = matrix.shape
+    rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
+    if outside := _out_of_range(encoding, stored, n, k):
+        return np.zeros(4), Calibrated(np.inf, False, False), outside
+    x = bf16_to_f32(kernels.decode(matrix)[rows])
+    ours, theirs = ((measured or encoding).decode(tensors, n, k, rows) for tensors in (stored, rounded))
+    unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
+    if unused.mean() > MOST_UNUSED:
+        problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
+        return np.zeros(4), Calibrated(np.inf, False, True), problem
+    columns = np.flatnonzero(~unused)
+    sums, rounding = np.zeros(4), np.zeros(4)
+    for first in range(0, len(x), AT_ONCE):
+        part, own, nearest = (values[first : first + AT_ONCE][:, columns] for values in (x, ours, theirs))
+        sums, rounding = sums + sums_of(part, own), rounding + sums_of(part, nearest)
+    error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
+    ratio = error / usual if usual else 1.0 if error == 0 else np.inf
+    comparison = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
+    if ratio <= WORST_RATIO:
+        return sums, comparison, ""
+    far = f"{ratio:.1f} times as far as rounding to nearest ({usual:.4f}); at most {WORST_RATIO:g} times is plausible"
+    return sums, comparison, f"is {error:.4f} away from its source, {far}"
+
+
+def _out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
+    """What is wrong with all scales and codes of a linear [n, k] by themselves; "" if nothing is."""
+    grid = encoding.grid
+    scales = scale_values(encoding, stored[-1], n, k)
+    if not np.isfinite(scales).all():
+        return "has a scale that is not finite"
+    if grid.high - grid.low == (1 << grid.bits) - 1:
+        return ""  # whatever the bits are, they are a code
+    values = encoding.decode(stored, n, k, slice(None)).reshape(n, scales.shape[1], -1)
+    each = scales[:, :, None] * np.float32(grid.step * NEXT_TO)
+    if ((values < grid.low * each) | (values > grid.high * each)).any():
+        return f"has a code outside {grid.low} to {grid.high}"
+    return ""
+
+
+def calibrated_summary(linears: Sequence[Calibrated], same_scales: bool = True) -> str:
+    """What holds of them all. same_scales: whether their scales were compared, too."""
+    worst = max((linear.ratio for linear in linears), default=0.0)
+    rounded = sum(linear.rounded for linear in linears)
+    scales = "have the scales of rounding to nearest, and" if same_scales else "have codes within their range, and"
+    summary = f"{len(linears)} linears {scales} errors of at most {worst:.2f} times its own"
+    return summary + (f"; {rounded} of them are rounded to nearest" if rounded else "")
+
+
+def calibrated_notes(linears: Sequence[Calibrated]) -> list[str]:
+    unused = sum(linear.unused for linear in linears)
+    return [f"{unused} linears have columns that are all zeros: calibration never saw their inputs"] if unused else []

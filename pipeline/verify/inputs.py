@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
@@ -30,13 +31,11 @@ class VerifyInputs:
     against       a checkpoint (path or hub id) or another output
     numa, method  what the user means to load
     arch          the text of --arch-file, for an output whose manifest has none
-    load          whether transformers is to load an output for the GPU: its names, and against its source its
-                  predictions
+    load          whether transformers is to load an output for the GPU
     text          what source and output then read; None: our own
     imatrix       the importance matrix that the output was made with
     run           whether the experts will be computed, so that the output may be a checkpoint
-    page          whether worst rows and scales are looked for, too, for the page
-    statistics    a folder with statistics, for the page
+    page          whether worst rows and scales are looked for, too; statistics: a folder with counts, for the page
     """
 
     output: Path
@@ -57,12 +56,8 @@ class VerifyInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """An output, and what it is compared with.
-
-    other   another output; None where there is none
-    model   the experts of its source, equalized if the output is; None where there is none, or the output is a
-            checkpoint without experts of ours
-    source  the source itself
+    """An output, and what it is compared with: another output, or its source and the model of that, equalized if the
+    output is; no model where the output is a checkpoint without experts of ours.
     """
 
     options: VerifyInputs
@@ -76,25 +71,20 @@ class Inputs:
     @property
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """What tells these files from others: names, sizes, hashes of the source's headers; loose files as one."""
-        here = []
-        for each in (self.output, self.other):
-            if each is not None:
-                here += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
-                here.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
-        shards = () if self.source is None else self.source.shards
-        return (*here, *((shard.name, shard.size, shard.header_sha256) for shard in shards))
+        found = [] if self.source is None else [(s.name, s.size, s.header_sha256) for s in self.source.shards]
+        for each in filter(None, (self.output, self.other)):
+            found += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
+            found.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
+        return tuple(found)
 
     def close(self) -> None:
-        """Unmap the source."""
         if self.source is not None:
             self.source.close()
 
 
 def open_inputs(options: VerifyInputs) -> Inputs:
-    """Open what is to be verified.
-
-    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
-    source, UsageError for options that do not fit this output.
+    """Open what is to be verified. Raises VerificationError for an unfinished output, UnsupportedError for what is no
+    output, InputError for a damaged source, UsageError for options that do not fit this output.
     """
     require_finished(options.output)
     if is_decoded(options.output):
@@ -106,21 +96,20 @@ def open_inputs(options: VerifyInputs) -> Inputs:
     if output.whole and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     measured = measure(output)
-    other: Output | None = None
-    model: MoeModel | None = None
-    if options.against is not None:
-        path = Path(options.against).expanduser()
-        made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
-        if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
-            other = _open_other(path)
-        else:
-            model = _open_source(options, output)
-            if measured.fmt is None:
-                measured = measure(output, hidden=model.shape(model.layers[0])[1])
-            if FACT in output.facts and measured.fmt is not None:
-                model = equalized(model, measured.fmt)
-    imatrix = _open_imatrix(options, output, model)
-    return Inputs(options, output, measured, other, model, None if model is None else model.source, imatrix)
+    if options.against is None:
+        return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))
+    path = Path(options.against).expanduser()
+    made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
+    if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
+        return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
+    row = options.arch or output.settings.get("arch_row")
+    source = open_checkpoint(options.against, options.revision)
+    model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+    if measured.fmt is None:
+        measured = measure(output, hidden=model.shape(model.layers[0])[1])
+    if FACT in output.facts and measured.fmt is not None:
+        model = equalized(model, measured.fmt)
+    return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))
 
 
 def require_finished(path: Path) -> None:
@@ -129,9 +118,8 @@ def require_finished(path: Path) -> None:
     if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
     if (finished := output_of(path)) is not None:
-        raise VerificationError(
-            f"{path}: is the work directory of a conversion that is not finished; run `ktconvert resume {finished}`."
-        )
+        unfinished = "is the work directory of a conversion that is not finished"
+        raise VerificationError(f"{path}: {unfinished}; run `ktconvert resume {finished}`.")
     if not path.exists():
         raise InputError(f"{path}: no such directory; give the directory of an output.")
 
@@ -148,33 +136,22 @@ def _open_other(path: Path) -> Output:
     return other
 
 
-def _open_source(options: VerifyInputs, output: Output) -> MoeModel:
-    from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-    assert options.against is not None
-    row = options.arch or output.settings.get("arch_row")
-    source = open_checkpoint(options.against, options.revision)
-    return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
-
-
 def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None) -> InputStatistics | None:
     """The statistics of inputs that the output was made with; None where it was made without, or there is no source."""
     fact = next((name for name in (SecondMoments.fact, Imatrix.fact) if name in output.facts), None)
     if fact is None and options.imatrix is not None:
         if options.statistics is not None:  # for the page
             return None
-        raise UsageError(
-            f"{output.root}: was made without statistics of inputs; leave out --imatrix, and --statistics without "
-            "--report."
-        )
+        remedy = "leave out --imatrix, and --statistics without --report"
+        raise UsageError(f"{output.root}: was made without statistics of inputs; {remedy}.")
     if fact is None or model is None:
         return None
     made_with = output.facts[fact]
     if options.imatrix is None:
         either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.fact else ""
+        remedy = f"give {either}--statistics DIR, or leave out --against"
         raise UsageError(
-            f"{output.root}: was made with statistics of inputs, and can be made again with them only: give {either}"
-            "--statistics DIR, or leave out --against."
+            f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
         )
     path = options.imatrix
     inputs = open_for(path, model) if fact == Imatrix.fact else moments_in(path.parent, model)

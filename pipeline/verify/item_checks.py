@@ -21,16 +21,10 @@ from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, re
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.against_output import pairs, tensor_difference
-from ktconvert.pipeline.verify.against_source import (
-    Comparison,
-    comparison,
-    decoded_tensors,
-    other_difference,
-)
+from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems
-from ktconvert.pipeline.verify.contents import hash_problem
 from ktconvert.pipeline.verify.inputs import Inputs, VerifyInputs, open_inputs
+from ktconvert.pipeline.verify.structure import hash_problem
 
 TASK_BYTES = 1 << 30  # that the items of a task are about
 AHEAD = 4  # items under way for each thread
@@ -44,31 +38,27 @@ class ItemChecker:
     reporter: Reporter
 
     @cached_property
-    def comparison(self) -> Comparison:
-        """With the source."""
-        return comparison(self.inputs)
+    def comparison(self) -> against.Comparison:
+        return against.comparison(self.inputs)
 
     @cached_property
     def other_tensors(self) -> Mapping[str, OtherTensor]:
         """Those of the source that are no routed experts, by their names in the output."""
         assert self.inputs.source is not None
-        return self.comparison.other_tensors if self.inputs.model else decoded_tensors(self.inputs.source)
+        return self.comparison.other_tensors if self.inputs.model else against.decoded_tensors(self.inputs.source)
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[Any, Any]]:
-        """The tensors that another output has, too."""
         assert self.inputs.other is not None
-        return pairs(self.inputs.output, self.inputs.other)
+        return against.pairs(self.inputs.output, self.inputs.other)
 
     def other_tensor(self, name: str) -> str | None:
-        """A tensor that is no routed expert, against the source's."""
         assert self.inputs.source is not None
-        return other_difference(self.inputs.output, self.inputs.source, self.other_tensors[name])
+        return against.other_difference(self.inputs.output, self.inputs.source, self.other_tensors[name])
 
     def equal_tensor(self, name: str) -> str | None:
-        """A tensor against that of another output."""
         assert self.inputs.other is not None
-        return tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
+        return against.tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
 
 
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
@@ -82,21 +72,23 @@ ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
 def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> CheckItems:
     """By threads of this process, or by the workers of an executor, with so many threads each."""
     if executor is None:
-        return by_threads(ItemChecker(inputs, reporter), inputs.options.threads)
-    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
-    check = by_workers(executor, partial(check_as_worker, task), f"`ktconvert verify {inputs.output.root}` again")
+        check = by_threads(ItemChecker(inputs, reporter), inputs.options.threads)
+    else:
+        task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
+        check = by_workers(executor, partial(check_as_worker, task), f"`ktconvert verify {inputs.output.root}` again")
 
     def advancing(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         for nbytes, found in zip(sizes, check(kind, items, sizes), strict=True):
-            reporter.advance(nbytes if kind == "hashes" else 0)  # threads do so while they hash
             yield found
+            if kind == "experts":
+                reporter.at(f"layer {found[0][0]}")
+            if executor is not None or kind != "hashes":  # threads of this process report them while they hash
+                reporter.advance(nbytes)
 
     return advancing
 
 
 def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
-    """By so many threads."""
-
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
             slots = list(range(AHEAD * threads))

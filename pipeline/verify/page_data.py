@@ -26,6 +26,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.equalized import undone
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
+from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
 from ktconvert.quantizers import SIGNED_GRIDS, fp8, groups
 from ktconvert.quantizers.differences import source_values
@@ -92,17 +93,11 @@ class PageData:
     counts: I64 | None = None
 
 
-def page_data(
-    output: Output,
-    measure: Measure,
-    model: MoeModel | None,
-    errors: Sequence[ProjectionErrors],
-    counts: I64 | None,
-    threads: int,
-) -> PageData:
+def page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts: I64 | None) -> PageData:
     """All of it, of an output whose weight files are whole. Raises VerificationError if the disk cannot be read."""
+    output, measure, model = inputs.output, inputs.measure, inputs.model
     rows = () if model is None else tuple(_worst_rows(output, measure, model, worst(errors, LINEARS)))
-    return PageData(rows, _scales(output, measure, threads), counts)
+    return PageData(rows, _scales(output, measure, inputs.options.threads), counts)
 
 
 def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
@@ -141,12 +136,8 @@ def _worst_rows(
                 continue
             encoding, matrix = undone(model, fmt.encoding, part)
             values = encoding.decode(stored, part.n, part.k, slice(None))
-            errors = np.concatenate(
-                [
-                    _relative(source(matrix.rows(start, min(start + CHUNK, part.n))), values[start : start + CHUNK])
-                    for start in range(0, part.n, CHUNK)
-                ]
-            )
+            chunks = [slice(start, min(start + CHUNK, part.n)) for start in range(0, part.n, CHUNK)]
+            errors = np.concatenate([_relative(source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks])
             row = int(np.argmax(errors))
             found.append(WorstRow(linear, part.numa, row, float(errors[row])))
         if found:
@@ -168,13 +159,12 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
     """The scales of every expert, one expert per thread in memory; None where the format has none, or is not known."""
     if measure.fmt is None or all(fmt.encoding.scales is None for fmt in measure.fmt.formats):
         return None
-    of_layer = {n: measure.fmt.of_layer(n) for n in measure.shapes}
-    sound = {
-        n
-        for n, (_, h, i) in measure.shapes.items()
-        if of_layer[n].encoding.scales and illegal_reason(of_layer[n], [(h, i)], measure.numa) is None
+    of_layer = {
+        n: fmt
+        for n, shape in measure.shapes.items()
+        if (fmt := measure.fmt.of_layer(n)).encoding.scales and illegal_reason(fmt, [shape[1:]], measure.numa) is None
     }
-    linears = {place[:3] for place, _ in output.tensors if place.layer in sound}
+    linears = {place[:3] for place, _ in output.tensors if place.layer in of_layer}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
@@ -216,9 +206,8 @@ def _of_linear(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]])
 
 def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:
     """How often each expert was routed to, int64 [decoder layers, experts], from a folder of statistics. None where it
-    has only the importance matrix that the output was made with.
-
-    Raises InputError where they are damaged or of another model, UsageError for an output without layers of experts.
+    has only the importance matrix that the output was made with. Raises InputError where they are damaged or of another
+    model, UsageError for an output without layers of experts.
     """
     root = output.root
     if not measure.shapes:

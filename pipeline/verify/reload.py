@@ -1,22 +1,38 @@
-"""Whether transformers has a place for every tensor of an output, and the reverse: loading on the meta device."""
+"""What transformers makes of an output: whether it has a place for every tensor, and the reverse (on the meta device);
+and whether the output predicts what its source does: KL divergence on short samples, one model in memory at a time.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
 import io
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models.evaluate import compare
+from ktconvert.pipeline.ui.text import first_line, size
 from ktconvert.pipeline.verify.checks import Check
 
-NEEDS = ("torch", "transformers", "accelerate", "compressed_tensors")
+if TYPE_CHECKING:
+    import torch
+
 DTYPES = {
     "BF16": "bfloat16",
     "F16": "float16",
@@ -32,43 +48,78 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 EXPERTS = re.compile(r".*\.layers\.(?P<layer>\d+)\.(?:.+\.)?experts\.")
+SAMPLES, LENGTH = 4, 128
+# What a divergence is compared with: that of the source, its experts' outputs disturbed by noise of this share of their
+# length. Rounding to 4 bits is an error of 0.08 to 0.19 in an expert's output, to 8 bits of 0.006 to 0.012; an expert
+# in a wrong place is one of 1 and more. The second figure, in nats, is for models whose experts cannot be found.
+BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}
+NOTHING = 1e-6  # nats: below it, rounding in BF16 is all there is
+# Without --text: prose and code, for any tokenizer.
+TEXT = """\
+A mixture of experts is a network in which a small part, the router, decides for every token which few of many experts compute it. All
+other experts do nothing for this token. So a model can hold far more weights than it uses for any one word, and most of the memory that
+it needs is read rarely. When the weights are stored with fewer bits, each of them is a little wrong. If the errors are small and
+independent, they cancel in the sums, and the model says almost what it said before; if they are not, the answers change. A test
+therefore reads a text with both models and compares, word by word, what each of them expects to come next.
+
+def softmax(values: list[float]) -> list[float]:
+    # Turn numbers into probabilities that add up to one.
+    largest = max(values)
+    powers = [math.exp(value - largest) for value in values]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
-def absent() -> str | None:
-    """What to install before transformers can load an output; None: nothing."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'"
-    return transformers_version.refusal()
+class Router:
+    def __init__(self, experts: int, chosen: int = 2) -> None:
+        self.experts = experts
+        self.chosen = chosen
+
+    def route(self, scores: list[float]) -> list[tuple[int, float]]:
+        order = sorted(range(self.experts), key=lambda index: -scores[index])
+        best = order[: self.chosen]
+        weights = softmax([scores[index] for index in best])
+        return list(zip(best, weights))
+
+Question: In which year did people first walk on the moon? Answer: In 1969. Two astronauts landed on the 20th of July, and a third one
+stayed in orbit around the moon until they came back.
+"""
 
 
 def check_reload(output: Output) -> tuple[Check, bool]:
-    """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them.
-
-    A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer
-    that has some here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a
-    model that transformers cannot build. The second result: whether the model is whole, so that it can compute.
+    """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them. A key that is
+    missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer that has some
+    here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a model that
+    transformers cannot build. The second result: whether the model is whole, so that it can compute.
     """
-    if (why := absent()) is not None:
+    missing = [name for name in loading.NEEDS["gpu"] if find_spec(name) is None]
+    if missing:
+        return _unchecked(f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'")
+    if (why := transformers_version.refusal()) is not None:
         return _unchecked(why)
+    import torch
+
     try:
         kind, config = model_class(output.root)
-        expected = _shapes(kind, config)
+        with quiet(), torch.device("meta"):  # what the config alone makes of the model
+            expected = {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
     except Exception as error:  # whatever transformers raises for a config that it does not know
         return _unchecked(f"transformers cannot build it: {first_line(error)}")
     try:
         shapes, keys = _load(kind, config, output)
     except Exception as error:  # also what goes wrong while experts are put together
         return Check("", (f"transformers cannot load its tensors: {first_line(error)}",)), False
-    layers = {place.layer for place, _ in output.tensors}
-    wrong = [(f"transformers finds no tensor for {key}", _layer_of(key) in layers) for key in keys["missing_keys"]]
-    wrong += [(f"transformers has no place for {key}", _layer_of(key) in layers) for key in keys["unexpected_keys"]]
+    wrong = [(key, f"transformers finds no tensor for {key}") for key in keys["missing_keys"]]
+    wrong += [(key, f"transformers has no place for {key}") for key in keys["unexpected_keys"]]
     wrong += [
-        (f"{key} becomes {list(shape)}, config.json wants {list(expected[key])}", _layer_of(key) in layers)
+        (key, f"{key} becomes {list(shape)}, config.json wants {list(expected[key])}")
         for key, shape in shapes.items()
         if key not in keys["missing_keys"] and shape != expected.get(key, shape)
     ]
-    experts, others = (sorted(problem for problem, routed in wrong if routed == which) for which in (True, False))
+    layers = {place.layer for place, _ in output.tensors}
+    experts, others = (
+        sorted(problem for key, problem in wrong if (_layer_of(key) in layers) == routed) for routed in (True, False)
+    )
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     notes = [f"{others[0]}{more}: none of these experts', so the same as of the source"] if others else []
     notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
@@ -76,9 +127,12 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     return Check(result, tuple(experts), tuple(notes)), not experts and not keys["missing_keys"]
 
 
-def model_class(root: Any) -> tuple[Any, Any]:
-    """The class of transformers that loads a directory, and the config that it takes, as the auto classes choose them.
+def _unchecked(why: str) -> tuple[Check, bool]:
+    return Check("not checked", notes=(f"not loaded: {why}",)), False
 
+
+def model_class(root: Path) -> tuple[Any, Any]:
+    """The class of transformers that loads a directory, and the config that it takes, as the auto classes choose them.
     Raises what transformers does, ValueError where it has no class.
     """
     loading.share_cores()
@@ -116,34 +170,19 @@ def quiet() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """What the config alone makes of the model."""
-    import copy
-
+def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """The shapes of the loaded model, and from_pretrained's account of the keys. weight_shape comes empty: transformers
+    takes its values from the packed tensor.
+    """
     import torch
 
-    with quiet(), torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
-
-
-def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], dict[str, Iterable[str]]]:
-    """The shapes of the loaded model, and from_pretrained's account of the keys.
-
-    weight_shape comes empty: its values are those of the packed tensor (seen by check_numbers), from which transformers
-    then takes them."""
-    import torch
-
-    stored = [*output.tensors.values(), *output.others.values()]
-    tensors = {
-        s.name: torch.empty(
-            [0] if s.name.endswith(".weight_shape") else s.shape, dtype=getattr(torch, DTYPES[s.dtype]), device="meta"
-        )
-        for s in stored
-    }
+    tensors = {}
+    for s in (*output.tensors.values(), *output.others.values()):
+        shape = [0] if s.name.endswith(".weight_shape") else s.shape
+        tensors[s.name] = torch.empty(shape, dtype=getattr(torch, DTYPES[s.dtype]), device="meta")
+    settings = {"state_dict": tensors, "device_map": {"": "meta"}, "output_loading_info": True}
     with quiet():
-        model, keys = kind.from_pretrained(
-            None, config=config, state_dict=tensors, device_map={"": "meta"}, output_loading_info=True
-        )
+        model, keys = kind.from_pretrained(None, config=config, **settings)
     return {name: tuple(p.shape) for name, p in model.state_dict().items()}, keys
 
 
@@ -153,11 +192,165 @@ def _layer_of(key: str) -> int | None:
     return int(match["layer"]) if match is not None and ".mtp." not in match[0] else None
 
 
-def _unchecked(why: str) -> tuple[Check, bool]:
-    return Check("not checked", notes=(f"not loaded: {why}",)), False
+# --- predictions ----------------------------------------------------------------------------------
 
 
-def first_line(error: Exception) -> str:
-    """What an exception of others says, cut to one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return (lines[0] or type(error).__name__)[:200]
+@dataclass(frozen=True)
+class Predictions:
+    """KL(source || output) per token in nats, at most `bound`; how often both find the same token likeliest."""
+
+    tokens: int
+    kl: float
+    top1_agreement: float
+    bound: float
+
+    def sentence(self) -> str:
+        return (
+            f"KL divergence {self.kl:.3g} nats (at most {self.bound:.3g} are plausible), "
+            f"top-1 agreement {100 * self.top1_agreement:.1f} % over {self.tokens} tokens"
+        )
+
+
+class Skip(Exception):
+    """Why predictions were not compared."""
+
+
+def check_predictions(
+    output: Output, model: MoeModel, bits: int, text: str | None, threads: int
+) -> tuple[Check, Predictions | None]:
+    """Let source and output, which transformers can load, read a few samples, one after the other: of this text, of our
+    own, or random tokens without a tokenizer. InputError for a text that is too short. What cannot be loaded here, for
+    its size or for its source, is reported, and is no fault.
+    """
+    try:
+        _require_memory(output)
+        ids, expected, noisy = _read_source(model.source.root, BOUNDS[bits][0], text, threads)
+    except Skip as skip:
+        return not_compared(str(skip)), None
+    try:
+        with _loaded(output.root) as loaded:
+            computed = _logits(loaded, ids)
+    except Skip as skip:
+        return Check("", (f"the source computes, the output does not: {skip}",)), None
+    compared = compare(expected, computed, ids[:, 1:].reshape(-1))
+    if not np.isfinite(compared.converted).all():
+        return Check("", ("the output's predictions are not finite",)), None
+    bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
+    kl = float(compared.divergence.mean())
+    predictions = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
+    far = f"the output predicts something else than its source: {predictions.sentence()}"
+    return Check(predictions.sentence(), (far,) if not kl <= bound else ()), predictions
+
+
+def not_compared(why: str) -> Check:
+    """What is reported instead, and is no fault."""
+    return Check("not compared", notes=(f"predictions were not compared: {why}",))
+
+
+def _require_memory(output: Output) -> None:
+    """Source and output have one size in memory: BF16, and a quarter more while experts are put together."""
+    weights = sum(stored.nbytes for stored in output.others.values())
+    for (_, what), stored in output.tensors.items():
+        if what == "weight_shape":
+            n, k = (int(size) for size in output.read(stored).view("<i8"))
+            weights += 2 * n * k
+    needed, free = weights * 5 // 4 + (1 << 30), machine.memory_available()
+    if needed > free:
+        raise Skip(f"each of the two models needs {size(needed)} of memory, {size(free)} are free")
+
+
+def _read_source(
+    root: Path, noise: float, text: str | None, threads: int
+) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Samples [n, length], the source's logits [n * (length - 1), vocabulary], and how far noise in its experts moves
+    it; None for the last where its experts cannot be found.
+    """
+    try:
+        _, config = model_class(root)
+    except Exception as error:  # whatever transformers raises for a config that it does not know
+        raise Skip(f"transformers cannot load the source: {first_line(error)}") from error
+    import torch
+
+    torch.set_num_threads(threads)
+    ids = torch.from_numpy(samples(root, config.get_text_config(decoder=True), text))
+    with _loaded(root) as source:
+        expected = _logits(source, ids)
+        if not bool(expected.isfinite().any(-1).all()):
+            raise Skip("the source's own predictions are not finite")
+        try:
+            with _noisy(source, noise):
+                moved = _logits(source, ids)
+        except UnsupportedError:
+            return ids, expected, None
+    return ids, expected, float(compare(expected, moved, ids[:, 1:].reshape(-1)).divergence.mean())
+
+
+def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
+    """Token ids [n, length]: of a text, or drawn with a fixed seed where there is no tokenizer. InputError."""
+    from transformers import AutoTokenizer
+
+    length = min(LENGTH, loading.longest(config) or LENGTH)
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+            ids = np.array(tokenizer(TEXT if text is None else text)["input_ids"], np.int64)
+    except Exception:  # whatever transformers raises where a tokenizer's files are missing or need code of their own
+        ids = np.empty(0, np.int64)
+    if len(ids) >= length:
+        count = min(SAMPLES, len(ids) // length)
+        return ids[: count * length].reshape(count, length)
+    if text is not None:
+        raise InputError(f"--text: has {len(ids)} tokens for {root}, {length} are needed; give a longer one, or none.")
+    return np.random.default_rng(0).integers(0, config.vocab_size, (SAMPLES, length))
+
+
+@contextmanager
+def _loaded(root: Path) -> Iterator[Any]:
+    """A model in memory, and out again. Raises Skip where transformers cannot load, fill or compute it."""
+    try:
+        kind, config = model_class(root)
+        with quiet():
+            model, keys = kind.from_pretrained(root, config=config, local_files_only=True, output_loading_info=True)
+        if missing := sorted(keys["missing_keys"]):
+            raise Skip(f"{root} lacks {len(missing)} tensors of its model, such as {missing[0]}")
+        yield model
+    except (Skip, UnsupportedError):
+        raise
+    except Exception as error:
+        raise Skip(f"transformers cannot load or compute {root}: {first_line(error)}") from error
+    finally:
+        model = None
+        gc.collect()
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the model expects after each token but the last of each sample, one sample after the other."""
+    import torch
+
+    with quiet(), torch.inference_mode():
+        return torch.cat([model(input_ids=one[None], use_cache=False).logits[0, :-1] for one in ids])
+
+
+@contextmanager
+def _noisy(model: Any, noise: float) -> Iterator[None]:
+    """While this lasts, what routed experts add to a token is off by this share of its length, in a random direction.
+    Raises UnsupportedError where the experts cannot be found.
+    """
+    import torch
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(_module: Any, _given: Any, out: torch.Tensor) -> torch.Tensor:
+        exact = out.float()
+        random = torch.randn(exact.shape, generator=generator)
+        share = noise * exact.norm(dim=-1, keepdim=True) / random.norm(dim=-1, keepdim=True)
+        return torch.add(exact, random * share).to(out.dtype)
+
+    hooks = [model.get_submodule(place.name).register_forward_hook(disturb) for place in find_experts(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +11,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.ui.text import aligned, joined, plural, size
-from ktconvert.pipeline.verify.checks import worst
+from ktconvert.pipeline.verify.checks import ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import sizes_of
 from ktconvert.pipeline.verify.verify import Report
 
@@ -30,12 +29,13 @@ ARRANGEMENTS = {
 
 def facts(output: Output, measure: Measure) -> dict[str, Any]:
     """What an output is, by its bytes; who made it, by its manifest."""
-    manifest = output.manifest
+    manifest, bare = output.manifest, decoded.ARRANGEMENT if output.manifest else CHECKPOINT
+    arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
     return {
         "output": str(output.root),
         "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
         "command": manifest.command if manifest else None,
-        "arrangement": _arrangement(output),
+        "arrangement": arrangement,
         **sizes_of(measure),
         **{name: output.facts[name] for name in ("scale", "equalized") if name in output.facts},
         "layers": list(measure.shapes),
@@ -47,14 +47,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
     }
 
 
-def _arrangement(output: Output) -> str:
-    if output.loose or not output.methods:
-        return "loose" if output.loose else decoded.ARRANGEMENT if output.manifest else CHECKPOINT
-    return formats_by_names(output)[0].arrangement.name
-
-
 def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same as (label, text)."""
     maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
     arrangement = document["arrangement"]
     rows = [("output", document["output"]), ("made by", maker)]
@@ -84,7 +77,6 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """The report as one JSON object."""
     return {
         "event": "verified",
         **facts(report.output, report.measure),
@@ -96,26 +88,17 @@ def document(report: Report) -> dict[str, Any]:
             for c in report.checks
         ],
         "notes": list(report.notes),
-        "errors": [
-            {
-                "layer": e.layer,
-                "projection": e.projection,
-                "experts": len(e.experts),
-                **_finite(e.figures),
-                "worst_expert": e.worst.expert,
-                "worst_relative_error": _finite(e.worst._asdict())["relative_error"],
-            }
-            for e in report.errors
-        ],
+        "errors": [_finite(_figures(e)) for e in report.errors],
         "worst": [_finite(e._asdict()) for e in worst(report.errors)],
         "predictions": None if report.predictions is None else asdict(report.predictions),
     }
 
 
 def lines(report: Report) -> list[str]:
-    """The report for people."""
     out = aligned(facts_rows(facts(report.output, report.measure)))
-    out += ["", *aligned([("check", "result"), *((c.name, _result(c.problems, c.result)) for c in report.checks)])]
+    results = [plural(len(c.problems), "problem") if c.problems else f"ok: {c.result}" for c in report.checks]
+    named = zip([check.name for check in report.checks], results, strict=True)
+    out += ["", *aligned([("check", "result"), *named])]
     for check in report.checks:
         if check.problems:
             out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
@@ -137,8 +120,9 @@ def lines(report: Report) -> list[str]:
     return [*out, "", "verified" if not report.problems else "NOT verified"]
 
 
-def _result(problems: Sequence[str], result: str) -> str:
-    return plural(len(problems), "problem") if problems else f"ok: {result}"
+def _figures(e: ProjectionErrors) -> dict[str, Any]:
+    of_worst = {"worst_expert": e.worst.expert, "worst_relative_error": e.worst.relative_error}
+    return {"layer": e.layer, "projection": e.projection, "experts": len(e.experts), **e.figures, **of_worst}
 
 
 def _finite(figures: dict[str, Any]) -> dict[str, Any]:

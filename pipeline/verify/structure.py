@@ -1,24 +1,33 @@
-"""What names, sizes and headers tell of an output, against its index, metadata, config and manifest."""
+"""What names, sizes and headers tell of an output, against its index, metadata, config and manifest; and its bytes by
+themselves: the hash of every file, and numbers that no finite weight can give.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import OutputFile
+from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
 from ktconvert.layouts.outputs.card import ranges, unquantized
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
-from ktconvert.layouts.outputs.parts import ExpertGrid, Place
+from ktconvert.layouts.outputs.parts import ExpertGrid, Place, part_shape
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
-from ktconvert.pipeline.verify.checks import Check, Row, run_checks
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, Row, run_checks
+from ktconvert.quantizers.packed import lowest_codes
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
@@ -27,7 +36,7 @@ LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
 def check_files(output: Output, _measure: Measure) -> Check:
     """Every file of the manifest with its size, every file readable, and none that does not belong."""
-    notes = []
+    notes: list[str] = []
     listed = {file.name for file in listed_files(output)}
     problems = list(unreadable(output).values())
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
@@ -37,13 +46,12 @@ def check_files(output: Output, _measure: Measure) -> Check:
         present = [name for name in present if name not in stale]
     if output.manifest is not None:
         strange = [name for name in present if LEFT_BEHIND.search(name)]
-        rest = [name for name in present if name not in strange]
-        if rest:
-            notes.append(f"not of the manifest: {_some(rest)}")
+        if rest := [name for name in present if name not in strange]:
+            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+            notes.append(f"not of the manifest: {', '.join(rest[:3])}{more}")
     else:
-        notes.append(
-            "there is no manifest, as in kt-kernel's own outputs: contents can be checked with --against SOURCE only"
-        )
+        known = "there is no manifest, as in kt-kernel's own outputs"
+        notes.append(f"{known}: contents can be checked with --against SOURCE only")
         strange = _strange_without_manifest(output)
     problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
@@ -51,7 +59,6 @@ def check_files(output: Output, _measure: Measure) -> Check:
 
 
 def listed_files(output: Output) -> tuple[OutputFile, ...]:
-    """The files of the manifest, none without one."""
     return () if output.manifest is None else output.manifest.files
 
 
@@ -86,21 +93,16 @@ def _strange_without_manifest(output: Output) -> list[str]:
     return [s for s in output.shards if (m := PART.fullmatch(s)) and m[3] != max(totals)]
 
 
-def _has_index(output: Output, _measure: Measure) -> bool:
-    """Whether there is something to say of it; check_files reports where one of the manifest is absent."""
-    known = output.weight_map is not None or output.manifest is None
-    return known and not output.loose and INDEX not in output.damaged
-
-
-def check_index(output: Output, _measure: Measure) -> Check:
+def check_index(output: Output, _measure: Measure) -> Check | None:
     """The index names every tensor of every shard, no other, and the true total size."""
-    if output.weight_map is None:
-        return Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
-    bad = unreadable(output)
-    problems: list[str] = []
-    notes: list[str] = []
+    if output.loose or INDEX in output.damaged:
+        return None
+    if output.weight_map is None:  # where the manifest has one, check_files says that it is missing
+        none = Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+        return none if output.manifest is None else None
+    bad, notes = unreadable(output), list[str]()
     gone = sorted(set(output.weight_map.values()) - {*output.shards, *bad})
-    problems += [f"{INDEX} names {shard}, which is missing" for shard in gone]
+    problems = [f"{INDEX} names {shard}, which is missing" for shard in gone]
     stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
     for name, shard in output.weight_map.items():
         if shard in bad or shard not in output.shards:
@@ -109,11 +111,8 @@ def check_index(output: Output, _measure: Measure) -> Check:
             problems.append(f"{INDEX} names {name} in {shard}, which does not hold it")
         elif stored[name].file != shard:
             problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} holds it")
-    problems += [
-        f"{s.file} holds {name}, which {INDEX} does not name"
-        for name, s in stored.items()
-        if name not in output.weight_map
-    ]
+    unnamed = stored.keys() - output.weight_map.keys()
+    problems += [f"{s.file} holds {name}, which {INDEX} does not name" for name, s in stored.items() if name in unnamed]
     total = sum(s.nbytes for s in stored.values())
     if output.total_size == 0 and output.manifest is None:
         notes.append("the index gives no total size, as kt-kernel writes it")
@@ -128,8 +127,7 @@ def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGr
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     forward = (measure.fmt or formats_by_names(output)[0]).forward
-    usual = _usual(measure)
-    recorded = facts.get("experts")
+    usual, recorded = _usual(measure), facts.get("experts")
     most = max([recorded if isinstance(recorded, int) else 0, *(e for e, _, _ in measure.shapes.values())])
     for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
         own = measure.shapes.get(layer, usual)
@@ -138,8 +136,10 @@ def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGr
         yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
 
 
-def check_tensors(output: Output, measure: Measure) -> Check:
+def check_tensors(output: Output, measure: Measure) -> Check | None:
     """Every layer, expert, projection, part and tensor exactly once, with the sizes of one form, T, E, H and I."""
+    if not _packed(output):
+        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
@@ -162,13 +162,10 @@ def check_tensors(output: Output, measure: Measure) -> Check:
                 used.add(key)
                 stored = output.tensors.get(key)
                 if stored is None:
-                    what = output.names.describe(*key)
-                    problems.append(f"{output.names.key(*key)} is missing ({what})")
+                    problems.append(f"{output.names.key(*key)} is missing ({output.names.describe(*key)})")
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
-                    problems.append(
-                        f"{stored.name} in {stored.file} has {stored.nbytes} bytes, "
-                        f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
-                    )
+                    must = f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
+                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {must}")
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
                     problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
@@ -187,11 +184,9 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
         if LOOSE_METHODS.get(prefix) != measure.method:
             yield f"the files are called {prefix}, their sizes are those of {measure.method}"
     _, hidden, intermediate = _usual(measure)
-    if measure.fmt is not None and (hidden or intermediate):
-        for fmt in measure.fmt.formats:
-            reason = illegal_reason(fmt, [(hidden, intermediate)], measure.numa)
-            if reason is not None:
-                yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
+    for fmt in measure.fmt.formats if measure.fmt is not None and (hidden or intermediate) else ():
+        if reason := illegal_reason(fmt, [(hidden, intermediate)], measure.numa):
+            yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
     for name, actual in sizes_of(measure).items():
         recorded = output.facts.get(name)
         one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
@@ -217,13 +212,12 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
     }
 
 
-def _own_metadata(output: Output) -> dict[str, dict[str, str]]:
-    return {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
-
-
-def check_metadata(output: Output, measure: Measure) -> Check:
+def check_metadata(output: Output, measure: Measure) -> Check | None:
     """What our shards say of themselves is what they hold."""
-    ours, problems = _own_metadata(output), []
+    ours = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
+    if not ours or not weights_whole(output):
+        return None
+    problems: list[str] = []
     by_shard: dict[str, set[int]] = {}
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
@@ -231,51 +225,54 @@ def check_metadata(output: Output, measure: Measure) -> Check:
         expected = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
-            experts, hidden, intermediate = measure.shapes[layer]
-            expected |= {
-                "method": measure.method_of(layer),
-                "layer": str(layer),
-                "num_experts": str(experts),
-                "hidden_size": str(hidden),
-            }
-            expected["moe_intermediate_size"] = str(intermediate)
-        for name, value in expected.items():
-            if about.get(name) != value:
-                problems.append(f"{shard}: its metadata says {name} {about.get(name)}, its tensors have {value}")
+            expected |= {"method": measure.method_of(layer), "layer": str(layer)}
+            sizes = zip(("num_experts", "hidden_size", "moe_intermediate_size"), measure.shapes[layer], strict=True)
+            expected |= {name: str(size) for name, size in sizes}
+        problems += [
+            f"{shard}: its metadata says {name} {about.get(name)}, its tensors have {value}"
+            for name, value in expected.items()
+            if about.get(name) != value
+        ]
     sources = {about.get("source") for about in ours.values()}
     if len(sources) > 1:
         problems.append(f"the shards come from {len(sources)} different sources, says their metadata")
     return Check(f"{len(ours)} shards say what they hold", tuple(problems))
 
 
-def check_config(output: Output, measure: Measure) -> Check:
+def check_config(output: Output, measure: Measure) -> Check | None:
     """Experts and sizes are those of config.json next to the weights."""
     config = output.config
+    if not config or not _packed(output):
+        return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     made_of = str(output.facts.get("architecture"))
     if (other := claims.other_family(config, made_of)) is not None:
         problems.append(f"config.json is of {other}, and the manifest says that the experts are of {made_of}")
-    if not _layers_are_certain(output):
+    made = output.manifest
+    if made is None or (made.command == "merge" and made.settings.get("layers", "all") == "all"):
+        # Neither the checkpoint itself nor the user named the layers, so that the config decides.
         problems += claims.layer_problems(config, list(measure.shapes))
-    limit = claims.num_layers(config)
-    if limit is not None and measure.shapes and output.manifest is None:
-        absent = [n for n in range(limit[1]) if n not in measure.shapes]
-        if absent:
-            notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
+    limit = claims.num_layers(config) if output.manifest is None and measure.shapes else None
+    absent = [n for n in range(limit[1]) if n not in measure.shapes] if limit is not None else []
+    if limit is not None and absent:
+        notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
     if measure.fmt is not None and not output.whole:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
     return Check("experts and sizes as in config.json", tuple(problems), tuple(notes))
 
 
-def check_quantization(output: Output, measure: Measure) -> Check:
+def check_quantization(output: Output, measure: Measure) -> Check | None:
     """What config.json says of the quantization is what loaders of whole models want."""
-    assert measure.fmt is not None
+    if measure.fmt is None or not output.whole or not _packed(output):
+        return None
     problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
     return Check(f"{measure.method} in config.json, as loaders want it", problems)
 
 
-def check_options(measure: Measure, parts: int | None, method: str | None) -> Check:
-    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel would not notice."""
+def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
+    """The NUMA count and method that the user means to load, if any, are those the bytes'; kt-kernel does not check."""
+    if parts is None and method is None:
+        return None
     fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
     problems = []
     if parts is not None and parts != measure.numa:
@@ -293,8 +290,10 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
     return Check(f"{measure.method}, {here}, as given", tuple(problems), remedy=serve)
 
 
-def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
-    """As many tensors as the manifest says, none of them twice."""
+def check_decoded_tensors(output: Output, _measure: Measure) -> Check | None:
+    """Of what `dequantize` wrote: as many tensors as the manifest says, none of them twice."""
+    if output.methods or not weights_whole(output):
+        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     planned = output.facts.get("tensors")
     if planned != len(output.others):
@@ -302,52 +301,40 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     return Check(f"{len(output.others)} tensors, as planned", tuple(problems))
 
 
-def check_decoded_config(output: Output, _measure: Measure) -> Check:
-    """Nothing in config.json makes a loader look for quantized weights."""
+def check_decoded_config(output: Output, _measure: Measure) -> Check | None:
+    """Of that, nothing in config.json makes a loader look for quantized weights."""
+    if output.methods or not weights_whole(output):
+        return None
     quantized = unquantized(output.config) != output.config
     problems = ("config.json still says that the model is quantized",) if quantized else ()
     return Check("nothing is quantized, says config.json", problems)
 
 
-def _decoded(output: Output, _measure: Measure) -> bool:
-    """Whether it is what `dequantize` wrote, and whole."""
-    return not output.methods and weights_whole(output)
-
-
-def _packed(output: Output, _measure: Measure) -> bool:
+def _packed(output: Output) -> bool:
     """Whether it holds experts in one of our forms, or kt-kernel's, and is whole."""
     return bool(output.methods) and weights_whole(output)
 
 
 # What names, sizes and headers tell; no weight is read. Each takes the output and its measure.
 STRUCTURE: tuple[Row, ...] = (
-    Row("files", lambda _output, _measure: True, check_files),
-    Row("index", _has_index, check_index),
-    Row("tensors", _packed, check_tensors),
-    Row("tensors", _decoded, check_decoded_tensors),
-    Row("quantization", lambda o, m: _packed(o, m) and o.whole and m.fmt is not None, check_quantization),
-    Row("metadata", lambda o, _: weights_whole(o) and bool(_own_metadata(o)), check_metadata),
-    Row("config", lambda o, m: _packed(o, m) and bool(o.config), check_config),
-    Row("config", _decoded, check_decoded_config),
+    Row("files", check_files),
+    Row("index", check_index),
+    Row("tensors", check_tensors),
+    Row("tensors", check_decoded_tensors),
+    Row("quantization", check_quantization),
+    Row("metadata", check_metadata),
+    Row("config", check_config),
+    Row("config", check_decoded_config),
 )
 
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
-    """All of STRUCTURE that applies."""
     return list(run_checks(STRUCTURE, output, measure))
 
 
 def _usual(measure: Measure) -> tuple[int, int, int]:
     shapes = list(measure.shapes.values())
     return max(shapes, key=shapes.count, default=(0, 0, 0))
-
-
-def _layers_are_certain(output: Output) -> bool:
-    """Whether the checkpoint itself, or the user, named the layers, so that the config does not decide."""
-    manifest = output.manifest
-    if manifest is None:
-        return False
-    return manifest.command != "merge" or manifest.settings.get("layers", "all") != "all"
 
 
 def _by_layer(output: Output, fact: str) -> bool:
@@ -359,5 +346,89 @@ def _by_layer(output: Output, fact: str) -> bool:
     return value is not None and isinstance(value[1], list)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckItems) -> Check:
+    """Every byte of these files of a manifest, by its sha256, and what the manifest itself says."""
+    # The largest first: the last one alone would leave the others idle.
+    ordered = sorted(files, key=lambda file: -file.size)
+    found = check_items("hashes", ordered, [file.size for file in ordered])
+    wrong = {file.name: problem for file, problem in found if problem is not None}
+    if (actual := manifest.actual_digest(listing)) != listing.sha256:
+        wrong[manifest.NAME] = (
+            f"{manifest.NAME} is not what was written: the sha256 of what it says is {actual[:12]}, "
+            f"and it names {listing.sha256[:12]}"
+        )
+    result = f"{len(files)} files and {manifest.NAME}, every byte as it was written"
+    return Check(result, tuple(wrong[name] for name in sorted(wrong)))
+
+
+def hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None:
+    """What is wrong with the bytes of a file; None where they are as they were written."""
+    digest = hashlib.sha256()
+    try:
+        with (root / file.name).open("rb") as data:
+            while chunk := data.read(CHUNK):
+                digest.update(chunk)
+                reporter.advance(len(chunk))
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    here, listed = digest.hexdigest(), file.sha256
+    figures = f"its sha256 is {here[:12]}, the manifest says {listed[:12]}"
+    return None if here == listed else f"{file.name} is not what was written: {figures}"
+
+
+def check_numbers(output: Output, measure: Measure) -> Check:
+    """Every part's numbers are those that finite weights give."""
+    try:
+        problems = tuple(_wrong_numbers(output, measure))
+    except VerificationError as error:
+        problems = (str(error),)
+    return Check("all finite, as those of finite weights are", problems)
+
+
+def _wrong_numbers(output: Output, measure: Measure) -> Iterator[str]:
+    """By the format of each layer; without one, by the first that names its tensors so."""
+    fmt = measure.fmt or formats_by_names(output)[0]
+    for place in dict.fromkeys(place for place, _ in output.tensors):
+        encoding = fmt.of_layer(place.layer).encoding
+        endings = suffixes(encoding)
+        _, hidden, intermediate = measure.shapes[place.layer]
+        n, k = part_shape(place.projection, hidden, intermediate, measure.numa)  # 0 where they are not known
+        n, k = (k, n) if place.backward else (n, k)
+        if encoding.scales is not None and not n * k:
+            continue
+        stored = [output.tensors.get((place, suffix)) for suffix in endings]
+        if any(
+            s is None or s.dtype != t.dtype or (n * k and s.nbytes != t.nbytes)
+            for s, t in zip(stored, encoding.tensors(n, k), strict=True)
+        ):
+            continue  # check_tensors says so
+        read = output.reader(place, endings)
+        for tensor, defect in zip(stored, encoding.defects, strict=True):
+            if defect is not None and tensor is not None and (what := defect(read, n, k)):
+                yield f"{tensor.name} in {tensor.file}: {what} ({output.names.describe(place, endings[-1])})"
+
+
+def codes_of_others(output: Output, measure: Measure) -> list[TensorInfo]:
+    """Tensors with codes of 4 bits from -7 to 7 that no manifest vouches for: ktconvert packs no others."""
+    if output.manifest is not None or measure.fmt is None:
+        return []
+    encodings = {layer: measure.fmt.of_layer(layer).encoding for layer in {place.layer for place, _ in output.tensors}}
+    coded = {n: suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.per_row}
+    return [tensor for (place, suffix), tensor in output.tensors.items() if coded.get(place.layer) == suffix]
+
+
+def check_codes(output: Output, codes: list[TensorInfo], reporter: Reporter) -> Check:
+    """None is -8, which kt-kernel's AMXINT4 takes for another number (NUMERICS.md, section 6b)."""
+    problems = []
+    for tensor in codes:
+        count = 0
+        for start in range(0, tensor.nbytes, CHUNK):
+            data = output.read(tensor, start, min(tensor.nbytes, start + CHUNK))
+            count += lowest_codes(data)
+            reporter.advance(len(data))
+        if count:
+            problems.append(f"{tensor.name} in {tensor.file} has {count} codes of -8, which kt-kernel misreads")
+    return Check("all from -7 to 7", tuple(problems), remedy="convert the model again with `ktconvert cpu`")

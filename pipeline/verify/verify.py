@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +18,13 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
-from ktconvert.pipeline.verify.against_output import compare_outputs
-from ktconvert.pipeline.verify.against_source import compare_decoded, compare_source, comparison, source_bytes
+from ktconvert.pipeline.verify import against, structure
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, run_checks
-from ktconvert.pipeline.verify.contents import check_codes, check_hashes, check_numbers, codes_of_others
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
-from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
-from ktconvert.pipeline.verify.reload import check_reload
-from ktconvert.pipeline.verify.structure import (
-    check_options,
-    check_structure,
-    listed_files,
-    unreadable,
-    weights_whole,
-)
+from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, not_compared
+from ktconvert.pipeline.verify.structure import check_numbers, check_structure
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,6 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """All of them, one sentence each."""
         return [problem for check in self.checks for problem in check.problems]
 
     @property
@@ -66,7 +57,13 @@ class Report:
 
 @dataclass
 class Verification:
-    """An output while it is verified. checks: made so far; loadable: whether transformers finds a whole model."""
+    """An output while it is verified.
+
+    checks    made so far
+    files     those of the manifest that are there; codes: what `codes` reads
+    whole     whether every weight file is there and can be read
+    loadable  whether transformers finds a whole model; None: it was not asked
+    """
 
     inputs: Inputs
     reporter: Reporter
@@ -74,24 +71,25 @@ class Verification:
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: list[ProjectionErrors] = field(default_factory=list)
-    loadable: bool = False
+    loadable: bool | None = None
     predictions: Predictions | None = None
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every weight file is there and can be read."""
-        return weights_whole(self.inputs.output)
+        return structure.weights_whole(self.inputs.output)
+
+    @property
+    def readable(self) -> bool:
+        return self.whole and bool(self.inputs.output.methods)
 
     @cached_property
     def files(self) -> list[OutputFile]:
-        """Those of the manifest that are there."""
-        bad = unreadable(self.inputs.output)
-        return [file for file in listed_files(self.inputs.output) if file.name not in bad]
+        bad = structure.unreadable(self.inputs.output)
+        return [file for file in structure.listed_files(self.inputs.output) if file.name not in bad]
 
     @cached_property
     def codes(self) -> list[TensorInfo]:
-        """Those that `codes` reads."""
-        return codes_of_others(self.inputs.output, self.inputs.measure)
+        return structure.codes_of_others(self.inputs.output, self.inputs.measure)
 
     @property
     def nbytes(self) -> int:
@@ -99,47 +97,62 @@ class Verification:
         total: int = sum(file.size for file in self.files) + sum(tensor.nbytes for tensor in self.codes)
         if self.inputs.other is not None:
             return total + sum(stored.nbytes for stored in self.inputs.output.tensors.values())
-        return total + (0 if self.inputs.source is None else source_bytes(self.inputs))
+        return total + (0 if self.inputs.source is None else against.source_bytes(self.inputs))
 
 
-def _options(v: Verification) -> Check:
-    return check_options(v.inputs.measure, v.inputs.options.numa, v.inputs.options.method)
+def _options(v: Verification) -> Check | None:
+    given = v.inputs.options.numa, v.inputs.options.method
+    return structure.check_options(v.inputs.measure, *given) if v.inputs.output.tensors else None
 
 
-def _hashes(v: Verification) -> Check:
-    assert v.inputs.output.manifest is not None
-    return check_hashes(v.inputs.output.manifest, v.files, v.check_items)
+def _numbers(v: Verification) -> Check | None:
+    return check_numbers(v.inputs.output, v.inputs.measure) if v.readable else None
 
 
-def _other(v: Verification) -> Check:
-    assert v.inputs.other is not None
-    return compare_outputs(v.inputs.output, v.inputs.measure, v.inputs.other, v.check_items, v.reporter)
+def _codes(v: Verification) -> Check | None:
+    return structure.check_codes(v.inputs.output, v.codes, v.reporter) if v.whole and v.codes else None
 
 
-def _source(v: Verification) -> Check:
+def _hashes(v: Verification) -> Check | None:
+    listing = v.inputs.output.manifest
+    return None if listing is None else structure.check_hashes(listing, v.files, v.check_items)
+
+
+def _other(v: Verification) -> Check | None:
+    inputs, other = v.inputs, v.inputs.other
+    return None if other is None else against.compare_outputs(inputs.output, inputs.measure, other, v.check_items)
+
+
+def _source(v: Verification) -> Check | None:
     """Notes, too, where the files are not those that the manifest names; equal bytes may come of it all the same."""
     output, source = v.inputs.output, v.inputs.source
-    assert source is not None
+    if source is None or not v.whole:
+        return None
     if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
         made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
         if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:
             v.notes.append(f"{source.root}: its files are not those that the manifest says this output was made from")
     if v.inputs.model is None:
-        return compare_decoded(output, source, v.check_items, v.reporter)
-    check, v.errors = compare_source(comparison(v.inputs), v.check_items, v.reporter)
+        return against.compare_decoded(output, source, v.check_items)
+    check, v.errors = against.compare_source(against.comparison(v.inputs), v.check_items)
     return check
 
 
-def _reload(v: Verification) -> Check:
+def _reload(v: Verification) -> Check | None:
+    """Of a whole model without a problem, whatever its source says."""
+    wrong = any(check.problems for check in v.checks if check.name != "source")
+    if wrong or not (v.inputs.output.whole and v.readable and v.inputs.options.load) or v.inputs.other is not None:
+        return None
     compared = ", then the source and the output" if v.inputs.model else ""
     v.reporter.say(f"transformers loads it: names first{compared}")
     check, v.loadable = check_reload(v.inputs.output)
     return check
 
 
-def _predictions(v: Verification) -> Check:
+def _predictions(v: Verification) -> Check | None:
     inputs, fmt = v.inputs, v.inputs.measure.fmt
-    assert inputs.model is not None and fmt is not None
+    if v.loadable is None or inputs.model is None or fmt is None:
+        return None
     if not v.loadable:
         return not_compared("the output cannot be loaded whole")
     text, threads = inputs.options.text, inputs.options.threads
@@ -147,36 +160,17 @@ def _predictions(v: Verification) -> Check:
     return check
 
 
-def _options_given(v: Verification) -> bool:
-    given = v.inputs.options.numa is not None or v.inputs.options.method is not None
-    return given and bool(v.inputs.output.tensors)
-
-
-def _loads(v: Verification) -> bool:
-    """Whether transformers may load it: a whole model without a problem, whatever its source says."""
-    sound = v.whole and not any(check.problems for check in v.checks if check.name != "source")
-    experts = v.inputs.output.whole and bool(v.inputs.output.methods)
-    return experts and v.inputs.options.load and sound and v.inputs.other is None
-
-
 # What is in the files, by itself and against others.
 CONTENTS = (
-    Row("options", _options_given, _options),
-    Row(
-        "numbers",
-        lambda v: v.whole and bool(v.inputs.output.methods),
-        lambda v: check_numbers(v.inputs.output, v.inputs.measure),
-    ),
-    Row("codes", lambda v: v.whole and bool(v.codes), lambda v: check_codes(v.inputs.output, v.codes, v.reporter)),
-    Row("hashes", lambda v: v.inputs.output.manifest is not None, _hashes),
-    Row("other", lambda v: v.inputs.other is not None, _other),
-    Row("source", lambda v: v.inputs.source is not None and v.whole, _source),
+    Row("options", _options),
+    Row("numbers", _numbers),
+    Row("codes", _codes),
+    Row("hashes", _hashes),
+    Row("other", _other),
+    Row("source", _source),
 )
 # What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source does.
-LOADING = (
-    Row("reload", _loads, _reload),
-    Row("predictions", lambda v: v.inputs.model is not None and v.inputs.measure.fmt is not None, _predictions),
-)
+LOADING = (Row("reload", _reload), Row("predictions", _predictions))
 
 
 def verify(
@@ -192,29 +186,21 @@ def verify(
     ours = is_decoded(options.output) or is_output(options.output)
     if options.run and not ours and is_checkpoint(options.output):
         return _open_checkpoint(options)
-    inputs = open_inputs(options)
-    try:
-        return _verify(Verification(inputs, reporter, check_items(inputs, reporter, executor, threads)))
-    finally:
-        inputs.close()
-
-
-def _verify(v: Verification) -> Report:
-    inputs, options = v.inputs, v.inputs.options
-    output, measured = inputs.output, inputs.measure
-    counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
-    found: PageData | None = None
-    v.checks += check_structure(output, measured)
-    v.reporter.begin(v.nbytes, 0)
-    try:
-        v.checks.extend(run_checks(CONTENTS, v))
-        if inputs.source is not None and not v.whole:
-            v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
-        if options.page and v.whole and output.methods:
-            found = page_data(output, measured, inputs.model, v.errors, counts, options.threads)
-    finally:
-        v.reporter.end()
-    if _loads(v):
+    with closing(open_inputs(options)) as inputs:
+        output, measured = inputs.output, inputs.measure
+        v = Verification(inputs, reporter, check_items(inputs, reporter, executor, threads))
+        counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
+        found: PageData | None = None
+        v.checks += check_structure(output, measured)
+        reporter.begin(v.nbytes, 0)
+        try:
+            v.checks.extend(run_checks(CONTENTS, v))
+            if inputs.source is not None and not v.whole:
+                v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
+            if options.page and v.readable:
+                found = page_data(inputs, v.errors, counts)
+        finally:
+            reporter.end()
         v.checks.extend(run_checks(LOADING, v))
     notes = (*(note for check in v.checks for note in check.notes), *v.notes)
     return Report(output, measured, tuple(v.checks), notes, tuple(v.errors), options.against, v.predictions, found)
@@ -238,9 +224,7 @@ def _open_checkpoint(options: VerifyInputs) -> Report:
 
 def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in
-    transformers, too.
-
-    Returns notes. Raises VerificationError with the first problem.
+    transformers, too. Returns notes. Raises VerificationError with the first problem.
     """
     output = open_output(root)
     measured = measure(output)

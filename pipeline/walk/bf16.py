@@ -14,14 +14,12 @@ Bits = npt.NDArray[np.uint16]
 
 
 def to_tensor(bits: Bits, device: Any = "cpu") -> torch.Tensor:
-    """BF16 bits as a tensor of the same shape."""
     import torch
 
     return torch.from_numpy(bits).view(torch.bfloat16).to(device)
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """A BF16 tensor's bits."""
     import torch
 
     return tensor.contiguous().cpu().view(torch.uint16).numpy()

@@ -1,12 +1,18 @@
-"""Calibration data: from a data set to token ids, one array per sample, in the order in which the library visits them;
-and the settings of a walk that reads them.
+"""Calibration data: from a data set (local files, the hub's cache or the hub, read through `datasets`) to token ids of
+each sample, in the order in which the library visits them; and the settings of a walk that reads them.
 
 Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
-template applied, cut at max_length tokens, no special tokens added.
+template applied, cut at max_length tokens, no special tokens added. Of local files only the rows that are asked for are
+read, and nothing of them stays in a cache. No code of a data set is ever run: `datasets` can no longer do so.
 """
 
 from __future__ import annotations
 
+import errno
+import glob
+import json
+import logging
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,32 +23,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.walk.dataset import (
-    Row,
-    first_line,
-    kind_of,
-    local_files,
-    of_split,
-    quiet,
-    rows_of_file,
-    rows_of_hub,
-)
-
-__all__ = ["Calibration", "local_files", "samples", "token_ids", "visiting_order"]
+from ktconvert.pipeline.ui.text import first_line
 
 Ids = npt.NDArray[np.int64]  # [tokens]
+Row = Mapping[str, Any]
 
+KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SUFFIXES = ", ".join(KINDS)
+# How `datasets` is to read them: text with its line ends, and rows as they are, also where they look like the log of a
+# coding agent.
+LOADING: dict[str, dict[str, Any]] = {
+    "text": {"keep_linebreaks": True},
+    "json": {"parse_agent_traces": False},
+    "parquet": {},
+}
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")  # SPLIT-00000-of-00003.parquet, as data sets of the hub name their files
+NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 INSTRUCTION = ("instruction", "input", "output")
 STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which samples: the first `samples` rows of a data set's split, shuffled by the seed (>= 0), each cut at
-    max_length tokens.
+    """Which samples: the first `samples` rows of a split, shuffled by the seed (>= 0), each cut at max_length tokens.
 
     dataset  a file (.txt, .jsonl, .json, .parquet), a folder of such files of one kind, or a hub id
     split    of a hub's data set; of a folder, the files named after it, or all
@@ -56,20 +64,13 @@ class Calibration:
 
     @classmethod
     def of(cls, options: Samples) -> Calibration:
-        """From a command's options."""
-        return cls(
-            dataset=options.dataset,
-            split=options.dataset_split,
-            samples=options.num_calibration_samples,
-            max_length=options.max_sequence_length,
-            seed=options.random_seed,
-        )
+        samples, length = options.num_calibration_samples, options.max_sequence_length
+        return cls(options.dataset, options.dataset_split, samples, length, options.random_seed)
 
     def facts(self) -> dict[str, Any]:
-        """For manifests and descriptions: a local data set by its name alone."""
-        local = Path(self.dataset).is_absolute()  # as the command line stores a local one
-        dataset = Path(self.dataset).name if local else self.dataset
-        return {**vars(self), "dataset": dataset}
+        """For manifests and descriptions: a local data set (the command line makes it absolute) by its name alone."""
+        dataset = Path(self.dataset)
+        return {**vars(self), "dataset": dataset.name if dataset.is_absolute() else self.dataset}
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class WalkSettings:
     """The settings of a walk.
 
     group        experts in memory at a time
-    machine      properties of the machine where it was begun that can change bytes, "threads" and "device_type" among
-                 them
+    machine      properties of the machine where it was begun that can change bytes, such as "threads", "device_type"
     fingerprint  all that can change a byte: (name, value)
     """
 
@@ -90,21 +90,18 @@ class WalkSettings:
 
 
 def token_ids(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
-    """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are
-    fewer rows.
-
-    Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples()
-    does."""
+    """The samples, each int64 [1..max_length], in the order in which llmcompressor's oneshot would visit what samples()
+    gives; the same file gives the same in every process of a machine. Raises as samples() does.
+    """
     shuffled = samples(calibration, tokenizer, note)
     return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
 
 
 def visiting_order(lengths: Sequence[int]) -> list[int]:
-    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them.
-
-    Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions
-    of torch, and sorting a sorted list may change its order. To compare with oneshot, pass it the result of samples(),
-    or a DataLoader of your own."""
+    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them. Its sort is not stable:
+    how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and sorting a
+    sorted list may change its order.
+    """
     import torch
 
     return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
@@ -112,18 +109,16 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
 
 def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
-    with a note.
-
-    A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one:
-    the contents, one per line), or its text, or instruction, input and output on lines of their own. A text file has no
-    rows: it is cut into consecutive pieces of max_length tokens, of which the first N are shuffled; the last piece of a
-    file is what is left.
-
-    Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token
-    at all."""
+    with a note. A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template
+    (without one: the contents, one per line), or its text, or instruction, input and output on lines of their own. A
+    text file has no rows: it is cut into consecutive pieces of max_length tokens, of which the first N are shuffled;
+    the last piece of a file is what is left. Raises InputError where the data set is not there, cannot be read, lacks
+    the split, has no such column or no token at all.
+    """
     files = of_split(local_files(calibration.dataset), calibration.split)
     rows: list[Ids] = []
-    with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
+    silence()
+    with _untouched(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
             most = calibration.samples - len(rows)
             if kind_of(file) == "text":
@@ -158,16 +153,14 @@ def _consecutive(lines: Iterable[str], tokenizer: Any, max_length: int, most: in
 
 def _stretches(lines: Iterable[str]) -> Iterator[str]:
     """The text in parts of some STRETCH characters, cut at line ends, so that a long one is never tokenized at once."""
-    gathered: list[str] = []
-    characters = 0
+    text = ""
     for line in lines:
-        gathered.append(line)
-        characters += len(line)
-        if characters >= STRETCH:
-            yield "".join(gathered)
-            gathered, characters = [], 0
-    if gathered:
-        yield "".join(gathered)
+        text += line
+        if len(text) >= STRETCH:
+            yield text
+            text = ""
+    if text:
+        yield text
 
 
 def _encoded(rows: Iterable[Row], tokenizer: Any, max_length: int, where: str) -> list[Ids]:
@@ -214,11 +207,152 @@ def _chat(messages: Any, tokenizer: Any, where: str) -> str:
 @contextmanager
 def _untouched(tokenizer: Any) -> Iterator[None]:
     """Restore truncation and padding afterwards: a fast tokenizer keeps them from its last call and saves them."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    truncation, padding = (backend.truncation, backend.padding) if backend else (None, None)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        yield
+        return
+    truncation, padding = backend.truncation, backend.padding
     try:
         yield
     finally:
-        if backend:
-            backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
-            backend.enable_padding(**padding) if padding else backend.no_padding()
+        backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
+        backend.enable_padding(**padding) if padding else backend.no_padding()
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def local_files(dataset: str) -> list[Path]:
+    """The files of a local data set: itself, or what lies in the folder, by name; [] for the id of one on the hub.
+
+    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises
+    InputError for a path that does not exist, a folder without data, a file of another kind, and files of several
+    kinds."""
+    path = Path(dataset).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):  # a name that is too long or impossible
+        exists = False
+    if not exists:
+        if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
+            return []
+        remedy = f"give --dataset a file or folder ({SUFFIXES}), or a hub id such as org/name"
+        raise InputError(f"{dataset}: no such file or folder; {remedy}")
+    if not path.is_dir():
+        return [_known(path)]
+    try:
+        there = sorted(file for file in path.iterdir() if not file.is_dir())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give --dataset another folder") from error
+    files = [_known(file) for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
+    if not files:
+        raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({SUFFIXES})")
+    kinds = sorted({kind_of(file) for file in files})
+    if len(kinds) > 1:
+        mixed = " and ".join(kinds)
+        raise InputError(f"{path}: mixes {mixed} files; give --dataset one of them, or a folder of one kind")
+    return files
+
+
+def kind_of(file: Path) -> str:
+    return KINDS[file.suffix.lower()]
+
+
+def _known(file: Path) -> Path:
+    if file.suffix.lower() not in KINDS:
+        raise InputError(f"{file}: is of no kind that can be read as calibration data ({SUFFIXES}); convert it")
+    return file
+
+
+def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
+    """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is. Raises
+    InputError where none is, but the names show several other splits.
+    """
+    shards = {file: match[1] for file in files if (match := SHARD.fullmatch(file.name))}
+    if named := [file for file in files if shards.get(file, file.stem) == split]:
+        return named
+    if len(splits := sorted(set(shards.values()))) > 1:
+        raise InputError(f"{files[0].parent}: has no split {split}; choose {' or '.join(splits)} with --dataset-split")
+    return files
+
+
+def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Row]:
+    """Rows of a local file, at most `most`, lazily; of a text, its lines. cache: for `datasets`. InputError."""
+    import datasets
+
+    kind = kind_of(file)
+    try:
+        if file.stat().st_size == 0:
+            return
+        files = [glob.escape(str(file.absolute()))]
+        options = {"data_files": files, "split": "train", "streaming": True, "cache_dir": cache, **LOADING[kind]}
+        rows = datasets.load_dataset(kind, **options)
+        yield from rows if most is None else rows.take(most)
+    except Exception as error:  # every library underneath raises its own
+        line = _bad_line(file) if kind == "json" else None
+        raise InputError(f"{file}: cannot be read as {kind} ({line or first_line(error)}); repair it") from error
+
+
+def _bad_line(file: Path) -> str | None:
+    """Which line of a JSON Lines file is invalid; None if all are valid or the file has another format."""
+    number = 0
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if number == 1 and line.lstrip().startswith(b"["):
+                    return None
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is no JSON object"
+    except ValueError as error:
+        return f"line {number}: {getattr(error, 'msg', error)}"
+    except OSError:
+        pass
+    return None
+
+
+def rows_of_hub(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:
+    """The first rows of a split of the hub's: as `datasets` has cached or downloads them, else from a snapshot of
+    `hf download`, for `datasets` searches only its own cache. Raises InputError, ResourceError.
+    """
+    import datasets
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if note:
+        note(f"{dataset}: looked for in the local cache and on the hub")
+    try:
+        cached: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{most}]")
+        return cached
+    except Exception as error:  # every library underneath raises its own
+        try:
+            folder = snapshot_download(dataset, repo_type="dataset", local_files_only=True, cache_dir=cache_root())
+            return list(datasets.load_dataset(folder, split=split, streaming=True, cache_dir=cache).take(most))
+        except LocalEntryNotFoundError:
+            raise _explained(dataset, error) from error
+        except Exception as second:
+            raise _explained(dataset, second) from error
+
+
+def _explained(dataset: str, error: BaseException) -> KtconvertError:
+    """The error for a data set of the hub that could not be loaded, with its remedy."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; set HF_HOME to another")
+        cause = cause.__cause__
+    if NO_SPLIT.search(first_line(error)):
+        return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
+    return InputError(
+        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({SUFFIXES}) or a folder of such "
+        f"files, or run `hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its "
+        "cache, or take --quant-method RTN, which needs no data"
+    )
+
+
+def silence() -> None:
+    """No progress bars and logs of `datasets` and huggingface_hub: what matters is in the errors raised."""
+    import datasets
+    import huggingface_hub.utils
+
+    for utils in (datasets.utils, huggingface_hub.utils):
+        utils.logging.set_verbosity(logging.CRITICAL)
+        utils.disable_progress_bars()

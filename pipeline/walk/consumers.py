@@ -1,8 +1,6 @@
-"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and two of them: one
-counts tokens, one gathers importance.
-
-A consumer is any object with these three members. The walk knows none of them by name: to add one, write it and pass it
-to `walk_layer`."""
+"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and two of them. The
+walk knows none of them by name: to add one, write it and pass it to `walk_layer`.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ class Accumulator(Protocol):
 class Evidence:
     """What a consumer needs to know of the inputs of each linear. Consumers that need the same share it.
 
-    empty  (k, device) -> an accumulator that has seen nothing
-    sees   which tokens an expert sees. "all": every token; gate and up of all experts of a layer share one accumulator.
-           "routed": those routed to it; each has accumulators of its own. "mixed": gate and up as with "all", down as
-           with "routed".
+    empty     (k, device) -> an accumulator that has seen nothing
+    sees      which tokens an expert sees. "all": every token; gate and up of all experts of a layer share one
+              accumulator. "routed": those routed to it; each has accumulators of its own. "mixed": gate and up as with
+              "all", down as with "routed"
     weighted  whether what an expert's own tokens give is weighted by their shares: an error of an expert's output
               reaches the model times the token's routing weight
     """
@@ -84,15 +82,17 @@ class ExpertGroup:
 
 
 class Consumer(Protocol):
-    """An object that takes the evidence of each layer during the walk."""
+    """Takes the evidence of each layer during the walk.
+
+    evidence  what it needs; None if the numbers of tokens are enough
+    replaces  whether the next layer reads what the weights that `take` returns give; of one consumer at most
+    """
 
     @property
-    def evidence(self) -> Evidence | None:
-        """The evidence that it needs; None if the numbers of tokens are enough."""
+    def evidence(self) -> Evidence | None: ...
 
     @property
-    def replaces(self) -> bool:
-        """Whether the next layer reads what the weights that `take` returns give; of one consumer at most."""
+    def replaces(self) -> bool: ...
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights] | None:
         """Called for each group of experts; returns weights by expert, on the same device, where it replaces them."""
@@ -100,14 +100,11 @@ class Consumer(Protocol):
 
 @dataclass
 class TokenCounts:
-    """Counts the tokens that are routed to each expert, by layer."""
-
     tokens: dict[int, Tokens] = field(default_factory=dict)
     evidence = None
     replaces = False
 
     def take(self, group: ExpertGroup) -> None:
-        """Store the layer's token counts."""
         self.tokens[group.layer] = group.tokens
 
 
@@ -135,10 +132,8 @@ class Squares:
 @dataclass
 class Importance:
     """Gathers the importance of one layer: for each column of what an expert's linears read, the sum of its squares
-    over the tokens that are routed to the expert.
-
-    inputs  float64 [experts, H]: of what gate and up read
-    middle  float64 [experts, I]: of what down reads
+    over the tokens that are routed to it. float64; inputs [experts, H]: what gate and up read, middle [experts, I]:
+    what down reads.
     """
 
     inputs: F64 = field(default_factory=lambda: np.empty((0, 0)))
@@ -147,7 +142,6 @@ class Importance:
     replaces = False
 
     def take(self, group: ExpertGroup) -> None:
-        """Store the sums of a group's experts."""
         for expert in group.weights:
             of_inputs, of_middle = (sums[expert].sum.cpu().numpy() for sums in (group.gate_up, group.down))
             if not self.inputs.size:

@@ -19,9 +19,7 @@ from ktconvert.pipeline.ui.text import size
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
-# Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no
-# GPU.
-CUDA = 3 * GIB // 2
+CUDA = 3 * GIB // 2  # on the card beside tensors: CUDA, its kernels, what its allocator cannot use; not measured
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
 BLOCK = 128  # columns that GPTQ quantizes before it corrects the rest
@@ -46,19 +44,16 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class WalkShape:
     """What a footprint follows from.
 
-    width      I
-    head       values of a head, the widest of q, k and v
-    rest       BF16 bytes of the largest decoder layer without its routed experts: attention, router, shared or dense
-               MLP
-    dense      whether layers without experts lie before one with, and are run with it
-    top_k      experts that a token is routed to
-    quantizes  whether there are Hessians and codes; else only statistics are gathered
-    calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own;
-               "mixed": gate and up as with "all", down as with "routed"
-    statistics whether GPTQ gathers statistics, too
-    moments    whether sums of x xT are kept: Hessians that nothing is quantized with
-    group      experts that are in memory together
-    on_gpu     computed on a GPU
+    width       I
+    quantizes   whether there are Hessians and codes; else only statistics are gathered
+    calibrate   which tokens an expert sees, as consumers.Evidence says
+    group       experts that are in memory together
+    head        values of a head, the widest of q, k and v
+    rest        BF16 bytes of the largest decoder layer without its routed experts
+    dense       whether layers without experts lie before one with, and are run with it
+    top_k       experts that a token is routed to
+    statistics  whether GPTQ gathers statistics, too
+    moments     whether sums of x xT are kept: Hessians that nothing is quantized with
     """
 
     hidden: int
@@ -81,7 +76,6 @@ class WalkShape:
 
     @property
     def has_hessians(self) -> bool:
-        """Whether there are Hessians."""
         return self.quantizes or self.moments
 
 
@@ -115,10 +109,9 @@ class Footprint:
 
 
 def working_bytes(rows: int, width: int) -> int:
-    """Bytes that quantizing a linear [rows, width] takes at most beside itself and its Hessian; a CPU takes less.
-
-    Five float32 copies of the linear, its BF16 and codes; four float32 copies of the Hessian; the matrices of a block
-    of columns."""
+    """Bytes that quantizing a linear [rows, width] takes at most beside itself and its Hessian: five float32 copies of
+    the linear, its BF16 and codes; four float32 copies of the Hessian; the matrices of a block of columns.
+    """
     return rows * width * (5 * FLOAT + 2 * HALF) + 4 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
 
 
@@ -176,17 +169,16 @@ def shape_of(
     bits: int = 8,
 ) -> WalkShape:
     """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
-    shapes = [model.shape(layer) for layer in model.layers]
     config = model.source.config
-    hidden = max(s[1] for s in shapes)
+    experts, hidden, width = map(max, zip(*(model.shape(layer) for layer in model.layers), strict=True))
     heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
     widths = [_number(config, 0, key) for key in ("head_dim", "v_head_dim")]
     widths.append(_number(config, 0, "qk_nope_head_dim") + _number(config, 0, "qk_rope_head_dim"))
     return WalkShape(
-        hidden=hidden,
-        width=max(s[2] for s in shapes),
-        experts=max(s[0] for s in shapes),
-        heads=heads,
+        hidden,
+        width,
+        experts,
+        heads,
         samples=options.num_calibration_samples,
         length=options.max_sequence_length,
         bits=bits,
@@ -235,9 +227,8 @@ def _rest(model: MoeModel) -> int:
 
 
 def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
-    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small.
-
-    The rest of the card is for activations and Hessians; never more than the part that kt-kernel's README advises.
+    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small. The rest of the card is for
+    activations and Hessians; never more than the part that kt-kernel's README advises.
     """
     left = card_gib * GIB - (needed.gpu - needed.weights)
     share = next(part for least, part in SHARES if card_gib >= least)
@@ -249,35 +240,28 @@ def advice(shape: WalkShape, cards: Sequence[int] = CARDS) -> list[str]:
     """Sentences for the plan: the memory and disk that it takes, and a --max-gpu-memory for each card."""
     needed = footprint(shape)
     shared = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
-    name = "Hessian" if shape.quantizes else "sum of x xT"
-    hessians = (
-        f"the {name} of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
-        f"{size(shape.width**2 * FLOAT)} for each expert"
-    )
-    what = "GPTQ" if shape.quantizes else "calibration"
+    what, name = ("GPTQ", "Hessian") if shape.quantizes else ("calibration", "sum of x xT")
+    of_gate, of_down = size(shape.hidden**2 * FLOAT), size(shape.width**2 * FLOAT)
+    evidence = f"the {name} of gate and up is {of_gate}, {shared}, that of down {of_down} for each expert"
+    if not shape.has_hessians:
+        evidence = f"the sums of squares of their inputs are {size(needed.squares)}"
+    group = min(shape.group, shape.experts)
+    count = "one by one" if group == 1 else f"{group} at a time"
     sentences = [
         f"{what} keeps {size(needed.disk)} of activations on disk while it runs: "
         f"{shape.samples} samples of {shape.length} tokens are {size(needed.boundary)} at each layer's entrance",
-        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; "
-        + (hessians if shape.has_hessians else f"the sums of squares of their inputs are {size(needed.squares)}"),
+        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {count}; {evidence}",
     ]
     on_gpu = needed if shape.on_gpu else footprint(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
     fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
     small = [f"{card} GiB" for card, limit in limits.items() if not limit]
-    sentences.append(
-        f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory"
-    )
+    takes = "it takes" if shape.on_gpu else "on a GPU it would take"
+    sentences.append(f"{takes} {size(on_gpu.gpu)} of the card's memory")
     if fitting:
         rest = "activations and Hessians" if shape.quantizes else "activations"
         sentences.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for {rest}")
     if small:
-        sentences.append(
-            f"too small are cards of {', '.join(small)}. {REMEDIES if shape.quantizes else REMEDIES_TO_CALIBRATE}"
-        )
+        remedies = REMEDIES if shape.quantizes else REMEDIES_TO_CALIBRATE
+        sentences.append(f"too small are cards of {', '.join(small)}. {remedies}")
     return sentences
-
-
-def _count(shape: WalkShape) -> str:
-    group = min(shape.group, shape.experts)
-    return "one by one" if group == 1 else f"{group} at a time"

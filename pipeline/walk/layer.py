@@ -1,5 +1,5 @@
-"""The walk through one layer: record what its experts read, pass them to consumers group by group, and run the layer
-with their outputs.
+"""The walk: the tokens of all samples and their embeddings; then through one layer: record what its experts read, pass
+them to consumers group by group, and run the layer with their outputs.
 
 Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; inputs
 and outputs of the experts, for all sequences, lie in files.
@@ -7,7 +7,7 @@ and outputs of the experts, for all sequences, lie in files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
+from ktconvert.pipeline.engine.units import Context, Link, Result, Written
 from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights, Tokens
+from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
+from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.layered import LayeredModel
 
 if TYPE_CHECKING:
@@ -57,7 +64,6 @@ class LayerWalk:
         return self.lm.middle(self.layer, *(torch.nn.functional.linear(x, w) for w in (expert.gate, expert.up)))
 
     def weights(self, expert: int) -> ExpertWeights:
-        """An expert of the checkpoint in BF16."""
         linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
         return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
 
@@ -71,24 +77,26 @@ def walk_layer(
     scratch   folder for the inputs and outputs of the experts, of that size each
     leaving   path of a new, durable file for what leaves the layer; None if it is not needed
     Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as
-    LayeredModel does."""
+    LayeredModel does.
+    """
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
     kinds = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
     with walk.lm.loaded(walk.layer), ExitStack() as files:
         walk.lm.require_causal(walk.layer)
         inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / "inputs")), kinds)
-        outputs = files.enter_context(_file_like(entering, scratch / "outputs")) if leaving is not None else None
+        if leaving is None:
+            return _visit_experts(walk, inputs, consumers, kinds, None)
+        outputs = files.enter_context(_file_like(entering, scratch / "outputs"))
         _visit_experts(walk, inputs, consumers, kinds, outputs)
-        if outputs is not None and leaving is not None:
-            with _file_like(entering, leaving) as left:
-                for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
+        with _file_like(entering, leaving) as left:
+            for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
 
-                    def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
-                        return summed.reshape(x.shape)
+                def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
+                    return summed.reshape(x.shape)
 
-                    left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden, experts)))
-                left.sync()
+                left.write(start, bf16.to_bits(walk.lm.run(walk.layer, hidden, experts)))
+            left.sync()
 
 
 def walk_dense_layer(walk: LayerWalk, entering: RowFile, leaving: Path) -> RowFile:
@@ -115,7 +123,7 @@ class _Inputs:
     shared: Mapping[Evidence, Accumulator]
 
 
-def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Collection[Evidence]) -> _Inputs:
+def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Evidence]) -> _Inputs:
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
@@ -132,25 +140,17 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Collection
     return inputs
 
 
-def _token_counts(walk: LayerWalk, inputs: _Inputs) -> Tokens:
-    experts = walk.model.shape(walk.layer)[0]
-    counts = np.zeros(experts, np.int64)
-    for ids in inputs.ids:
-        counts += np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts]
-    return counts
-
-
 def _visit_experts(
-    walk: LayerWalk,
-    inputs: _Inputs,
-    consumers: Sequence[Consumer],
-    kinds: Collection[Evidence],
-    outputs: RowFile | None,
+    walk: LayerWalk, inputs: _Inputs, consumers: Sequence[Consumer], kinds: set[Evidence], outputs: RowFile | None
 ) -> None:
     """Pass groups of experts to the consumers; the sums of their outputs, by token, go to `outputs`."""
-    tokens = _token_counts(walk, inputs)
-    for start in range(0, len(tokens), walk.group):
-        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, len(tokens)))}
+    experts = walk.model.shape(walk.layer)[0]
+    tokens = sum(
+        (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in inputs.ids),
+        np.zeros(experts, np.int64),
+    )
+    for start in range(0, experts, walk.group):
+        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts))}
         gathered = _gather(walk, inputs, weights, kinds)
         computing: Mapping[int, ExpertWeights] = weights
         for consumer in consumers:
@@ -164,7 +164,7 @@ def _visit_experts(
 
 
 def _gather(
-    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: Collection[Evidence]
+    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: set[Evidence]
 ) -> Mapping[Evidence, Accumulators]:
     """The evidence of a group's linears, over all sequences."""
     import torch
@@ -181,9 +181,8 @@ def _gather(
                     tokens, choice = torch.where(ids == e)
                     seen = x[tokens.to(walk.lm.device)] if routed else x
                     middle = walk.middle(seen, own)
-                    for kind, (gate_up, down) in gathered.items():
-                        if kind.routed != routed:
-                            continue
+                    for kind in [kind for kind in kinds if kind.routed == routed]:
+                        gate_up, down = gathered[kind]
                         share = shares[tokens, choice].float() if kind.weighted and routed else None
                         if not kind.shared:
                             gate_up[e].add(seen, share)
@@ -212,3 +211,64 @@ def _add_outputs(walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertW
                 out = torch.nn.functional.linear(walk.middle(seen, own), own.down)[: len(tokens)]
                 total.index_add_(0, tokens, (out * share).to(total.dtype))
             outputs.write(start, bf16.to_bits(total))
+
+
+# --- before the first layer -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplesWork:
+    """Which samples, torch's number of threads, and the model whose tokenizer and embedding they go through."""
+
+    calibration: Calibration
+    threads: int
+    skeleton: Callable[[], LayeredModel]
+
+
+def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) -> Result:
+    """Write the tokens of all samples, as the unit `key` of a chain, and for the first layer their embeddings."""
+    link: Link = context.chain  # type: ignore[assignment]
+    calibration, lm = work.calibration, work.skeleton()
+    stored = link.store.get(key)
+    if stored is not None and stored.exists():
+        samples = read_samples(stored)
+    else:
+        samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
+        if len(samples) < calibration.samples:
+            context.reporter.note(
+                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were asked for"
+            )
+    lengths = np.array([len(ids) for ids in samples], np.int64)
+    ids = np.concatenate(samples)
+    arrays = {"input_ids": ids, "lengths": lengths}
+    plan = plan_shard([TensorInfo(name, "I64", array.shape, array.nbytes) for name, array in arrays.items()], {})
+    with DirectFile(partial, plan.size) as file:
+        for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
+            file.append(data)
+        digest = file.close()
+    _require_known_tokens(calibration, lm, ids)
+    if link.handed_on is not None:
+        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
+            start = 0
+            for hidden in lm.embed(iter(samples)):
+                leaving.write(start, bf16.to_bits(hidden))
+                start += len(hidden)
+            leaving.sync()
+    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
+
+
+def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) -> None:
+    """Raise InputError for tokens that the model has no embedding for."""
+    size = lm.model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= size:
+        raise InputError(
+            f"{lm.source.root}: its tokenizer gives token {int(ids.max())} for {calibration.dataset}, and the model "
+            f"has {size}; put the right tokenizer files beside config.json."
+        )
+
+
+def read_samples(path: Path) -> list[Ids]:
+    """The samples that write_samples wrote, each int64 [T]. Raises InputError for a damaged file."""
+    header = read_header(path)
+    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
+    return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])

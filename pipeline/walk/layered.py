@@ -1,15 +1,15 @@
 """A transformers model of which one decoder layer is in memory at a time, and never a routed expert.
 
 The model is built on the meta device; a layer's weights come from the checkpoint when they are needed (on the CPU as
-views of the mapped file) and are dropped afterwards. A function of the caller replaces its experts module, so that the
-caller decides what experts compute. Attention is transformers' eager one with a causal mask, which llmcompressor traces
-too."""
+views of the mapped file) and are dropped afterwards. A function of the caller computes its experts. Attention is
+transformers' eager one with a causal mask, which llmcompressor traces too.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.models.loading import auto_class
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
-from ktconvert.pipeline.walk.dataset import first_line
+from ktconvert.pipeline.ui.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,8 @@ class LayeredModel:
     device   where layers are computed
     instead  what messages advise where the model cannot be calibrated
     Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own
-    unless that is trusted."""
+    unless that is trusted.
+    """
 
     def __init__(
         self,
@@ -51,8 +52,11 @@ class LayeredModel:
         device: str = "cpu",
         instead: str = "use another model",
     ) -> None:
+        import torch
         import transformers
+        from accelerate import init_empty_weights
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         from ktconvert.native_quant.runtime.hf_modules import find_experts
 
@@ -60,7 +64,19 @@ class LayeredModel:
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
-        self.model = build_skeleton(source, trust_remote_code, instead)
+        try:
+            config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
+            for part in (config, config.get_text_config(decoder=True)):
+                if getattr(part, "quantization_config", None) is not None:
+                    del part.quantization_config
+            options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+            with init_empty_weights(include_buffers=False):  # those stay real
+                self.model = auto_class(config).from_config(config, **options).eval()
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            version, why = transformers.__version__, first_line(error)
+            raise UnsupportedError(
+                f"{source.root}: transformers {version} cannot build this model ({why}); {instead}."
+            ) from error
         found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for experts in found:
@@ -81,23 +97,16 @@ class LayeredModel:
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
         self._mapping: Any = get_model_conversion_mapping(self.model)
-        self._keys = self._targets()
+        renamings = [t for t in self._mapping if isinstance(t, WeightRenaming)]
+        converters = [t for t in self._mapping if isinstance(t, WeightConverter)]
+        names = renamings, converters, self.model.base_model_prefix, self.model.state_dict()
+        # Name in the checkpoint -> name in the model, of everything but routed experts.
+        self._keys = {name: rename_source_key(name, *names)[0] for name in tensors}
         self._prefix = f"{prefix}layers."
         self._called: tuple[int, list[Call]] = (0, [])
 
-    def _targets(self) -> dict[str, str]:
-        """Name in the checkpoint -> name in the model, of everything but routed experts."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        renamings = [t for t in self._mapping if isinstance(t, WeightRenaming)]
-        converters = [t for t in self._mapping if isinstance(t, WeightConverter)]
-        known = self.model.state_dict()
-        base = self.model.base_model_prefix
-        return {name: rename_source_key(name, renamings, converters, base, known)[0] for name in self.tensors}
-
     @property
     def hidden(self) -> int:
-        """The hidden size H."""
         return int(self.model.config.get_text_config(decoder=True).hidden_size)
 
     def tokenizer(self) -> Any:
@@ -109,39 +118,31 @@ class LayeredModel:
             usable = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
         except (OSError, ValueError, ImportError, KeyError):
             usable = False
-        if not usable:
-            raise InputError(
-                f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
-                "files (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it "
-                "brings code of its own."
-            )
-        return tokenizer
-
-    def names(self, layer: int) -> list[str]:
-        """The checkpoint's tensors of a decoder layer, without routed experts."""
-        return [name for name, key in self._keys.items() if key.startswith(f"{self._prefix}{layer}.")]
+        if usable:
+            return tokenizer
+        raise InputError(
+            f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
+            "files (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it "
+            "brings code of its own."
+        )
 
     # --- weights ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def loaded(self, layer: int) -> Iterator[Any]:
-        """The decoder layer, with its weights inside the context. Raises InputError where the checkpoint lacks some."""
-        names = self.names(layer)
-        with self._filled(f"{self._prefix}{layer}.", names):
-            yield self.layers[layer]
+    def loaded(self, layer: int) -> AbstractContextManager[None]:
+        """Has a decoder layer's weights, but for routed experts, inside. InputError where the checkpoint lacks some."""
+        return self._filled(f"{self._prefix}{layer}.")
 
     @contextmanager
-    def _filled(self, prefix: str, names: list[str]) -> Iterator[None]:
+    def _filled(self, prefix: str) -> Iterator[None]:
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
+        names = [name for name, key in self._keys.items() if key.startswith(prefix)]
         needed = {key for key in self.model.state_dict() if key.startswith(prefix)}
+        kind, plan = torch.bfloat16, self.model._get_dtype_plan(torch.bfloat16)
         config = LoadStateDictConfig(
-            device_map={"": self.device},
-            dtype=torch.bfloat16,
-            dtype_plan=self.model._get_dtype_plan(torch.bfloat16),
-            weight_mapping=self._mapping,
+            device_map={"": self.device}, dtype=kind, dtype_plan=plan, weight_mapping=self._mapping
         )
         stored = {name: self._tensor(self.tensors[name]) for name in names}
         loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
@@ -186,8 +187,7 @@ class LayeredModel:
 
         embedding = self.model.get_input_embeddings()
         name = next(n for n, module in self.model.named_modules() if module is embedding)
-        names = [n for n, key in self._keys.items() if key.startswith(f"{name}.")]
-        with self._filled(f"{name}.", names):
+        with self._filled(f"{name}."):
             for sample in ids:
                 tokens = torch.from_numpy(np.ascontiguousarray(sample))[None].to(self.device)
                 yield self._reach(0, input_ids=tokens)[0].detach()
@@ -199,18 +199,15 @@ class LayeredModel:
         reached: list[torch.Tensor] = []
         self._called = (0, [])
 
-        def recorder(number: int) -> Callable[..., Any]:
-            def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                self._called[1].append((args, kwargs))
-                if number == layer:
-                    reached.append(hidden)
-                    raise _Reached
-                return hidden
+        def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._called[1].append((args, kwargs))
+            if len(self._called[1]) == layer + 1:
+                reached.append(hidden)
+                raise _Reached
+            return hidden
 
-            return forward
-
-        for number, module in enumerate(self.layers):
-            module.forward = recorder(number)
+        for module in self.layers:
+            module.forward = record
         try:
             with torch.inference_mode(), suppress(_Reached):
                 self.stack(**inputs, use_cache=False)
@@ -251,9 +248,7 @@ class LayeredModel:
         called: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            called.append(
-                (x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1]))
-            )
+            called.append((x.flatten(0, -2), ids.flatten(0, -2), weights.flatten(0, -2)))
             raise _Reached
 
         with suppress(_Reached):
@@ -287,26 +282,3 @@ class LayeredModel:
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
                 f"wrong; {self._instead}, and tell us the model."
             )
-
-
-def build_skeleton(source: TensorSource, trust_remote_code: bool, instead: str) -> Any:
-    """The model on the meta device, buffers real, BF16, eager attention. instead: advice of the UnsupportedError."""
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
-        for part in (config, config.get_text_config(decoder=True)):
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
-        with init_empty_weights(include_buffers=False):
-            model = auto_class(config).from_config(
-                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UnsupportedError(
-            f"{source.root}: transformers {transformers.__version__} cannot build this model ({first_line(error)}); "
-            f"{instead}."
-        ) from error
-    return model.eval()

@@ -1,4 +1,4 @@
-"""The API key, and the addresses from which the server can be reached."""
+"""Who may ask (the API key, the addresses from which the server can be reached), and how a request is refused."""
 
 from __future__ import annotations
 
@@ -7,35 +7,58 @@ import ipaddress
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.pipeline.models.serving.refused import Refused
 
 VARIABLE = "KTCONVERT_API_KEY"
 LONGEST = 4096  # bytes of a key
+TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+
+
+@dataclass
+class Refused(Exception):
+    """A refusal as OpenAI's API and its clients know errors. status: of HTTP; message: one sentence; param: the
+    parameter at fault; code: OpenAI's word for the reason.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def ending() -> Refused:
+    """What clients get whose answers the end of the server cuts off."""
+    return Refused(503, "the server is ending; ask again later")
 
 
 def key_from(path: Path | None) -> bytes | None:
-    """The API key: the only line of this file, else the environment's; None without either.
-
-    Raises InputError for a file that cannot be read or holds no key, UsageError for a variable that holds none.
+    """The API key: the only line of this file, else the environment's; None without either. Raises InputError for a
+    file that cannot be read or holds no key, UsageError for a variable that holds none.
     """
+    wrong: InputError | UsageError
     if path is not None:
         try:
             with path.open("rb") as file:
-                text = file.read(LONGEST + 1)
+                key = file.read(LONGEST + 1).strip()
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        return _checked(text.strip(), InputError(f"{path}: holds no API key; it has to be one line of ASCII"))
-    variable = os.environ.get(VARIABLE)
-    if variable is None:
+        wrong = InputError(f"{path}: holds no API key; it has to be one line of ASCII")
+    elif VARIABLE in os.environ:
+        key = os.fsencode(os.environ[VARIABLE]).strip()
+        wrong = UsageError(f"{VARIABLE}: holds no API key; it has to be one word of ASCII, or unset")
+    else:
         return None
-    wrong = UsageError(f"{VARIABLE}: holds no API key; it has to be one word of ASCII, or unset")
-    return _checked(os.fsencode(variable).strip(), wrong)
-
-
-def _checked(key: bytes, wrong: Exception) -> bytes:
     if not 0 < len(key) <= LONGEST or any(not 0x21 <= byte <= 0x7E for byte in key):
         raise wrong
     return key
@@ -47,14 +70,10 @@ def is_open(path: Path) -> bool:
 
 
 def check(headers: Iterable[tuple[bytes, bytes]], key: bytes | None) -> None:
-    """Raises Refused with 401 unless the request carries this key as a bearer token. Any time it takes says nothing of
-    the key.
-    """
-    if key is None:
-        return
+    """Raises Refused with 401 unless the request carries this key, if any, as a bearer token; in constant time."""
     given = dict(headers).get(b"authorization", b"")
     scheme, _, token = given.partition(b" ")
-    if not hmac.compare_digest(token.strip(), key) or scheme.lower() != b"bearer":
+    if key is not None and (not hmac.compare_digest(token.strip(), key) or scheme.lower() != b"bearer"):
         what = "is wrong" if given else "is missing: send it as Authorization: Bearer KEY"
         raise Refused(401, f"the API key {what}", None, "invalid_api_key")
 

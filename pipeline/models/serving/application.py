@@ -1,5 +1,5 @@
-"""The server's ASGI application: paths, limits and errors. What passes goes to transformers' handlers, with every
-parameter in the form that is honoured there; what they would ignore, or break at, is refused.
+"""The server's ASGI application: paths, limits, errors, and answers in OpenAI's form. What passes goes to transformers'
+handlers, with every parameter in the form that is honoured there; what they would ignore, or break at, is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,13 @@ from pydantic_core import from_json
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import GenerationState
 
 from ktconvert.pipeline.models.serving import access, schemas, scoring
+from ktconvert.pipeline.models.serving.access import Refused
 from ktconvert.pipeline.models.serving.model_manager import OneModel
-from ktconvert.pipeline.models.serving.prompts import Prompts
-from ktconvert.pipeline.models.serving.refused import Refused, ending
-from ktconvert.pipeline.models.serving.replies import FAILED, edit_response, edit_text, edited, event, finished, respond
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, noted
-from ktconvert.pipeline.models.serving.scheduler import Scheduler, SchedulerState
+from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -37,18 +36,21 @@ ANSWERED = 256  # requests at the same time; further ones get a 503, which OpenA
 DRAINED = 1 << 26  # bytes that are read and thrown away, so that a client reads why it was refused
 EVENTS = b"text/event-stream"
 PLACEHOLDER = "."  # where the ids of a prompt are handed over beside the request
+FAILED = "the server failed to answer; its log says why"
+# Each request's handler, the beginning of its answer's id, and the parameter that holds the prompt.
+KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
+    schemas.Chat: (ChatCompletionHandler, "chatcmpl-", "messages"),
+    schemas.Completion: (CompletionHandler, "cmpl-", "prompt"),
+    schemas.Responses: (ResponseHandler, "", "input"),
+}
 
 log = logging.getLogger("uvicorn.error")
 
 
 @dataclass
 class Call:
-    """One request.
-
-    id      under which generation knows it
-    unread  whether some of its body may be to come
-    came    bytes of it that came
-    counts  whether it is one of the requests that are being answered
+    """One request: id: under which generation knows it; unread: whether some of its body may be to come; came: bytes of
+    it that came; counts: whether it is one of the requests that are being answered.
     """
 
     scope: Scope
@@ -74,21 +76,17 @@ class Call:
         return data
 
     async def stream(self, events: AsyncIterator[bytes | str], name: str) -> None:
-        """A streamed answer, of this id."""
         response = StreamingResponse(events, media_type=EVENTS.decode(), headers={"x-request-id": name})
         await response(self.scope, self.receive, self.send)
 
 
 class Application:
-    """Answers for one model."""
-
     def __init__(self, manager: OneModel, scheduler: Scheduler, key: bytes | None) -> None:
         """scheduler: generates; key: the API key that all but /health asks for."""
-        self.manager, self.scheduler, self.key = manager, scheduler, key
-        self.prompts = Prompts(manager.model, manager.processor)
-        state: Any = SchedulerState(scheduler)
-        kinds: tuple[Any, ...] = (ChatCompletionHandler, CompletionHandler, ResponseHandler)
-        self.chats, self.completions, self.responses = (kind(manager, state) for kind in kinds)
+        self.manager, self.scheduler, self.key, self.prompts = manager, scheduler, key, manager.prompts
+        state: Any = GenerationState()
+        state.get_manager = lambda *_arguments, **_settings: scheduler
+        self.handlers = {kind: handler(manager, state) for kind, (handler, _, _) in KINDS.items()}
         self.answered = 0  # requests, at this moment
         self.limit = max(BODY, PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
@@ -101,7 +99,6 @@ class Application:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it; only for http."""
         begun = streaming = False
 
         async def watched(message: Message) -> None:
@@ -121,7 +118,7 @@ class Application:
             more = {"www_authenticate": "Bearer"} if refused.status == 401 else {}
             await respond(send, refused.status, refused.body(), x_request_id=call.id, **more)
         except asyncio.CancelledError:  # by the server, which ends, and has waited for this answer
-            last = ending()
+            last = access.ending()
             if not begun:
                 await respond(send, last.status, last.body(), x_request_id=call.id)
             elif streaming:
@@ -178,42 +175,39 @@ class Application:
         messages = [message.model_dump(include=fields, exclude_none=True) for message in request.messages]
         body: dict[str, Any] = {"messages": messages, "chat_template_kwargs": settings, **_tools(request)}
         length = await self.prompts.chat(messages, body.get("tools"), settings, param="messages")
-        await self._answer(call, self.chats, request, body, length, f"chatcmpl-{call.id}", "messages")
+        await self._answer(call, request, body, length)
 
     async def _responses(self, call: Call) -> None:
         request: schemas.Responses = await self._read(call, schemas.Responses)
         body = {"input": [item.model_dump(exclude_none=True) for item in request.whole_input()], **_tools(request)}
-        messages = self.responses._normalize_input(body)
-        tools = self.responses._normalize_tools(body.get("tools"))
-        length = await self.prompts.chat(messages, tools, {}, param="input")
-        await self._answer(call, self.responses, request, body, length, call.id, "input")
+        handler = self.handlers[schemas.Responses]
+        messages, tools = handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
+        await self._answer(call, request, body, await self.prompts.chat(messages, tools, {}, param="input"))
 
     async def _completion(self, call: Call) -> None:
         request: schemas.Completion = await self._read(call, schemas.Completion)
         prompts = [await self.prompts.ids(prompt) for prompt in request.prompt]
-        name = f"cmpl-{call.id}"
         if request.stream:
-            body, ids = {"prompt": PLACEHOLDER}, prompts[0]
-            return await self._answer(call, self.completions, request, body, len(ids), name, "prompt", ids)
-        configs = [self._config(request, len(ids), "prompt") for ids in prompts]
+            return await self._answer(call, request, {"prompt": PLACEHOLDER}, len(prompts[0]), prompts[0])
+        configs = [self._config(request, len(ids)) for ids in prompts]
         answers = []
         for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
-            own = name if number == 0 else f"{name}-{number}"
-            answers.append(await self._one(request, request.prompt[number], ids, config, own))
+            name = f"cmpl-{call.id}" + (f"-{number}" if number else "")
+            answers.append(await self._one(request, request.prompt[number], ids, config, name))
         whole = answers[0]
         whole["choices"] = [{**answer["choices"][0], "index": n} for n, answer in enumerate(answers)]
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
         whole["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
         await respond(call.send, 200, whole, x_request_id=whole["id"])
 
-    async def _one(self, request: Any, prompt: Any, ids: list[int], config: Any, name: str) -> Any:
+    async def _one(self, request: schemas.Completion, prompt: Any, ids: list[int], config: Any, name: str) -> Any:
         """The completion of one prompt: transformers' own, or ours where logarithms of probabilities are to come."""
         options = RequestOptions.of(request, ids)
         if request.logprobs is not None or request.max_tokens == 0:
             with noted(name, options):
-                whole = await scoring.completion(self.manager, self.prompts, self.scheduler, request, ids, config, name)
+                whole = await scoring.completion(self.manager, self.scheduler, request, ids, config, name)
             return finished(whole, options.cut)
-        response = await self._handled(self.completions, {"prompt": PLACEHOLDER}, config, name, options)
+        response = await self._handled(request, {"prompt": PLACEHOLDER}, config, name, options)
         whole = finished(json.loads(response.body), options.cut)
         if request.echo:
             text = prompt if isinstance(prompt, str) else await self.prompts.decode(ids)
@@ -221,49 +215,110 @@ class Application:
         return whole
 
     async def _answer(
-        self,
-        call: Call,
-        handler: Any,
-        request: Any,
-        body: dict[str, Any],
-        length: int,
-        name: str,
-        param: str,
-        ids: list[int] | None = None,
+        self, call: Call, request: Any, body: dict[str, Any], length: int, ids: list[int] | None = None
     ) -> None:
-        """The handler's answer to this body, to the client.
-
-        length  of the prompt, which came as the parameter `param`; ids: itself, in place of a text
-        """
+        """The handler's answer to this body, to the client. length: of the prompt; ids: itself, in place of a text."""
         options, is_text = RequestOptions.of(request, ids), isinstance(request, schemas.Generation)
-        body["stream"] = request.stream
-        response = await self._handled(handler, body, self._config(request, length, param), name, options)
+        body["stream"], name = request.stream, KINDS[type(request)][1] + call.id
+        response = await self._handled(request, body, self._config(request, length), name, options)
         if not request.stream:
             whole = finished(json.loads(response.body), options.cut)
             return await respond(call.send, 200, whole, x_request_id=name)
         usage = is_text and request.stream_options is not None and request.stream_options.include_usage
-        edit = edit_text(options, usage, length) if is_text else edit_response(options)
+
+        def edit(content: Any) -> Iterator[Any]:
+            return edit_text(content, options.cut, usage, length) if is_text else edit_response(content, options.cut)
+
         await call.stream(edited(response.body_iterator, edit, done=is_text), name)
 
-    def _config(self, request: schemas.CommonRequest, length: int, param: str) -> dict[str, Any]:
+    def _config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
         """The generation_config for an answer to a prompt of this length. Raises Refused where it leaves none."""
-        most = self.prompts.left_after(length, param)
+        most = self.prompts.left_after(length, KINDS[type(request)][2])
         self.prompts.check_ids("logit_bias", getattr(request, "logit_bias", None) or {})
         return generation_config(request, self.manager.defaults, most)
 
-    async def _handled(self, handler: Any, body: Any, config: Any, name: str, options: RequestOptions) -> Any:
-        """The response of transformers' handler to this body, under this id."""
+    async def _handled(
+        self, request: schemas.CommonRequest, body: dict[str, Any], config: Any, name: str, options: RequestOptions
+    ) -> Any:
         body |= {"model": self.manager.name, "generation_config": json.dumps(config)}
         try:
             with noted(name, options):
-                return await handler.handle_request(body, name)
+                return await self.handlers[type(request)].handle_request(body, name)
         except HTTPException as error:  # of a field that they do not know, 422; in OpenAI's API that is 400
             status = 400 if error.status_code == 422 else error.status_code
             raise Refused(status, str(error.detail)) from error
 
 
 def _tools(request: schemas.Chat | schemas.Responses) -> dict[str, Any]:
-    """The request's tools, in the body for a handler."""
     if not request.tools or request.tool_choice == "none":
         return {}
     return {"tools": [tool.model_dump(exclude_none=True) for tool in request.tools]}
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+async def respond(send: Send, status: int, body: dict[str, Any], **headers: str) -> None:
+    """A whole answer. headers: their names with _ for -."""
+    data = json.dumps(body).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": named})
+    await send({"type": "http.response.body", "body": data})
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+async def edited(stream: AsyncIterator[str], edit: Callable[[Any], Iterator[Any]], done: bool) -> AsyncIterator[bytes]:
+    """The events of a handler's stream, each of whose chunks holds whole ones, with those that `edit` gives instead.
+    done: whether OpenAI ends such a stream with [DONE]
+    """
+    async for chunk in stream:
+        yield b"".join(event(new) for old in chunk.split("\n\n")[:-1] for new in edit(_content(old)))
+    if done:
+        yield b"data: [DONE]\n\n"
+
+
+def _content(text: str) -> Any:
+    text = text.removeprefix("data: ")
+    try:
+        content = json.loads(text)
+    except ValueError:  # an error's words come as they are, with quotes in them
+        content = {"error": text.removeprefix('{"error": "').removesuffix('"}')}
+    return Refused(500, content["error"]).body() if isinstance(content.get("error"), str) else content
+
+
+def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
+    """A whole answer, or the last event of a stream, which says whether it was cut off. Theirs call a response always
+    completed, and a text cut off that ends with the last token that was permitted.
+    """
+    if answer.get("object") == "response":
+        reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**answer, **reason} if cut else answer
+    for choice in answer["choices"]:
+        if choice.get("finish_reason", "stop") in ("stop", "length"):
+            choice["finish_reason"] = "length" if cut else "stop"
+    return answer
+
+
+def edit_response(content: Any, cut: bool) -> Iterator[Any]:
+    """For the events of /v1/responses: the last one says whether the answer was cut off."""
+    if content.get("type") == "response.completed":
+        content["response"] = finished(content["response"], cut)
+        content["type"] = f"response.{content['response']['status']}"
+    yield content
+
+
+def edit_text(content: Any, cut: bool, with_usage: bool, prompt: int) -> Iterator[Any]:
+    """For a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
+    nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
+    """
+    if any(choice.get("finish_reason") for choice in content.get("choices", ())):
+        finished(content, cut)
+    usage = content.pop("usage", None)
+    yield content
+    if with_usage and usage is not None:
+        usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
+        yield {**content, "choices": [], "usage": usage}

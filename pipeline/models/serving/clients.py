@@ -8,46 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_client: ContextVar[Client] = ContextVar("client")
-
 
 class Client:
-    """The client of one request, and what is to be done when it has gone."""
+    """The client of one request; `current` is that of this one, if there is any."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
-        self.calls: list[Callable[[], None]] = []
 
     def left(self) -> None:
-        """It has gone."""
         self.gone.set()
-        for call in self.calls:
-            call()
 
 
-def when_gone(call: Callable[[], None]) -> None:
-    """Have `call` called when the client of this request has gone, at once if it has; nothing outside a request."""
-    if (client := _client.get(None)) is not None:
-        client.calls.append(call)
-        if client.gone.is_set():
-            call()
+current: ContextVar[Client] = ContextVar("client")
 
 
 class Watched:
-    """An ASGI application around another one, which listens to the client once all of its request has come."""
+    """An ASGI application around another one, only for http; it listens to the client when its request is whole."""
 
     def __init__(self, application: ASGIApp) -> None:
         self.application = application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it; only for http."""
         client, watching = Client(), None
 
         async def watch() -> None:
@@ -67,11 +54,11 @@ class Watched:
             await client.gone.wait()
             return {"type": "http.disconnect"}
 
-        token = _client.set(client)
+        token = current.set(client)
         try:
             await self.application(scope, listen, send)
         finally:
-            _client.reset(token)
+            current.reset(token)
             if watching is not None:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

@@ -1,19 +1,31 @@
-"""transformers' manager of models, which here has one: with our experts in it, under the name it is served by."""
+"""The one model that is served, in transformers' manager of models, and what clients send as its tokens: prompts,
+chats, their lengths, and what the context leaves for an answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
+import inspect
 import json
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
 from transformers.cli.serving import model_manager
+from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.utils import chat_template_utils
 
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
-from ktconvert.pipeline.models.loading import ModelChoice, load_model, require_tokenizer
-from ktconvert.pipeline.models.serving.refused import Refused
+from ktconvert.pipeline.models.loading import ModelChoice, load_model, longest, require_tokenizer
+from ktconvert.pipeline.models.serving.access import Refused
 
+UNSAID = 32768  # tokens of context, of a model that names no length
+CHUNK = 1 << 16  # characters of a long text that become tokens at once, while it is not known whether it is too long
+LONG = 4 * CHUNK  # characters of a text that is looked at in this way
 theirs: Any = model_manager.ModelManager
 auto: Any = transformers
 
@@ -33,9 +45,9 @@ class OneModel(theirs):  # type: ignore[misc]
         own = self.model.generation_config
         self.defaults: dict[str, Any] = json.loads(own.to_json_string(use_diff=True))
         own.stop_strings = None  # `model.generate` would fill them in, and StreamDecoder looks for them
+        self.prompts = Prompts(self.model, self.processor)
 
     def entry(self) -> dict[str, Any]:
-        """This model in /v1/models."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "ktconvert"}
 
     def check_name(self, name: str | None) -> None:
@@ -52,15 +64,9 @@ class OneModel(theirs):  # type: ignore[misc]
         """Theirs loads the config again, with the quantization that a packed model has by itself."""
         several = self.config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
         kind = auto.AutoModelForMultimodalLM if several else auto.AutoModelForCausalLM
-        return load_model(
-            kind,
-            self.choice,
-            self.config,
-            quantization_config=self.choice.quantization_config(),
-            device_map=self.device,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-        )
+        options = {"device_map": self.device, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        quantization = self.choice.quantization_config()
+        return load_model(kind, self.choice, self.config, quantization_config=quantization, **options)
 
     def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
         processor = auto.AutoProcessor.from_pretrained(self.choice.model, **self.choice.where())
@@ -68,3 +74,102 @@ class OneModel(theirs):  # type: ignore[misc]
         if not getattr(processor, "chat_template", None):
             processor.chat_template = PLAIN_TEMPLATE
         return processor
+
+
+class Prompts:
+    """The tokenizer and the limits of one loaded model.
+
+    context     tokens of prompt and answer together
+    vocabulary  token ids are 0 to this less 1
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.context = longest(model.config) or UNSAID
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self.processor = copy.deepcopy(processor)  # a fast tokenizer must not be used by two threads
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self._lock = asyncio.Lock()
+
+    async def in_thread(self, work: Any, *arguments: Any, **settings: Any) -> Any:
+        """In a thread, one at a time: other requests go on while a long text becomes tokens, or tokens become text."""
+        async with self._lock:
+            return await asyncio.to_thread(work, *arguments, **settings)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return str(await self.in_thread(self.tokenizer.decode, ids))
+
+    async def ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """The token ids of a completion's prompt. Raises Refused for ids that the model does not have."""
+        if not isinstance(prompt, str):
+            self.check_ids("prompt", prompt)
+            return list(prompt)
+        await self._check_length(prompt, "prompt")
+        ids = (await self.in_thread(self.tokenizer, prompt))["input_ids"]
+        if not ids:
+            raise Refused(400, "prompt: holds no token; give some text", "prompt")
+        return list(ids)
+
+    def check_ids(self, param: str, ids: Sequence[int] | Mapping[int, Any]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise Refused(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
+
+    async def chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> int:
+        """Tokens of a conversation in the model's chat template.
+
+        messages, tools  as transformers' handlers make them of a request
+        settings         chat_template_kwargs; param: where the messages came from
+        Raises Refused for what the template does not know, and where it refuses the messages.
+        """
+        kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
+        inputs = BaseHandler.get_processor_inputs_from_messages(messages, kind)
+        write = functools.partial(
+            self.processor.apply_chat_template, inputs, tools=tools, add_generation_prompt=True, **settings
+        )
+        try:
+            self._check_template(tools, settings)
+            await self._check_length(await self.in_thread(write, tokenize=False), param)
+            ids = (await self.in_thread(write, tokenize=True, return_dict=True))["input_ids"]
+        except Refused:
+            raise
+        except Exception as error:  # a template is a program that comes with the model
+            raise Refused(400, f"{param}: the model's chat template refuses this: {error}", param) from error
+        length = len(ids[0] if ids and isinstance(ids[0], list) else ids)
+        if length == 0:
+            raise Refused(400, f"{param}: the model's chat template makes no token of it; give some text", param)
+        return length
+
+    def _check_template(self, tools: Any, settings: Mapping[str, Any]) -> None:
+        """What it does not read would be ignored in silence."""
+        variables: Any = chat_template_utils._get_template_variables
+        template = self.processor.chat_template
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
+        reads = variables(template)
+        if tools and "tools" not in reads:
+            raise Refused(400, "tools: the model's chat template knows none", "tools")
+        ours = {"messages", *inspect.signature(type(self.tokenizer).apply_chat_template).parameters}
+        for name, value in settings.items():
+            where = f"chat_template_kwargs.{name}"
+            if name in ours or name not in reads:
+                raise Refused(400, f"{where}: the model's chat template reads no such setting", where)
+            if not isinstance(value, str | int | float):
+                raise Refused(400, f"{where}: has to be a string, a number, true or false", where)
+
+    async def _check_length(self, text: str, param: str) -> None:
+        """Raises Refused for a text of more than twice the context, before all of it is tokens, of 200 bytes each."""
+        most = 2 * self.context
+        parts = (text[begin : begin + CHUNK] for begin in range(0, len(text), CHUNK))
+
+        def is_too_long() -> bool:
+            count = 0
+            return any((count := count + len(self.tokenizer(part)["input_ids"])) > most for part in parts)
+
+        if len(text) > LONG and await self.in_thread(is_too_long):
+            self.left_after(most, param, "more than ")
+
+    def left_after(self, prompt: int, param: str, about: str = "") -> int:
+        """Tokens left for the answer to a prompt of so many. Raises Refused where it leaves none."""
+        if prompt >= self.context:
+            what = f"{param}: {about}{prompt} tokens, and the model's context is {self.context}, answer included"
+            raise Refused(400, f"{what}; shorten it", param, "context_length_exceeded")
+        return self.context - prompt

@@ -27,9 +27,8 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class RequestOptions:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
     OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
-    logit_bias: added to the logits of these token ids.
-
-    cut is the answer to it: whether the generated text ended with neither an end token nor a stop string.
+    logit_bias: added to the logits of these token ids. cut is the answer to it: whether the generated text ended with
+    neither an end token nor a stop string.
     """
 
     ids: Sequence[int] | None = None
@@ -50,12 +49,10 @@ class RequestOptions:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
 
         def penalize(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """ids [1, T], scores [1, vocabulary]."""
             counts = ids[0, prompt:].bincount(minlength=scores.shape[-1])[None].to(scores.dtype)
             return scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
         def add_bias(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """ids [1, T], scores [1, vocabulary]."""
             tokens = ids.new_tensor(list(self.logit_bias))
             return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
 
@@ -68,7 +65,6 @@ _noted: dict[str, RequestOptions] = {}
 
 @contextmanager
 def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
-    """Note them while the request is answered."""
     _noted[request_id] = options
     try:
         yield
@@ -77,25 +73,23 @@ def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
 
 
 def noted_for(request_id: str) -> RequestOptions:
-    """What was noted for this request; nothing, if nothing was."""
     return _noted.get(request_id) or RequestOptions()
 
 
 def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens.
-
-    A temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
+    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens. A
+    temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
     model's own generation_config.json says which.
     """
     config = dict(defaults)
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]
     config["max_new_tokens"] = min([most, *(lengths or [max(config.get("max_new_tokens") or 0, ANSWER)])])
     given = {name: getattr(request, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    config |= {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    config |= given
     if request.temperature is not None:
-        config["do_sample"] = request.temperature > 0
-        config["temperature"] = sampled_at(request.temperature)
-    elif any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
+        config |= {"do_sample": request.temperature > 0, "temperature": sampled_at(request.temperature)}
+    elif given.keys() & {"top_p", "top_k", "min_p"}:
         config["do_sample"] = True
     if not config.get("do_sample"):
         config = {name: value for name, value in config.items() if name not in ("temperature", "top_p", "top_k")}

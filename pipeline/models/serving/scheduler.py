@@ -16,7 +16,6 @@ import copy
 import queue
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,7 +26,7 @@ from transformers.cli.serving import utils
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving import clients
-from ktconvert.pipeline.models.serving.refused import ending
+from ktconvert.pipeline.models.serving.access import ending
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, parse_answers_of
 
@@ -39,39 +38,31 @@ class FairLock:
     """Like threading.Lock, but first come, first served; from that, whoever runs may take it again at once."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Event] = deque()
+        self._changed = threading.Condition()
+        self._given = self._served = 0  # tickets; the holder's is `served`
 
     def __enter__(self) -> None:
-        with self._guard:
-            if not self._held:
-                self._held = True
-                return
-            mine = threading.Event()
-            self._waiting.append(mine)
-        mine.wait()
+        with self._changed:
+            self._queue()
+
+    def _queue(self) -> None:
+        ticket, self._given = self._given, self._given + 1
+        self._changed.wait_for(lambda: self._served == ticket)
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().set()  # it is held still, by the one that waited longest
-            else:
-                self._held = False
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
 
     def is_awaited(self) -> bool:
-        """Whether another thread waits for it."""
-        return bool(self._waiting)
+        return self._given - self._served > 1
 
     def step_back(self) -> None:
-        """Let the others that wait have it first, and wait to have it again. For the holder."""
-        mine = threading.Event()
-        with self._guard:
-            if not self._waiting:
-                return
-            self._waiting.append(mine)
-            self._waiting.popleft().set()
-        mine.wait()
+        """For the holder: let the others that wait have it first, which already see that it is awaited again."""
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
+            self._queue()
 
 
 class Ended(Exception):
@@ -79,21 +70,17 @@ class Ended(Exception):
 
 
 class ClientWatch:
-    """Whether the client of a request still waits for what is computed."""
+    """Whether the client of this request, if it is made for one, still waits for what is computed."""
 
     def __init__(self) -> None:
-        """In a request's context, it knows when the client goes."""
-        self._gone = False
-        clients.when_gone(self.cancel)
+        self._client, self._cancelled = clients.current.get(None), False
 
     def cancel(self) -> None:
-        """It does not."""
-        self._gone = True
+        self._cancelled = True
 
-    def check(self) -> None:
-        """Raises Ended if it does not."""
-        if self._gone:
-            raise Ended
+    @property
+    def gone(self) -> bool:
+        return self._cancelled or (self._client is not None and self._client.gone.is_set())
 
 
 class Answer(ClientWatch):
@@ -134,10 +121,8 @@ class Answer(ClientWatch):
 
 
 class Scheduler(utils.BaseGenerateManager):
-    """Generates for the handlers of transformers' server; everything else that computes with the model goes through
-    `run`, too.
-
-    It is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
+    """Generates for the handlers of transformers' server; all else that computes with the model goes through `run`. It
+    is called from the event loop, and computes in `active` threads. What a generation raises becomes an error in its
     stream, or is raised by generate_non_streaming. A cancelled one ends with what it has.
     """
 
@@ -176,7 +161,7 @@ class Scheduler(utils.BaseGenerateManager):
                 emit(utils._StreamError(str(error)))
 
         options, answer = noted_for(request_id), self._answer(gen_config, response_parser, emit)
-        self._submit(answer, generate)
+        self._jobs.put((answer, generate, Future()))
         return items, answer
 
     async def generate_non_streaming(
@@ -191,16 +176,17 @@ class Scheduler(utils.BaseGenerateManager):
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
-        own = self.model.generation_config.eos_token_id
-        return _listed(own if config.eos_token_id is None else config.eos_token_id)
+        own = self.model.generation_config if config.eos_token_id is None else config
+        return _listed(own.eos_token_id)
 
     async def run(self, work: Callable[[], Any], watch: ClientWatch | None = None) -> Any:
         """What `work` gives, or raises, in one of the threads; its passes through the model raise Ended when the client
-        has gone, which it also has when this is cancelled.
+        has gone, or when this is cancelled.
         """
-        watch = watch or ClientWatch()
+        watch, future = watch or ClientWatch(), Future[Any]()
+        self._jobs.put((watch, work, future))
         try:
-            return await asyncio.wrap_future(self._submit(watch, work))
+            return await asyncio.wrap_future(future)
         finally:
             watch.cancel()
 
@@ -209,19 +195,12 @@ class Scheduler(utils.BaseGenerateManager):
         self._stopping = True
 
     def stop(self) -> None:
-        """Interrupt, and wait some time for the layers that are being computed: it is better if no thread is in the
-        midst of one when the interpreter ends.
-        """
+        """Interrupt, and wait some time for the layers that are being computed when the interpreter ends."""
         self.interrupt()
         for _ in self.threads:
             self._jobs.put(None)
         for thread in self.threads:
             thread.join(PATIENCE / len(self.threads))
-
-    def _submit(self, watch: ClientWatch, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((watch, work, future))
-        return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -266,12 +245,9 @@ class Scheduler(utils.BaseGenerateManager):
         options.cut = not answer.decoder.ended
 
     def _check(self, *_: Any) -> None:
-        """Raises Ended in a thread whose client has gone."""
         watch = getattr(self._own, "watch", None)
-        if watch is not None:
-            if self._stopping:
-                raise Ended
-            watch.check()
+        if watch is not None and (self._stopping or watch.gone):
+            raise Ended
 
     def _before_pass(self, *_: Any) -> None:
         """Let the threads that wait compute first. A seed is a client's own, whoever else draws numbers."""
@@ -284,17 +260,4 @@ class Scheduler(utils.BaseGenerateManager):
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """One, several or none."""
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-class SchedulerState(utils.GenerationState):
-    """What the handlers get their generation manager from."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
-        self.scheduler = scheduler
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Scheduler:
-        """The same for all requests."""
-        return self.scheduler

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ktconvert.pipeline.models.serving.refused import Refused
+from ktconvert.pipeline.models.serving.access import Refused
 
 MOST_PROMPTS = 256  # of one request
 MOST_STOPS = 16  # of one request, each of at most LONGEST_STOP characters
@@ -25,15 +26,8 @@ UNKNOWN = "unknown"  # the type of the error that names a parameter
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
 # What pydantic's types of errors are called here; others keep its words.
-WORDS = {
-    UNKNOWN: "is no parameter that this server honours; leave it out",
-    "missing": "is missing",
-    "dict_type": "has to be an object",
-    "model_type": "has to be an object",
-}
-
-
-# --- values, messages and tools -------------------------------------------------------------------
+WORDS = {UNKNOWN: "is no parameter that this server honours; leave it out", "missing": "is missing"}
+WORDS |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
 
 
 def fault(message: str) -> PydanticCustomError:
@@ -63,11 +57,6 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def texts(value: Any) -> list[str]:
-    """Stop strings: one or a list."""
-    return [value] if isinstance(value, str) else value
-
-
 def parts(value: Any) -> Any:
     """A message's content: a string is its only part."""
     if isinstance(value, str):
@@ -78,7 +67,6 @@ def parts(value: Any) -> Any:
 
 
 def is_ids(value: Any) -> bool:
-    """Whether these are token ids."""
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
@@ -109,7 +97,6 @@ def items(value: Any) -> Any:
 
 
 def token_ids(value: Any) -> Any:
-    """The names in logit_bias, as numbers."""
     if not isinstance(value, dict):
         return value
     if not all(TOKEN_ID.fullmatch(name) for name in value):
@@ -117,25 +104,22 @@ def token_ids(value: Any) -> Any:
     return {int(name): bias for name, bias in value.items()}
 
 
-def older_role(value: Any) -> Any:
-    """Two names for one role; templates know the older one."""
-    return "system" if value == "developer" else value
-
-
 def json_object(value: Any) -> Any:
     """The arguments of a call, which templates read as a mapping."""
-    try:
-        good = isinstance(json.loads(value), dict)
-    except (TypeError, ValueError, RecursionError):
-        good = False
-    if not good:
-        raise fault("has to be a JSON object in a string")
-    return value
+    with suppress(TypeError, ValueError, RecursionError):
+        if isinstance(json.loads(value), dict):
+            return value
+    raise fault("has to be a JSON object in a string")
 
 
 FIRST = Field(fail_fast=True)
+FUNCTION = Annotated[Any, only("function", why="only functions can be called")]
+CHOICE = Annotated[Any, only("auto", "none", why="only auto and none are honoured")]
+PARALLEL = Annotated[Any, only(True, why="cannot be forbidden; leave it out")]
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+OLDER_ROLE = BeforeValidator(lambda role: "system" if role == "developer" else role)  # templates know this name
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Nothing = Annotated[Any, only(why="this server cannot read it; leave it out")]
@@ -165,15 +149,11 @@ class TextPart(Strict):
 
 
 class Called(Strict):
-    """The function of a tool call."""
-
     name: Text
     arguments: Annotated[str, BeforeValidator(json_object)]
 
 
 class ToolCall(Strict):
-    """A call that the model made earlier."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
@@ -183,7 +163,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message of a chat. What clients send back of an answer of ours is accepted with it."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(older_role)]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], OLDER_ROLE]
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
@@ -209,16 +189,14 @@ class Function(BaseModel):
 
 
 class Tool(Strict):
-    """A tool of a chat."""
-
-    type: Annotated[Any, only("function", why="only functions can be called")]
+    type: FUNCTION
     function: Function
 
 
 class FlatTool(Function):
     """A tool of /v1/responses."""
 
-    type: Annotated[Any, only("function", why="only functions can be called")]
+    type: FUNCTION
 
 
 class Item(BaseModel):
@@ -226,7 +204,7 @@ class Item(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(older_role)] | None = None
+    role: Annotated[Literal["system", "user", "assistant"], OLDER_ROLE] | None = None
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
     call_id: str | None = None
     name: str | None = None
@@ -279,7 +257,7 @@ class Generation(CommonRequest):
     """What chats and completions share."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), BeforeValidator(texts)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), ONE_OR_MORE] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(token_ids), at_most(MOST_BIASES)] | None = None
@@ -294,13 +272,11 @@ class Generation(CommonRequest):
 
 
 class Chat(Generation):
-    """POST /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FIRST] | None = None
-    tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
-    parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
+    tool_choice: CHOICE = None
+    parallel_tool_calls: PARALLEL = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Annotated[Any, only({"type": "text"}, why="only text is given: a form cannot be enforced")] = None
     modalities: Annotated[Any, only(["text"], why="only text is given")] = None
@@ -308,8 +284,6 @@ class Chat(Generation):
 
 
 class Completion(Generation):
-    """POST /v1/completions."""
-
     prompt: Annotated[list[Any], BeforeValidator(prompts)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
@@ -330,14 +304,12 @@ class Completion(Generation):
 
 
 class Responses(CommonRequest):
-    """POST /v1/responses."""
-
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FlatTool], FIRST] | None = None
-    tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
-    parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
+    tool_choice: CHOICE = None
+    parallel_tool_calls: PARALLEL = None
     text: Annotated[Any, only({"format": {"type": "text"}}, why="only text is given: a form cannot be enforced")] = None
     truncation: Annotated[Any, only("disabled", why="what is too long is refused; leave it out")] = None
     include: Annotated[Any, only([], why="nothing more is included; leave it out")] = None
@@ -361,9 +333,8 @@ class LoadModel(Strict):
 
 
 def read(kind: type[Any], body: Any) -> Any:
-    """The request that this body is; null stands for a parameter that was left out.
-
-    Raises Refused with 400 and the parameter's name.
+    """The request that this body is; null stands for a parameter that was left out. Raises Refused with 400 and the
+    parameter's name.
     """
     if not isinstance(body, dict):
         raise Refused(400, "the body has to be a JSON object")

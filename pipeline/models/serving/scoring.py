@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import transformers
 
+from ktconvert.pipeline.models.serving.access import Refused, ending
 from ktconvert.pipeline.models.serving.model_manager import OneModel
-from ktconvert.pipeline.models.serving.prompts import Prompts
-from ktconvert.pipeline.models.serving.refused import Refused, ending
 from ktconvert.pipeline.models.serving.request_options import noted_for
 from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
 from ktconvert.pipeline.models.serving.schemas import Completion
-from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, decode_all
+from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder, decode_all
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
@@ -37,7 +36,7 @@ PLAIN = {
 
 @dataclass
 class Scores:
-    """Of each token of `ids` but the first: the logarithm of its probability, and the likeliest tokens with theirs."""
+    """Of each token but the first: the logarithm of its probability, and the likeliest tokens with theirs."""
 
     ids: list[int]
     own: list[float]
@@ -45,20 +44,13 @@ class Scores:
 
 
 async def completion(
-    manager: OneModel,
-    prompts: Prompts,
-    scheduler: Scheduler,
-    request: Completion,
-    ids: list[int],
-    config: dict[str, Any],
-    name: str,
+    manager: OneModel, scheduler: Scheduler, request: Completion, ids: list[int], config: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
-    more. The one likeliest token, for which lm-eval asks, comes of the same pass.
-
-    Raises Refused for a text so long that its logits would not fit.
+    more. The one likeliest token, for which lm-eval asks, comes of the same pass. Raises Refused for a text so long
+    that its logits would not fit.
     """
-    model, count, top = manager.model, config["max_new_tokens"], request.logprobs
+    model, prompts, count, top = manager.model, manager.prompts, config["max_new_tokens"], request.logprobs
     most = MOST // prompts.vocabulary
     if top is not None and len(ids) + count > most:
         raise Refused(400, f"logprobs: of at most {most} tokens of prompt and answer with this model", "logprobs")
@@ -67,11 +59,8 @@ async def completion(
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
-        read = torch.tensor([ids], device=model.device)
-        inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
-        text, _, new = await scheduler.generate_non_streaming(
-            model, manager.processor, inputs, settings(**config), request_id=name
-        )
+        # The ids are noted under this name.
+        text, _, new = await scheduler.generate_non_streaming(model, manager.processor, {}, settings(**config), name)
     logprobs = None
     if top is not None:
         try:
@@ -93,9 +82,8 @@ async def completion(
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
-    """Read these tokens in one pass.
-
-    top: how many of the likeliest tokens are listed at each position; one_more: add the likeliest token after them
+    """Read these tokens in one pass. top: how many of the likeliest tokens are listed at each position; one_more: add
+    the likeliest token after them
     """
     scores = Scores([*ids], [], [])
     with torch.inference_mode():
@@ -127,8 +115,5 @@ def _logprobs(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
 
 def _name(tokenizer: Any, token: int) -> str:
     """A token's text; of one that is a part of a character, its name in the vocabulary, since such texts are alike."""
-    text: str = tokenizer.decode([token])
-    if "\N{REPLACEMENT CHARACTER}" not in text:
-        return text
-    name: str = tokenizer.convert_ids_to_tokens(token)
-    return name
+    text = str(tokenizer.decode([token]))
+    return str(tokenizer.convert_ids_to_tokens(token)) if CUT in text else text

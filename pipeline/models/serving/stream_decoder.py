@@ -55,25 +55,20 @@ class StreamDecoder:
         return self._text(now[len(before) :])
 
     def end(self) -> list[Any]:
-        """What was held back."""
-        last: list[Any] = []
+        last = list[Any]()
         if not self.stopped:
             last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
         if not self.stopped:
             last += self._parsed(self._held)
-        if self.parser is not None:
-            last += self._guarded(lambda parser: parser.finalize()[1])
-        return last
+        return last + (self._guarded(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.parser is None)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=self.parser is None))
 
     def _text(self, text: str) -> list[Any]:
         """Text up to the first stop string, less an end that may be the beginning of one."""
         text = self._held + text
-        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found:
+        if found := [at for at in map(text.find, self.stop) if at >= 0]:
             self.stopped, self.ended, self._held = True, True, ""
             return self._parsed(text[: min(found)])
         held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
@@ -81,10 +76,8 @@ class StreamDecoder:
         return self._parsed(text[: len(text) - held])
 
     def _parsed(self, text: str) -> list[Any]:
-        if not text:
-            return []
-        if self.parser is None:
-            return [text]
+        if not text or self.parser is None:
+            return [text] if text else []
         self._unread += text
         return self._guarded(lambda parser: parser.feed(text))
 
@@ -111,13 +104,12 @@ class GeneratedIds(list[int]):
 
 def parse_answers_of(processor: Any, model: Any) -> None:
     """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
-    its chat template writes the words from which parsing starts; other answers are plain text.
-
-    Parsers start with what the template writes after these words ("<think>"), and nothing that a user says. The
-    handlers look these functions up in their modules, and offer no other place to replace them.
+    its chat template writes the words from which parsing starts; other answers are plain text. Parsers start with what
+    the template writes after these words ("<think>"), and nothing that a user says. The handlers look these functions
+    up in their modules, and offer no other place to replace them.
     """
     template = _template(processor, model)
-    beginnings = _beginnings(processor, template)
+    beginnings = set() if template is None else _beginnings(processor, template)
 
     def prefix(tokenizer: Any, input_ids: Any) -> str:
         prompt = _decoded(tokenizer, input_ids)
@@ -132,8 +124,6 @@ def parse_answers_of(processor: Any, model: Any) -> None:
 
 def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
     """How this chat template may begin an answer: the words from which parsing starts, and what it writes after."""
-    if template is None:
-        return set()
     anchor, found = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
     for settings in THINKING:
         ends = set[tuple[str, str] | None]()
@@ -146,9 +136,8 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
                 continue
             last = max(anchor.finditer(prompt), key=lambda match: match.end(), default=None)
             ends.add(last and (last[0], prompt[last.end() :]))
-        end = ends.pop()
-        if end is not None and not ends:
-            found.add(end)
+        if len(ends) == 1:
+            found |= {end for end in ends if end is not None}
     return found
 
 
@@ -167,5 +156,4 @@ def parse_message(
 
 
 def decode_all(decoder: StreamDecoder, ids: Iterable[int]) -> list[Any]:
-    """All that comes of these ids."""
     return [item for token in ids for item in decoder.put(token)] + decoder.end()

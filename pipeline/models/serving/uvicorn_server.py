@@ -27,7 +27,7 @@ INTERRUPTED = 130  # the exit code
 
 
 def _then_look(name: str) -> Any:
-    """The method of this name of uvicorn's class, after which whose part is next is looked at."""
+    """The method of this name of uvicorn's class, and then a look whose part is next."""
 
     def method(self: Connection, *arguments: Any) -> None:
         getattr(H11Protocol, name)(self, *arguments)
@@ -47,10 +47,10 @@ class Connection(H11Protocol):
         """As asyncio has it; another connection may have to go."""
         super().connection_made(transport)
         self._look()
-        if len(self.connections) > KEPT:
-            others = [one for one in self.connections if isinstance(one, Connection) and one.waits and one is not self]
-            if others:
-                min(others, key=Connection.precedence).transport.abort()
+        # The client that sends nothing has to go first, then the one that reads nothing.
+        others = [one for one in self.connections if isinstance(one, Connection) and one._awaited and one is not self]
+        if len(self.connections) > KEPT and others:
+            min(others, key=lambda one: (one.flow.write_paused, one._since)).transport.abort()
 
     # After each of these it may be another one's part: after on_response_complete the next request may begin, after
     # pause_writing the client does not read.
@@ -60,21 +60,10 @@ class Connection(H11Protocol):
     resume_writing = _then_look("resume_writing")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio has it."""
         super().connection_lost(exc)
         self._await(None)
 
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for the client: to send a request, or to read an answer."""
-        return self._awaited is not None
-
-    def precedence(self) -> tuple[bool, float]:
-        """The least goes first where there are too many: whoever sends nothing, then whoever reads nothing."""
-        return self.flow.write_paused, self._since
-
     def _look(self) -> None:
-        """Note whose part is next."""
         if self.flow.write_paused:
             self._await((self.flow, READING))
         elif self.cycle is None or self.cycle.response_complete:
@@ -102,13 +91,11 @@ class Server(uvicorn.Server):
     """uvicorn's, which waits for the answers that it is giving; here they end at once."""
 
     def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
-        """settings: of uvicorn."""
         more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off"}
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=PATIENCE, **more, **settings))
         self._scheduler = scheduler
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
         self._scheduler.interrupt()
         super().handle_exit(sig, frame)
 

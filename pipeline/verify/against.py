@@ -1,7 +1,10 @@
-"""An output against its source: experts quantized again and compared, errors measured, all other bytes compared."""
+"""An output against its source (experts quantized again and compared, errors measured, all other bytes compared), and
+against another output, merged or loose, ours or kt-kernel's.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,24 +22,19 @@ from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
+from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import InputStatistics
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.stages import copy_tensors, equalized
 from ktconvert.pipeline.stages.expert_stream import error_figures, sample
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit_experts import resplit
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
-from ktconvert.pipeline.verify.checks import (
-    Check,
-    CheckItems,
-    LinearError,
-    ProjectionErrors,
-    first_difference,
-    item_problems,
-)
+from ktconvert.pipeline.verify import checks
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, LinearError, ProjectionErrors
 from ktconvert.pipeline.verify.inputs import Inputs
+from ktconvert.pipeline.verify.structure import sizes_of
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
@@ -53,7 +51,7 @@ class ExpertFindings:
     problems: list[str] = field(default_factory=list)
     equal: int = 0
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    calibrated: list[Calibrated] = field(default_factory=list)
+    calibrated: list[checks.Calibrated] = field(default_factory=list)
     equalized: int = 0
 
 
@@ -96,9 +94,14 @@ class Comparison:
         found = copy_tensors.not_experts(self.model, copy_tensors.choice_of(self.output.others))
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
+    @cached_property
+    def resplit_from(self) -> list[int]:
+        """The numbers of NUMA parts that the output had before `ktconvert resplit`, in order."""
+        return [] if self.output.whole else list(self.output.facts.get("resplit_from", []))
+
     def expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
         """The parts of a projection as they must be: quantized from the source, and resplit as the output was."""
-        first, *later = (replace(work.grid, numa=numa) for numa in (*_before(self.output), work.grid.numa))
+        first, *later = (replace(work.grid, numa=numa) for numa in (*self.resplit_from, work.grid.numa))
         parts = replace(work, grid=first).make(item)
         for grid in later:
             parts = resplit(work.fmt.encoding, parts, grid, item)
@@ -115,9 +118,9 @@ def source_bytes(inputs: Inputs) -> int:
 
 def comparison(inputs: Inputs) -> Comparison:
     """How this output is compared. UnsupportedError where we cannot make these bytes or judge these codes."""
-    output, measure, facts = inputs.output, inputs.measure, inputs.output.facts
+    output, measure = inputs.output, inputs.measure
     assert inputs.model is not None
-    method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
+    method, scale = output.facts.get("quant_method"), output.facts.get("scale", ABSMAX.name)
     if measure.fmt is None:
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
@@ -139,33 +142,27 @@ def comparison(inputs: Inputs) -> Comparison:
     )
 
 
-def compare_source(
-    compared: Comparison, check_items: CheckItems, reporter: Reporter
-) -> tuple[Check, list[ProjectionErrors]]:
+def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check, list[ProjectionErrors]]:
     """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
-    all.
-
-    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
-    unless these were calibrated, too, lie in their range, and have an error that is plausible next to rounding's.
-    Raises InputError for a source that holds NaN or Inf or cannot be read.
+    all. Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same
+    scales, unless these were calibrated, too, lie in their range, and have an error that is plausible next to
+    rounding's. Raises InputError for a source that holds NaN or Inf or cannot be read.
     """
-    output, measure, model = compared.output, compared.measure, compared.model
+    output, measure, model, before = compared.output, compared.measure, compared.model, compared.resplit_from
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
-    before = _before(output)
     for numa in (*before, measure.numa):
         wrong = {n: illegal_reason(compared.fmt.of_layer(n), [measure.shapes[n][1:]], numa) for n in layers}
         if numa in before and (reason := next(filter(None, wrong.values()), None)):
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {reason}")
         layers = [n for n in layers if wrong[n] is None]
-    total, errors = _compare_experts(model, layers, check_items, reporter)
-    problems += total.problems
-    problems += compare_others(output, model.source, compared.other_tensors, check_items, reporter)
+    total, errors = _compare_experts(model, layers, check_items)
+    problems += total.problems + compare_others(output, model.source, compared.other_tensors, check_items)
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
     summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
-        summary = calibrated_summary(total.calibrated, compared.same_scales)
-        notes += calibrated_notes(total.calibrated)
+        summary = checks.calibrated_summary(total.calibrated, compared.same_scales)
+        notes += checks.calibrated_notes(total.calibrated)
     if model.equalized:
         proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
         summary += f"; {total.equalized} experts are equalized{proved}"
@@ -174,13 +171,13 @@ def compare_source(
 
 
 def _compare_experts(
-    model: MoeModel, layers: Iterable[int], check_items: CheckItems, reporter: Reporter
+    model: MoeModel, layers: Iterable[int], check_items: CheckItems
 ) -> tuple[ExpertFindings, list[ProjectionErrors]]:
     """Every expert of these layers: what was found in all, and their errors."""
     total, errors = ExpertFindings(), dict[tuple[int, str], ProjectionErrors]()
     items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
     sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
-    for nbytes, ((layer, expert), found) in zip(sizes, check_items("experts", items, sizes), strict=True):
+    for (layer, expert), found in check_items("experts", items, sizes):
         total.problems += found.problems
         total.equal += found.equal
         total.calibrated += found.calibrated
@@ -189,52 +186,51 @@ def _compare_experts(
             own = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
             own.sums += sums
             own.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
-        reporter.at(f"layer {layer}")
-        reporter.advance(nbytes)
     return total, list(errors.values())
 
 
-def _before(output: Output) -> list[int]:
-    """The numbers of NUMA parts that the output had before `ktconvert resplit`, in order."""
-    return list(output.facts.get("resplit_from", [])) if not output.whole else []
-
-
 def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
-    problems: list[str] = []
+    problems, root = [], model.source.root
     for layer, shape in measure.shapes.items():
         if layer not in model.moe_layers:
-            problems.append(f"layer {layer} is here, but has no experts in {model.source.root}")
+            problems.append(f"layer {layer} is here, but has no experts in {root}")
         elif shape != model.shape(layer):
-            e, h, i = model.shape(layer)
-            problems.append(
-                f"layer {layer} has {shape[0]} experts of {shape[1]} x {shape[2]}, "
-                f"{model.source.root} has {e} of {h} x {i}"
-            )
+            (experts, h, i), (e, own_h, own_i) = shape, model.shape(layer)
+            problems.append(f"layer {layer} has {experts} experts of {h} x {i}, {root} has {e} of {own_h} x {own_i}")
     absent = [n for n in model.layers if n not in measure.shapes]
     if not absent:
         return problems, []
     if output.settings.get("layers", "all") != "all":
         return problems, [f"layers {ranges(absent)} of the source were left out by --layers"]
-    return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
+    return [*problems, f"layers {ranges(absent)} of {root} are missing here"], []
+
+
+def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
+    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
+    if np.array_equal(a, b):
+        return None
+    at = np.flatnonzero(a != b)
+    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
 
 
 # --- experts --------------------------------------------------------------------------------------
 
 
 def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertFindings:
-    found = ExpertFindings()
+    found, of_codes = ExpertFindings(), work.fmt.encoding
     for projection in PROJECTIONS:
         for part, expected in compared.expected(work, (work.start, projection)):
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
-            encoding, matrix = equalized.undone(work.model, work.fmt.encoding, part)
+            encoding, matrix = equalized.undone(work.model, of_codes, part)
             sums = np.zeros(4)
             if compared.calibrated:
-                of_codes = work.fmt.encoding
-                sums, seen, problem = judge(of_codes, matrix, stored, expected, whole=measured, measured=encoding)
+                sums, seen, problem = checks.judge(
+                    of_codes, matrix, stored, expected, whole=measured, measured=encoding
+                )
                 found.calibrated.append(seen)
-                here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].name]
+                here = compared.output.tensors[part.place, of_codes.tensors(part.n, part.k)[0].name]
                 found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
                 sums = error_sums(encoding, matrix, stored)
@@ -275,10 +271,10 @@ def _compare_part(
         if here is None:
             found.problems.append(f"{what} is missing ({names.key(part.place, tensor.name)})")
             continue
+        where = f"{here.name} in {here.file}"
         if here.nbytes != data.size:
             found.problems.append(
-                f"{what} has {here.nbytes} bytes, quantizing the source gives {tensor.nbytes} ({here.name} in "
-                f"{here.file})"
+                f"{what} has {here.nbytes} bytes, quantizing the source gives {tensor.nbytes} ({where})"
             )
             continue
         stored.append(output.read(here))
@@ -290,8 +286,7 @@ def _compare_part(
             at, is_, should, count = difference
             differ = "1 byte differs" if count == 1 else f"{count} bytes differ"
             found.problems.append(
-                f"{what}: byte {at} is {is_:#04x}, quantizing the source gives {should:#04x} ({differ}; {here.name} in "
-                f"{here.file})"
+                f"{what}: byte {at} is {is_:#04x}, quantizing the source gives {should:#04x} ({differ}; {where})"
             )
     judged = not compared.calibrated or len(found.problems) == before  # codes with other scales mean nothing
     return stored if len(stored) == len(tensors) and judged else None
@@ -306,30 +301,24 @@ def decoded_tensors(source: TensorSource) -> dict[str, copy_tensors.OtherTensor]
     return {name: copy_tensors.OtherTensor(name, stored) for name, stored in tensors.items()}
 
 
-def compare_decoded(output: Output, source: TensorSource, check_items: CheckItems, reporter: Reporter) -> Check:
+def compare_decoded(output: Output, source: TensorSource, check_items: CheckItems) -> Check:
     """Every tensor of a dequantized checkpoint: quantized weights are decoded again, all others are the source's."""
     tensors = decoded_tensors(source)
-    problems = compare_others(output, source, tensors, check_items, reporter)
+    problems = compare_others(output, source, tensors, check_items)
     count = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
     result = f"{count} weights decoded again: the same bytes; {len(tensors) - count} other tensors are the source's"
     return Check(result, tuple(problems))
 
 
 def compare_others(
-    output: Output,
-    source: TensorSource,
-    expected: Mapping[str, copy_tensors.OtherTensor],
-    check_items: CheckItems,
-    reporter: Reporter,
+    output: Output, source: TensorSource, expected: Mapping[str, copy_tensors.OtherTensor], check_items: CheckItems
 ) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
-    problems = [
-        f"{name} in {stored.file} is not in {source.root}"
-        for name, stored in output.others.items()
-        if name not in expected
-    ]
-    sizes = [0 if (stored := output.others.get(name)) is None else stored.nbytes for name in expected]
-    return problems + item_problems(check_items, "other tensors", list(expected), sizes, reporter)
+    others = output.others
+    problems = [f"{name} in {others[name].file} is not in {source.root}" for name in others if name not in expected]
+    sizes = [others[name].nbytes if name in others else 0 for name in expected]
+    found = check_items("other tensors", list(expected), sizes)
+    return problems + [problem for _, problem in found if problem is not None]
 
 
 def other_difference(output: Output, source: TensorSource, tensor: copy_tensors.OtherTensor) -> str | None:
@@ -348,4 +337,63 @@ def other_difference(output: Output, source: TensorSource, tensor: copy_tensors.
         at += chunk.size
     for read in tensor.reads:
         source.release(read)
+    return None
+
+
+# --- another output -------------------------------------------------------------------------------
+
+
+def compare_outputs(output: Output, measure: Measure, other: Output, check_items: CheckItems) -> Check:
+    """Require the same expert tensors with the same bytes on both sides; other tensors count where both have them."""
+    problems = [
+        f"{name} is {value} here, {there} in {other.root}"
+        for (name, value), there in zip(sizes_of(measure).items(), sizes_of(measure_of(other)).values(), strict=True)
+        if value != there and not (0 in (value, there) and name in ("hidden", "intermediate"))  # 0: not known
+    ]
+    problems += [*_one_sided(output, other), *_one_sided(other, output)]
+    found = pairs(output, other)
+    compared = check_items("equal tensors", list(found), [stored.nbytes for stored, _ in found.values()])
+    problems += [problem for _, problem in compared if problem is not None]
+    lone = len(output.others.keys() ^ other.others.keys())
+    notes = (f"{lone} tensors that are no routed experts are on one side only",) if lone else ()
+    result = f"{len(found)} tensors, the same bytes in {other.root}"
+    return Check(result, tuple(problems), notes, "convert the wrong one again")
+
+
+def pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    """The tensors that both have, by name."""
+    both = {
+        output.names.key(*key): (stored, other.tensors[key])
+        for key, stored in sorted(output.tensors.items())
+        if key in other.tensors
+    }
+    shared = output.others.keys() & other.others.keys()
+    return both | {name: (output.others[name], other.others[name]) for name in sorted(shared)}
+
+
+def _one_sided(output: Output, other: Output) -> list[str]:
+    """What `other` lacks; a layer that it lacks altogether counts as one."""
+    lone = sorted(output.tensors.keys() - other.tensors.keys())
+    layers = {place.layer for place, _ in other.tensors}
+    whole = Counter(place.layer for place, _ in lone if place.layer not in layers)
+    problems = [f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in whole.items()]
+    return problems + [
+        f"{output.names.key(*key)} is missing in {other.root} ({output.names.describe(*key)})"
+        for key in lone
+        if key[0].layer in layers
+    ]
+
+
+def tensor_difference(output: Output, other: Output, name: str, a: TensorInfo, b: TensorInfo) -> str | None:
+    """How a tensor differs; None where both are the same."""
+    if a.nbytes != b.nbytes:
+        return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
+    for start in range(0, a.nbytes, CHUNK):
+        stop = min(start + CHUNK, a.nbytes)
+        difference = first_difference(output.read(a, start, stop), other.read(b, start, stop))
+        if difference is not None:
+            at, mine, theirs, _ = difference
+            return f"{name} differs: byte {start + at} is {mine:#04x}, {theirs:#04x} in {other.root}"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{name} is {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} in {other.root}"
     return None
