@@ -1,5 +1,5 @@
-"""Rows of a linear rounded in turn, so that the model's predictions change least: what errors of outputs cost, and how an
-error of some rows is made up for by those that are left. Plain functions over torch tensors; equations: NUMERICS.md,
+"""Rows of a linear rounded in turn, so that the model's predictions change least: what errors of outputs cost, and how
+an error of some rows is made up for by those that are left. Plain functions over torch tensors; equations: NUMERICS.md,
 section 7c.
 
 GPTQ and the descent weigh an error by the inputs it meets, and take all outputs for equally important. They are not: F,
@@ -33,8 +33,8 @@ def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tenso
 
     information  F of what down gives, [H, H]
     down         [H, I]
-    slopes       sum of s s^T over the expert's tokens, [2 I, 2 I]: s are the derivatives of what down reads with respect
-                 to gate and up, times the routing weight
+    slopes       sum of s s^T over the expert's tokens, [2 I, 2 I]: s are the derivatives of what down reads with
+                 respect to gate and up, times the routing weight
     """
     mean = information.diagonal().mean()
     dampened = information + DAMPENING * mean * information.new_ones(len(information)).diag()

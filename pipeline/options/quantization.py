@@ -153,7 +153,7 @@ class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
     importance: ImportanceFile = ImportanceFile()
     imatrix_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--imatrix")] = None
     second_moments_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--statistics")] = None
-    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="descent")
+    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="full")
     threadpool_count: Annotated[
         int,
         Option(
