@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
-from ktconvert.quantizers import descent, gptq
+from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.reference import F32
 from ktconvert.quantizers.scales import e8m0_exponents
 
@@ -43,7 +43,8 @@ class Compensate:
     nearest    rounds a linear to nearest
     write      takes the linears, in file order
     parts      NUMA parts of a linear
-    descends   whether scales and codes are improved after GPTQ, for errors weighted by routing weights
+    steps      "plain": GPTQ alone; "descent": errors are weighted by routing weights, and scales and codes improved
+               after GPTQ; "full": errors are also weighed by what they do to predictions
     too_few    experts with linears that were rounded to nearest since too few tokens were routed to them
     fell_back  linears that were rounded to nearest since their Hessian could not be factorized
     """
@@ -56,15 +57,16 @@ class Compensate:
     nearest: Nearest
     write: Write
     parts: int = 1
-    descends: bool = False
+    steps: str = "plain"
     too_few: list[int] = field(default_factory=list)
     fell_back: list[Item] = field(default_factory=list)
     replaces = True
     _shared: _Metric | None = None  # of the Hessian that gate and up of all experts share
+    _outputs: gptq.Factor | None = None  # of what predictions feel of the layer's outputs
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(gptq.Hessian.empty, self.sees, self.descends)
+        return Evidence(gptq.Hessian.empty, self.sees, self.steps != "plain", self.steps == "full")
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
@@ -121,19 +123,22 @@ class Compensate:
         items = [(expert, projection) for projection in projections]
         weight = torch.cat([getattr(group.weights[expert], projection) for projection in projections])
         scales = np.concatenate([self._scales(group, *item) for item in items])
-        grid, scale = self.encoding.grid, steps(self.encoding, scales).to(weight.device)
+        scale = steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
                 shared = projections[0] == "gate" and self.evidence.shared
                 metric = self._metric(_hessian(group, *items[0]), shared=shared)
-                values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
-                rounded = values.to(weight.dtype)
-                exact = self.rounding == "float32"
-                codes = gptq.codes(values if exact else rounded, scale.float() if exact else scale, grid.code_range)
-                if metric.errors is not None:
-                    better = descent.refine(weight, metric.errors, descent.Chosen(codes, scale.float()), grid)
-                    rounded, codes = better.values.to(weight.dtype), better.codes
-                    scales = stored_scales(self.encoding, better.scale)
+                rows = self._rows(group, expert, projections)
+                if rows is None:
+                    chosen, values = self._choose(weight, scale, metric)
+                else:
+                    chosen = predictions.in_turn(
+                        weight, rows, lambda some, numbers: self._choose(some, scale[numbers], metric)[0]
+                    )
+                    values = chosen.values
+                codes, rounded = chosen.codes, values.to(weight.dtype)
+                if self.steps != "plain":
+                    scales = stored_scales(self.encoding, chosen.scale)
         except gptq.NotFinite as error:
             where = f"layer {group.layer}, {' and '.join(projections)} of expert {expert}"
             raise VerificationError(
@@ -150,12 +155,35 @@ class Compensate:
             for item, own, own_scales, values in linears
         }
 
+    def _choose(
+        self, weight: torch.Tensor, scale: torch.Tensor, metric: _Metric
+    ) -> tuple[descent.Chosen, torch.Tensor]:
+        """The codes and scales of rows of a linear, beginning with these scales, and the values that they stand for."""
+        grid, exact = self.encoding.grid, self.rounding == "float32"
+        values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
+        values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
+        chosen = descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float())
+        if metric.errors is None:
+            return chosen, values
+        chosen = descent.refine(weight, metric.errors, chosen, grid)
+        return chosen, chosen.values
+
+    def _rows(self, group: ExpertGroup, expert: int, projections: Sequence[str]) -> gptq.Factor | None:
+        """The factor of what the model's predictions feel of these linears' outputs; None where nobody asked."""
+        if group.outputs is None:
+            return None
+        if projections != ("down",):
+            down = group.weights[expert].down
+            return predictions.factorize(predictions.of_middle(group.outputs, down, group.slopes[expert]))
+        self._outputs = self._outputs or predictions.factorize(group.outputs)
+        return self._outputs
+
     def _metric(self, hessian: gptq.Hessian, *, shared: bool) -> _Metric:
         """What follows from a Hessian; one that all experts of a layer share is factorized once."""
         if shared and self._shared is not None:
             return self._shared
         factor = gptq.factorize(hessian, self.dampening)
-        descends = self.descends and not factor.fell_back
+        descends = self.steps != "plain" and not factor.fell_back
         metric = _Metric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
         if shared:
             self._shared = metric

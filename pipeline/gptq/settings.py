@@ -7,6 +7,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
+from ktconvert.pipeline.options.option_groups import Gptq
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.walk import footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
@@ -24,7 +25,7 @@ class Settings(WalkSettings):
     rounding: str
     sees: str
     floor: int
-    descends: bool
+    steps: str
     engine: str
 
 
@@ -38,8 +39,8 @@ def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
         rounding=options.rounding,
         sees=gptq.calibrate,
         floor=gptq.min_expert_tokens,
-        descends=gptq.gptq_steps == "descent",
-        group=group_size(model, int(machine["group_bytes"]), gptq.calibrate == "routed"),
+        steps=gptq.gptq_steps,
+        group=group_size(model, int(machine["group_bytes"]), gptq),
         engine=options.engine,
         trust_remote_code=options.machine.trust_remote_code,
         machine=machine,
@@ -47,12 +48,13 @@ def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
     )
 
 
-def group_size(model: MoeModel, budget: int, routed: bool) -> int:
+def group_size(model: MoeModel, budget: int, options: Gptq) -> int:
     """How many experts of the widest layer, with Hessians and working copies, fit into `budget` bytes; at least one."""
 
     def bytes_of(hidden: int, width: int) -> int:
-        hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-        return 2 * 3 * hidden * width * 2 + hessians  # weights as they are, and rounded
+        hessians = 4 * width * width + (4 * hidden * hidden if options.calibrate == "routed" else 0)
+        slopes = 4 * (2 * width) ** 2 if options.gptq_steps == "full" else 0
+        return 2 * 3 * hidden * width * 2 + hessians + slopes  # weights as they are, and rounded
 
     return footprint.experts_at_a_time(model, budget, bytes_of)
 
@@ -72,5 +74,6 @@ def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: Quantiza
         statistics=options.gptq.save_statistics is not None,
         bits=max(own.encoding.grid.bits for own in fmt.formats),
         group=settings.group,
+        outputs=settings.steps == "full",
         on_gpu=settings.machine["device_type"] != "cpu",
     )

@@ -186,8 +186,8 @@ class Gptq(Options, title="Calibration"):
     )
     gptq_steps: str = weights(
         "GPTQ alone (plain); or errors weighted by routing weights, scales that are fitted again after GPTQ, and "
-        "codes that go where the error is least (descent).",
-        click.Choice(["plain", "descent"], case_sensitive=False),
+        "codes that go where the error is least (descent); or all that, where predictions feel it least (full).",
+        click.Choice(["plain", "descent", "full"], case_sensitive=False),
         default="plain",
     )
     min_expert_tokens: int = weights(

@@ -135,7 +135,7 @@ class CpuOptions(QuantizationOptions):
     importance: ImportanceFile = ImportanceFile()
     imatrix_sha256: str | None = recorded(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = recorded(Effect.WEIGHTS, "--statistics")
-    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="descent")
+    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="full")
     threadpool_count: int = weights(
         "NUMA parts into which every expert is split: the number of NUMA nodes that the server may use.",
         Number(min=1),

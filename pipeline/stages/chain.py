@@ -17,6 +17,7 @@ from ktconvert.pipeline.engine.units import Context, Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
+from ktconvert.pipeline.walk.footprint import LAYER
 from ktconvert.pipeline.walk.layer import LayerWalk, SamplesWork, read_samples, walk_dense_layer, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
 
@@ -110,6 +111,12 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
             sum(t.nbytes for t in tensors),
             boundary if layer != model.layers[-1] else 0,
         )
+
+
+def tensors_outside(model: MoeModel, rest: Mapping[str, OtherTensor]) -> tuple[tuple[Any, ...], ...]:
+    """What lies outside all decoder layers, as a unit names it: embedding, last norm, head."""
+    outside = (tensor for name, tensor in rest.items() if not LAYER.search(name))
+    return tuple(model.source.identity(info) for tensor in outside for info in tensor.reads)
 
 
 def tensors_of_layer(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:

@@ -21,7 +21,7 @@ from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.footprint import REMEDIES
 from ktconvert.pipeline.walk.layer import SamplesWork, read_samples
-from ktconvert.quantizers import descent, gptq
+from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 NAME = "gptq"
@@ -58,6 +58,7 @@ def stage(
         )
 
     boundary = chain.boundary_bytes(model, settings.calibration) if settings.engine == "stream" else 0
+    outside = chain.tensors_outside(model, rest) if settings.steps == "full" else ()
     threads = int(settings.machine["threads"])
     samples = SamplesWork(settings.calibration, threads, skeleton)
     units: list[Unit[Any]] = [chain.samples_unit(NAME, VERSION, settings.fingerprint, boundary, samples)]
@@ -70,7 +71,14 @@ def stage(
             Unit(
                 stage=NAME,
                 key=step.key,
-                versions=(VERSION, gptq.VERSION, descent.VERSION, own.encoding.grid.version, own.encoding.version),
+                versions=(
+                    VERSION,
+                    gptq.VERSION,
+                    descent.VERSION,
+                    predictions.VERSION,
+                    own.encoding.grid.version,
+                    own.encoding.version,
+                ),
                 params=(
                     ("after", units[-1].fingerprint),
                     ("format", own.name),
@@ -78,7 +86,7 @@ def stage(
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
                 ),
-                inputs=step.inputs,
+                inputs=step.inputs + outside,
                 final=loose.layer_folder(step.layer) if loose_files else "",
                 folder=loose_files,
                 bytes_in=step.bytes_in,
@@ -107,9 +115,7 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
     settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(
-            work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa, settings.descends
-        )
+        compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa, settings.steps)
         gathered = (gathering.counts,) if link.side is None else gathering.consumers
         consumers = (*gathered, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)

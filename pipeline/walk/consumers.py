@@ -38,11 +38,13 @@ class Evidence:
               "all", down as with "routed"
     weighted  whether what an expert's own tokens give is weighted by their shares: an error of an expert's output
               reaches the model times the token's routing weight
+    outputs   whether it is also asked what errors of the outputs do to the model's predictions
     """
 
     empty: Callable[[int, Any], Accumulator]
     sees: str = "all"
     weighted: bool = False
+    outputs: bool = False
 
     @property
     def shared(self) -> bool:
@@ -72,6 +74,10 @@ class ExpertGroup:
     weights  of each expert of the group, by its number
     gate_up  the accumulator of what gate and up read, by expert; {} without evidence
     down     that of what down reads
+    outputs  the Fisher information of predictions about what the layer gives, float32 [H, H], up to a factor; None
+             where nobody asked
+    slopes   of each expert then, the sum of s s^T over its tokens, float32 [2 I, 2 I]: s are the derivatives of what
+             down reads with respect to gate and up, times the routing weight
     """
 
     layer: int
@@ -79,6 +85,8 @@ class ExpertGroup:
     weights: Mapping[int, ExpertWeights]
     gate_up: Mapping[int, Any]
     down: Mapping[int, Any]
+    outputs: torch.Tensor | None = None
+    slopes: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Consumer(Protocol):

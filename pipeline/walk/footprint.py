@@ -22,6 +22,8 @@ LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcomp
 CUDA = 3 * GIB // 2  # on the card beside tensors: CUDA, its kernels, what its allocator cannot use; not measured
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
+GRADIENTS = 8192  # tokens, spread over all, of which gradients are taken
+AT_ONCE = 256  # of them, whose predictions are in memory together
 BLOCK = 128  # columns that GPTQ quantizes before it corrects the rest
 MATRICES = 16  # of that width, that it holds at a time
 ROWS = 8  # rows of H and of all heads together that a sequence holds at a time, in BF16: q, k, v, rotations, residual
@@ -51,6 +53,8 @@ class WalkShape:
     head        values of a head, the widest of q, k and v
     rest        BF16 bytes of the largest decoder layer without its routed experts
     dense       whether layers without experts lie before one with, and are run with it
+    outputs     whether it is also asked what predictions feel of the experts' outputs
+    vocabulary  tokens that are predicted
     top_k       experts that a token is routed to
     statistics  whether GPTQ gathers statistics, too
     moments     whether sums of x xT are kept: Hessians that nothing is quantized with
@@ -73,6 +77,8 @@ class WalkShape:
     on_gpu: bool = False
     statistics: bool = False
     moments: bool = False
+    outputs: bool = False
+    vocabulary: int = 0
 
     @property
     def has_hessians(self) -> bool:
@@ -126,18 +132,23 @@ def footprint(shape: WalkShape) -> Footprint:
     tall = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
     working = max(working_bytes(tall, h), working_bytes(h, i)) if shape.quantizes else 0
     working += 2 * max(h, i) ** 2 * FLOAT if shape.moments else 0  # halved, and as it is stored
+    # What predictions feel: of the layer's outputs, with its factor, and of each expert's gate and up; gradients.
+    information = shape.outputs * (2 * h * h + group * (2 * i) ** 2) * FLOAT
+    working += shape.outputs * 4 * FLOAT * max(h, 2 * i) ** 2
+    logits = AT_ONCE * shape.vocabulary * 4 * FLOAT
+    gradients = shape.outputs * (h * (shape.vocabulary * HALF + GRADIENTS * (HALF + 2 * FLOAT)) + logits)
     scores = shape.heads * shape.length**2 * SCORE
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
     # One sequence that goes into a Hessian: its product, its float32 copies; into a sum of squares: its float32 and
     # float64 copies.
     added = shared + (2 * FLOAT if shape.has_hessians else FLOAT + DOUBLE) * shape.length * h
-    attention = shape.rest + scores + sequence + shared + added
+    attention = shape.rest + shared + max(scores + sequence + added, gradients)
     codes = 2 * 3 * h * i * shape.bits // 8 * shape.quantizes
     # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes of
     # an expert by both ways.
     copies = (1 if shape.on_gpu else 2) + shape.quantizes
     held = copies * group * expert + tall * h * HALF + codes
-    quantizing = held + hessians + squares + max(working, sequence + added)
+    quantizing = held + hessians + information + squares + max(working, sequence + added)
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF
     routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
@@ -166,6 +177,7 @@ def shape_of(
     calibrate: str = "routed",
     statistics: bool = False,
     moments: bool = False,
+    outputs: bool = False,
     bits: int = 8,
 ) -> WalkShape:
     """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
@@ -192,6 +204,8 @@ def shape_of(
         on_gpu=on_gpu,
         statistics=statistics,
         moments=moments,
+        outputs=outputs,
+        vocabulary=_number(config, 0, "vocab_size"),
     )
 
 

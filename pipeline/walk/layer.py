@@ -27,7 +27,9 @@ from ktconvert.pipeline.engine.units import Context, Link, Result, Written
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
 from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.walk.footprint import GRADIENTS
 from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:
     import torch
@@ -58,13 +60,17 @@ class LayerWalk:
 
     def middle(self, x: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
         """What the down projection of an expert reads for these inputs, BF16 [T, H]."""
-        import torch
-
-        return self.lm.middle(self.layer, *(torch.nn.functional.linear(x, w) for w in (expert.gate, expert.up)))
+        return self.lm.middle(self.layer, *_gate_and_up(x, expert))
 
     def weights(self, expert: int) -> ExpertWeights:
         linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
         return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
+
+
+def _gate_and_up(x: torch.Tensor, expert: ExpertWeights) -> list[torch.Tensor]:
+    import torch
+
+    return [torch.nn.functional.linear(x, weight) for weight in (expert.gate, expert.up)]
 
 
 def walk_layer(
@@ -120,6 +126,7 @@ class _Inputs:
     ids: list[torch.Tensor]
     shares: list[torch.Tensor]
     shared: Mapping[Evidence, Accumulator]
+    outputs: torch.Tensor | None = None
 
 
 def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Evidence]) -> _Inputs:
@@ -127,15 +134,20 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
     import torch
 
     shared = {kind: kind.empty(entering.width, walk.lm.device) for kind in kinds if kind.shared}
-    inputs = _Inputs(rows, [], [], shared)
+    inputs, asked, leaving = _Inputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
+    every = -(-entering.count // GRADIENTS)
     for start, hidden in walk.sequences(entering):
-        x, ids, shares = walk.lm.routed_inputs(walk.layer, hidden)
+        x, ids, shares, left = walk.lm.routed_inputs(walk.layer, hidden, through=asked)
+        if left is not None:
+            leaving.append(left[-start % every :: every].clone())
         with torch.inference_mode():
             for accumulator in shared.values():
                 accumulator.add(x)
         rows.write(start, bf16.to_bits(x))
         inputs.ids.append(ids.int().cpu())
         inputs.shares.append(shares.cpu())
+    if asked:
+        inputs.outputs = predictions.information(walk.lm.gradients(torch.cat(leaving), seed=walk.layer))
     return inputs
 
 
@@ -150,11 +162,13 @@ def _visit_experts(
     )
     for start in range(0, experts, walk.group):
         weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts))}
-        gathered = _gather(walk, inputs, weights, kinds)
+        slopes: dict[int, torch.Tensor] = {}
+        gathered = _gather(walk, inputs, weights, kinds, slopes if inputs.outputs is not None else None)
         computing: Mapping[int, ExpertWeights] = weights
         for consumer in consumers:
             gate_up, down = gathered[consumer.evidence] if consumer.evidence is not None else ({}, {})
-            replaced = consumer.take(ExpertGroup(walk.layer, tokens, weights, gate_up, down))
+            group = ExpertGroup(walk.layer, tokens, weights, gate_up, down, inputs.outputs, slopes)
+            replaced = consumer.take(group)
             if consumer.replaces:
                 assert replaced is not None and replaced.keys() == weights.keys()
                 computing = replaced
@@ -163,9 +177,13 @@ def _visit_experts(
 
 
 def _gather(
-    walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], kinds: set[Evidence]
+    walk: LayerWalk,
+    inputs: _Inputs,
+    weights: Mapping[int, ExpertWeights],
+    kinds: set[Evidence],
+    slopes: dict[int, torch.Tensor] | None,
 ) -> Mapping[Evidence, Accumulators]:
-    """The evidence of a group's linears, over all sequences."""
+    """The evidence of a group's linears, over all sequences; into `slopes`, if given, that of ExpertGroup."""
     import torch
 
     _, hidden, width = walk.model.shape(walk.layer)
@@ -173,6 +191,8 @@ def _gather(
     for kind in kinds:
         gate_up = {e: inputs.shared[kind] if kind.shared else kind.empty(hidden, walk.lm.device) for e in weights}
         gathered[kind] = gate_up, {e: kind.empty(width, walk.lm.device) for e in weights}
+    if slopes is not None:
+        slopes |= {e: torch.zeros((2 * width, 2 * width), device=walk.lm.device) for e in weights}
     with torch.inference_mode():
         for (_, x), ids, shares in zip(walk.sequences(inputs.rows), inputs.ids, inputs.shares, strict=True):
             for routed in sorted({kind.routed for kind in kinds}):
@@ -186,6 +206,11 @@ def _gather(
                         if not kind.shared:
                             gate_up[e].add(seen, share)
                         down[e].add(middle, share)
+            for e, total in (slopes or {}).items():
+                tokens, choice = torch.where(ids == e)
+                slope = walk.lm.slopes(walk.layer, *_gate_and_up(x[tokens.to(walk.lm.device)], weights[e]))
+                slope *= shares[tokens, choice, None].to(slope)
+                total.addmm_(slope.T, slope)
     return gathered
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.pipeline.models.loading import auto_class
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
 from ktconvert.pipeline.ui.text import first_line
+from ktconvert.pipeline.walk.footprint import AT_ONCE
 
 if TYPE_CHECKING:
     import torch
@@ -243,17 +244,26 @@ class LayeredModel:
         first: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return first[0]
 
-    def routed_inputs(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A loaded layer's experts' inputs for a sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]."""
+    def routed_inputs(
+        self, layer: int, hidden: torch.Tensor, *, through: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """A loaded layer's experts' inputs for a sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]; and what
+        leaves the layer without what routed experts add to it, BF16 [T, H], if it is run through to its end.
+        """
+        import torch
+
         called: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             called.append((x.flatten(0, -2), ids.flatten(0, -2), weights.flatten(0, -2)))
-            raise _Reached
+            if not through:
+                raise _Reached
+            return torch.zeros_like(x)
 
+        leaving = None
         with suppress(_Reached):
-            self.run(layer, hidden, catch)
-        return called[0]
+            leaving = self.run(layer, hidden, catch)
+        return *called[0], leaving
 
     def middle(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What a layer's down projections read: silu(gate) * up, as the model's class computes it."""
@@ -263,6 +273,55 @@ class LayeredModel:
         if hasattr(module, "_apply_gate"):
             return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
         return module.act_fn(gate) * up  # type: ignore[no-any-return]
+
+    def slopes(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The derivatives of `middle` with respect to gate and to up, side by side: float32 [T, 2 I]."""
+        import torch
+
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = [x.clone().requires_grad_() for x in (gate, up)]
+            return torch.cat(torch.autograd.grad(self.middle(layer, *inputs).sum(), inputs), dim=1).float()
+
+    def gradients(self, hidden: torch.Tensor, seed: int) -> torch.Tensor:
+        """What predictions feel of hidden states BF16 [T, H] that leave a layer, as if it were the last one: gradients
+        of the log-probability of a next token, which is drawn from the prediction itself; float32 [T, H].
+        """
+        import torch
+
+        generator, made = torch.Generator().manual_seed(seed), []
+        with self._head(), torch.inference_mode(False), torch.enable_grad():
+            for part in hidden.split(AT_ONCE):
+                leaving = part.clone()[None].to(self.device).requires_grad_()
+                logits = self.model(inputs_embeds=leaving, use_cache=False).logits[0].float()
+                drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+                loss = torch.nn.functional.cross_entropy(logits, drawn.to(self.device), reduction="sum")
+                made.append(torch.autograd.grad(loss, leaving)[0][0].float())
+        return torch.cat(made)
+
+    @contextmanager
+    def _head(self) -> Iterator[None]:
+        """Has the weights of what follows the last layer inside, and layers that give back what they get."""
+        names = {module: name for name, module in self.model.named_modules()}
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if head is None:
+            raise UnsupportedError(f"{self.source.root}: predicts no tokens; use --gptq-steps descent.")
+        tied = f"{names[head]}.weight" not in self._keys.values()
+        others = (module for module in self.stack.children() if module not in (self.layers, embedding))
+        after = [module for module in others if any(True for _ in module.parameters())]
+        with ExitStack() as filled:
+            for module in (*after, embedding if tied else head):
+                filled.enter_context(self._filled(f"{names[module]}."))
+            kept = head.weight
+            if tied:
+                head.weight = embedding.weight
+            for layer in self.layers:
+                layer.forward = lambda hidden, *_, **__: hidden
+            try:
+                yield
+            finally:
+                head.weight = kept
+                for layer in self.layers:
+                    del layer.forward
 
     def require_causal(self, layer: int) -> None:
         """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model."""
