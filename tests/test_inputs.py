@@ -2,8 +2,6 @@
 made of them is made of these values, and what cannot be read is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -49,11 +47,8 @@ def convert(source: Path, out: Path, method: str, *more: object) -> str:
     return str(done.stderr)
 
 
-# --- values and conversions ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_values_are_those_of_the_formula(name: str, written: Written, tmp_path: Path) -> None:
+def test_values_are_those_of_the_formula(name, written, tmp_path):
     """Also where no type is aligned to them."""
     folder, values = written(name)
     model = model_of(folder)
@@ -71,7 +66,7 @@ def test_values_are_those_of_the_formula(name: str, written: Written, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_what_is_made_of_them_is_made_of_their_values(name: str, written: Written, tmp_path: Path, cli: Any) -> None:
+def test_what_is_made_of_them_is_made_of_their_values(name, written, tmp_path, cli):
     """AMXINT8 in six parts, which begin inside a group, and loose AMXINT4 in three, with matrices for fine-tuning: as of a
     BF16 checkpoint; claimed, verified, inspected; 4 bits to AMXINT4 are warned of.
     """
@@ -112,7 +107,7 @@ def test_what_is_made_of_them_is_made_of_their_values(name: str, written: Writte
 @pytest.mark.parametrize(
     "name", ["ct MXFP4", "MXFP8", "E8M0 of 128x128, V4", "modelopt NVFP4", "gptq 4 order", "awq", "ct 4"]
 )
-def test_for_a_gpu(name: str, written: Written, cli: Any, tmp_path: Path) -> None:
+def test_for_a_gpu(name, written, cli, tmp_path):
     """W8A16 of the values; attention, which is quantized as well, becomes BF16, and nothing else of it is left."""
     encoding, attention = ENCODINGS[name], "model.layers.0.self_attn.q_proj"
     stored, bits = encoding.make(np.random.default_rng(9), 128, 256)
@@ -137,7 +132,7 @@ def test_for_a_gpu(name: str, written: Written, cli: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["dequantize", "gpu"])
-def test_a_config_no_longer_says_that_experts_are_fp4(command: str, cli: Any, tmp_path: Path) -> None:
+def test_a_config_no_longer_says_that_experts_are_fp4(command, cli, tmp_path):
     """DeepSeek-V4's has a key of its own for that, by which loaders go."""
     folder, _ = write("DeepSeek-V4", tmp_path / "model", expert_dtype="fp4", swiglu_limit=10)
     gpu = ("--quant-method", "RTN", "--quant-type", "W8A16") if command == "gpu" else ()
@@ -146,7 +141,7 @@ def test_a_config_no_longer_says_that_experts_are_fp4(command: str, cli: Any, tm
     assert "expert_dtype" not in document and document["swiglu_limit"] == 10
 
 
-def test_what_gpu_wrote_goes_to_cpu(example: Path, cli: Any, tmp_path: Path) -> None:
+def test_what_gpu_wrote_goes_to_cpu(example, cli, tmp_path):
     cli("gpu", "-i", example, "-o", tmp_path / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
     model, stored = model_of(tmp_path / "w4"), read_folder(tmp_path / "w4")
     for projection in PROJECTIONS:
@@ -157,7 +152,7 @@ def test_what_gpu_wrote_goes_to_cpu(example: Path, cli: Any, tmp_path: Path) -> 
     cli("verify", tmp_path / "int8", "--against", tmp_path / "w4")
 
 
-def test_a_plan_counts_what_is_decoded_before_it_is_transposed(written: Written) -> None:
+def test_a_plan_counts_what_is_decoded_before_it_is_transposed(written):
     """Codes of 4 bits are not read transposed; FP8 codes are. Scales and zero points are unpacked."""
     for name, least, whole in (
         ("DeepSeek-V4", H * I // 8, 2 * H * I),
@@ -169,7 +164,7 @@ def test_a_plan_counts_what_is_decoded_before_it_is_transposed(written: Written)
         assert model.reading_bytes(0) == least if name != "awq" else least <= model.reading_bytes(0) < 2 * H * I
 
 
-def test_another_checkpoint_format_is_another_source(tmp_path: Path) -> None:
+def test_another_checkpoint_format_is_another_source(tmp_path):
     """The same tensors as gptq and as gptq_v2 have other values, and a fingerprint of their own."""
     readings, values = [], []
     for version in ("gptq", "gptq_v2"):
@@ -181,7 +176,7 @@ def test_another_checkpoint_format_is_another_source(tmp_path: Path) -> None:
     assert readings[0] != readings[1] and (values[0] != values[1]).any()
 
 
-def test_experts_of_mtp_blocks_are_left_out(tmp_path: Path) -> None:
+def test_experts_of_mtp_blocks_are_left_out(tmp_path):
     def double(tensors: Stored, _: Quantization) -> None:
         tensors |= {n.replace("layers.0", "mtp.0"): tensors[n] for n in list(tensors) if ".experts." in n}
 
@@ -190,8 +185,6 @@ def test_experts_of_mtp_blocks_are_left_out(tmp_path: Path) -> None:
     assert model.layers == (0,) and len(model.mtp_tensors) == 2 * len(values)
     assert "MTP" in model.notes[0]
 
-
-# --- files of the libraries, and of kt-kernel ---------------------------------------------------------------------------
 
 FILES = golden.libraries()
 UNSAID = dict.fromkeys(("num_experts", "hidden_size", "moe_intermediate_size"))
@@ -247,11 +240,11 @@ def same_values(file: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "gptoss_mxfp4"])
-def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+def test_values_are_those_of_the_library(name, tmp_path):
     same_values(name, library(name, tmp_path))
 
 
-def test_values_are_those_of_transformers_for_gpt_oss(tmp_path: Path, cli: Any) -> None:
+def test_values_are_those_of_transformers_for_gpt_oss(tmp_path, cli):
     """Gate and up are even and odd rows; transformers gives both in one [E, H, 2I], and down_proj as [E, I, H]. Biases are
     refused.
     """
@@ -285,7 +278,7 @@ NATIVE: dict[str, tuple[str, Any, str, str, float]] = {
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_inputs_of_kt_kernel(name: str, tmp_path: Path) -> None:
+def test_inputs_of_kt_kernel(name, tmp_path):
     prefix, quantization, family, dtype, near = NATIVE[name]
     stored = read_file(golden.FOLDER / f"native_{name}.safetensors")
     tensors: Any = {n: t for n, t in stored.items() if n.startswith(prefix) and not n.startswith(("in.", "out."))}
@@ -299,8 +292,6 @@ def test_inputs_of_kt_kernel(name: str, tmp_path: Path) -> None:
     out, expected = floats.forward(linear, *given), stored["out.float64_reference"].bits
     assert np.linalg.norm(out - expected) <= near * np.linalg.norm(expected)
 
-
-# --- quantize_config.json -----------------------------------------------------------------------------------------------
 
 ASYMMETRIC, SYMMETRIC = "gptq_4bit_g128_asym_v1", "gptq_4bit_g128_sym_descact_v1"
 
@@ -336,12 +327,12 @@ def in_its_own_file(
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("gptq")])
 @pytest.mark.parametrize("kept", [{}, {"quant_method": "gptq", "bits": 0}], ids=["alone", "beside another"])
-def test_quantize_config_json_is_read_as_config_json_is(name: str, kept: dict[str, Any], tmp_path: Path) -> None:
+def test_quantize_config_json_is_read_as_config_json_is(name, kept, tmp_path):
     same_values(name, in_its_own_file(name, tmp_path, **kept))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_versions_of_gptq(version: str, tmp_path: Path) -> None:
+def test_versions_of_gptq(version, tmp_path):
     """Of the zero points: in config.json, or in quantize_config.json, where it may be all that it says and is the remedy
     where nothing says it. Zero points of symmetric codes need none: all of them are in the middle.
     """
@@ -372,13 +363,13 @@ def test_versions_of_gptq(version: str, tmp_path: Path) -> None:
         ({"quant_method": "awq"}, "says quant_method awq, and config.json says gptq"),
     ],
 )
-def test_configs_that_contradict_each_other(said: dict[str, Any], words: str, tmp_path: Path, cli: Any) -> None:
+def test_configs_that_contradict_each_other(said, words, tmp_path, cli):
     folder = in_its_own_file(ASYMMETRIC, tmp_path / "in", said, **gptq_config(4, 128))
     done = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--dry-run", code=5)
     assert f"{folder / 'quantize_config.json'}: {words}; correct the one that is wrong" in done.stderr
 
 
-def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path: Path, written: Written, cli: Any) -> None:
+def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path, written, cli):
     """Loaders would believe quantize_config.json: it is kept under another name."""
     one, two = written("gptq 4 v2")[0], tmp_path / "two"
     write("gptq 4 v2", two, lambda _, quantization: quantization.clear())
@@ -393,7 +384,7 @@ def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path: Path, wr
 @pytest.mark.parametrize(
     "name", [name for name in ENCODINGS if name.startswith(("ct 4", "ct 8", "ct W", "gptq", "awq"))]
 )
-def test_without_a_config_the_shapes_decide(name: str, tmp_path: Path) -> None:
+def test_without_a_config_the_shapes_decide(name, tmp_path):
     """Where they can: the width of compressed-tensors' codes is no shape, nor is how GPTQ stores zero points."""
     folder, values = write(name, tmp_path, lambda _, quantization: quantization.clear())
     if "ct 8" in name:
@@ -406,7 +397,7 @@ def test_without_a_config_the_shapes_decide(name: str, tmp_path: Path) -> None:
         assert (kernels.decode(model_of(folder).linear(0, 1, "down")) == values[1, "down"]).all()
 
 
-def test_widths_that_only_the_groups_tell(tmp_path: Path) -> None:
+def test_widths_that_only_the_groups_tell(tmp_path):
     """A config with schemes of 4 and of 8 bits, of groups of their own sizes; one of no bits is none."""
     both = scheme(4, 32)
     both["config_groups"]["group_1"] = scheme(8, 128)["config_groups"]["group_0"]
@@ -418,12 +409,10 @@ def test_widths_that_only_the_groups_tell(tmp_path: Path) -> None:
         assert (kernels.decode(model.linear(0, 1, "down")) == values[1, "down"]).all()
 
 
-def test_a_config_that_says_nothing_of_the_method(tmp_path: Path) -> None:
+def test_a_config_that_says_nothing_of_the_method(tmp_path):
     folder, _ = write("ct 4", tmp_path, lambda _, q: (q.clear(), q.update({"config_groups": {"a": {}}})))
     assert model_of(folder).dtypes == ("INT4",)
 
-
-# --- refusals -----------------------------------------------------------------------------------------------------------
 
 Spoil = Callable[
     [Stored, Quantization, str], Any
@@ -551,9 +540,7 @@ UNSUPPORTED: list[tuple[str, Spoil, str]] = [
     ("error", "name", "spoil", "words"),
     [(error, *row) for error, rows in ((InputError, REFUSED), (UnsupportedError, UNSUPPORTED)) for row in rows],
 )
-def test_what_cannot_be_read_is_refused(
-    error: type[KtconvertError], name: str, spoil: Spoil, words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_is_refused(error, name, spoil, words, tmp_path):
     base = ENCODINGS[name].base(1, "gate")
     folder, _ = write(name, tmp_path, lambda tensors, quantization: spoil(tensors, quantization, base))
     with pytest.raises(error, match=words) as caught:
@@ -589,7 +576,7 @@ def too_large(tensors: Stored, quantization: Quantization, base: str) -> None:
         ("ct 4", value(".weight_shape", 1, H - 1), ".weight_shape' says [384, 255], its codes are for [384, 256]"),
     ],
 )
-def test_what_is_found_when_a_weight_is_read(name: str, spoil: Spoil, words: str, tmp_path: Path) -> None:
+def test_what_is_found_when_a_weight_is_read(name, spoil, words, tmp_path):
     """The command names the tensor, and writes nothing."""
     base = ENCODINGS[name].base(1, "gate")
     folder, _ = write(name, tmp_path / "model", lambda tensors, quantization: spoil(tensors, quantization, base))
@@ -600,7 +587,7 @@ def test_what_is_found_when_a_weight_is_read(name: str, spoil: Spoil, words: str
     assert base in str(error) and not (tmp_path / "out").exists()
 
 
-def test_an_order_of_which_nothing_is_set_is_none(tmp_path: Path) -> None:
+def test_an_order_of_which_nothing_is_set_is_none(tmp_path):
     folder, _ = write(
         "ct 4",
         tmp_path,

@@ -1,8 +1,6 @@
 """The runtime's background jobs: what they keep alive, what they refuse, and what happens to them
 when the process forks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -57,7 +55,7 @@ def run(script: str, preload: Path | None = None) -> str:
     return done.stdout
 
 
-def test_a_job_keeps_what_it_reads() -> None:
+def test_a_job_keeps_what_it_reads():
     run("""
 job = experts.submit(*call, out=out)
 experts.close()
@@ -71,7 +69,7 @@ assert np.array_equal(out, expected)
 """)
 
 
-def test_closed_experts_and_pools_refuse() -> None:
+def test_closed_experts_and_pools_refuse():
     out = run("""
 job = experts.submit(*call, out=out)
 pool.close()
@@ -88,7 +86,7 @@ print(refused(ValueError, lambda: experts.submit(*call, out=out)))
     assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again\n"
 
 
-def test_experts_can_be_closed_during_a_forward() -> None:
+def test_experts_can_be_closed_during_a_forward():
     run("""
 thread = threading.Thread(target=lambda: experts.forward(*call, out=out))
 thread.start()
@@ -100,7 +98,7 @@ assert np.array_equal(out, expected) or not out.any()  # done, or refused
 """)
 
 
-def test_a_pending_job_does_not_follow_into_a_forked_child() -> None:
+def test_a_pending_job_does_not_follow_into_a_forked_child():
     run("""
 def work():
     sentence = refused(RuntimeError, jobs[-1].wait)
@@ -116,7 +114,7 @@ assert np.array_equal(out, expected)
 """)
 
 
-def test_threads_of_a_forked_child_take_turns(tmp_path: Path) -> None:
+def test_threads_of_a_forked_child_take_turns(tmp_path):
     """Two that find a pool without threads at once: one of them starts them."""
     slow = """
         #define _GNU_SOURCE
@@ -149,7 +147,7 @@ in_child(work)
     run(script, shims.build(tmp_path, "slow", slow))
 
 
-def test_threads_that_could_not_be_started_are_tried_again() -> None:
+def test_threads_that_could_not_be_started_are_tried_again():
     run("""
 import resource
 
@@ -170,7 +168,7 @@ in_child(work)
 """)
 
 
-def test_ids_that_change_meanwhile_do_no_harm(tmp_path: Path) -> None:
+def test_ids_that_change_meanwhile_do_no_harm(tmp_path):
     """They are read once. The shim changes them while a forward sorts what it read: a second look
     would find more tokens."""
     changing = """

@@ -2,8 +2,6 @@
 output is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never
 written to."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -268,7 +266,7 @@ def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> It
 
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
-def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
+def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and wherever the output appears; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
     conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
@@ -278,7 +276,7 @@ def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
 
 
 @pytest.mark.parametrize("matrix_on_disk", ["merged", "loose"], indirect=True)
-def test_killed_here_and_there_on_a_disk(matrix_on_disk: Matrix) -> None:
+def test_killed_here_and_there_on_a_disk(matrix_on_disk):
     conversion.in_parallel(matrix_on_disk.killed, conversion.thinned(matrix_on_disk.points, 8))
 
 
@@ -288,7 +286,7 @@ def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("matrix", ["overwrite", "overwrite, no hard links"], indirect=True)
-def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) -> None:
+def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix):
     """Killed right after the swap, on a file system that gives folders other inode numbers when it is mounted again.
 
     What lies in the work folder is the old output then: files of the right names and sizes, and none of the right
@@ -309,7 +307,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
-def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
+def test_killed_before_every_call_then_resumed(matrix):
     print(f"{matrix.points} kill points")
     conversion.in_parallel(matrix.killed, range(1, matrix.points + 1))
     matrix.sources_untouched()
@@ -317,14 +315,14 @@ def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
-def test_killed_while_resuming_many_times(matrix: Matrix) -> None:
+def test_killed_while_resuming_many_times(matrix):
     pairs = some_pairs(matrix, 50)
     conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_killed_at_any_time(options, tmp_path):
     """A larger conversion, its whole process group killed again and again after a random time,
     until it gets through."""
     source = conversion.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)

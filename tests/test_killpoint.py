@@ -1,7 +1,5 @@
 """The kill rig itself: every kill point is before its call, nothing that changes the directory slips by."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -52,7 +50,7 @@ def python(code: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-I", "-c", code, *map(str, arguments)]
 
 
-def test_a_finished_run_lists_its_calls_in_order(shim: Path, tmp_path: Path) -> None:
+def test_a_finished_run_lists_its_calls_in_order(shim, tmp_path):
     out, log = (tmp_path / "here").resolve() / "out", tmp_path / "log"
     out.parent.mkdir()
     done = killpoint.run(python(PUBLISH, out), out, 0, shim, log)
@@ -74,7 +72,7 @@ def test_a_finished_run_lists_its_calls_in_order(shim: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("n", range(1, len(ORDER) + 1))
-def test_every_kill_point_is_before_its_call(shim: Path, tmp_path: Path, n: int) -> None:
+def test_every_kill_point_is_before_its_call(shim, tmp_path, n):
     killed, stopped, log = tmp_path / "killed" / "out", tmp_path / "stopped" / "out", tmp_path / "log"
     killed.parent.mkdir()
     stopped.parent.mkdir()
@@ -143,7 +141,7 @@ def prepared(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", CALLS)
-def test_every_kind_of_change_is_counted_and_prevented(shim: Path, prepared: Path, which: str) -> None:
+def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, which):
     log, root = prepared / "log", prepared / "out"
     before = snapshot(root)
     command = python(PREPARE + CALLS[which], prepared)
@@ -162,7 +160,7 @@ r, w = os.pipe(); os.write(w, b"x")
 """
 
 
-def test_reading_and_other_places_are_not_counted(shim: Path, prepared: Path) -> None:
+def test_reading_and_other_places_are_not_counted(shim, prepared):
     log = prepared / "log"
     done = killpoint.run(python(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
@@ -182,7 +180,7 @@ for thread in threads: thread.join()
 
 
 @pytest.mark.parametrize("n", [0, 2, 57, 401])
-def test_threads_share_one_counter(shim: Path, tmp_path: Path, n: int) -> None:
+def test_threads_share_one_counter(shim, tmp_path, n):
     out, log = tmp_path / "out", tmp_path / "log"
     done = killpoint.run(python(THREADS, out), out, n, shim, log)
     numbers = sorted(int(line.split("\t")[0]) for line in log.read_text().splitlines())
@@ -197,7 +195,7 @@ def test_threads_share_one_counter(shim: Path, tmp_path: Path, n: int) -> None:
         assert out.stat().st_size < n
 
 
-def test_an_extension_that_uses_libc_is_seen(shim: Path, tmp_path: Path) -> None:
+def test_an_extension_that_uses_libc_is_seen(shim, tmp_path):
     # safetensors writes a temporary file through Rust's standard library; its rename is an inline system call, unseen.
     log = tmp_path / "log"
     code = "import sys, numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(9)}, sys.argv[1])"

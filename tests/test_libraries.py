@@ -4,8 +4,6 @@ library's own values, and converted what the definition makes of these.
 KTCONVERT_GOLDEN=FOLDER tests more files of the same kind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -67,7 +65,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_dequantized_to_the_values_of_the_library(name: str, layers: dict[str, tuple[Path, Path]]) -> None:
+def test_dequantized_to_the_values_of_the_library(name, layers):
     """Names, shapes and values of all weights; -0 counts as +0, as in the hashes. For gpt-oss these are transformers'
     tensors. Where the library's values are float16, they are compared within the two roundings."""
     source, out = layers[name]
@@ -97,7 +95,7 @@ def experts(out: Path) -> dict[tuple[int, str], Bits]:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_converted_as_its_values_are(name: str, layers: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_converted_as_its_values_are(name, layers, tmp_path):
     """To int4, and to int8 in two parts."""
     source, out = layers[name]
     values = experts(out)

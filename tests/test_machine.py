@@ -1,7 +1,5 @@
 """What the machine offers, read from made-up /proc and /sys trees: both cgroup versions, two sockets, nothing."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -36,7 +34,7 @@ def two_sockets(root: Path) -> Path:
     return tree(root, files)
 
 
-def test_hyperthreads_are_not_cores(tmp_path: Path) -> None:
+def test_hyperthreads_are_not_cores(tmp_path):
     root = two_sockets(tmp_path)
     assert machine.physical_cores(root, range(16)) == 8
     assert machine.physical_cores(root, [0, 8, 1]) == 2
@@ -46,14 +44,14 @@ def test_hyperthreads_are_not_cores(tmp_path: Path) -> None:
     assert machine.allowed_cpus(root, range(16)) == 16
 
 
-def test_equal_core_ids_in_two_dies_are_two_cores(tmp_path: Path) -> None:
+def test_equal_core_ids_in_two_dies_are_two_cores(tmp_path):
     for cpu in (0, 1):
         names = {"physical_package_id": "0", "die_id": str(cpu), "core_id": "0"}
         tree(tmp_path, {f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": text for name, text in names.items()})
     assert machine.physical_cores(tmp_path, [0, 1]) == 2
 
 
-def test_nodes_with_cpus_only(tmp_path: Path) -> None:
+def test_nodes_with_cpus_only(tmp_path):
     root = two_sockets(tmp_path)
     assert machine.machine_nodes(root) == machine.numa_nodes(root, range(16)) == (0, 1)
     assert machine.numa_nodes(root, cpus=[5]) == (1,)
@@ -61,7 +59,7 @@ def test_nodes_with_cpus_only(tmp_path: Path) -> None:
     assert machine.core_cpus(root, (9, 1, 12, 0)) == {0: (0, 1), 1: (12,)}
 
 
-def test_a_pool_per_node_that_has_a_thread(tmp_path: Path) -> None:
+def test_a_pool_per_node_that_has_a_thread(tmp_path):
     root = two_sockets(tmp_path)
     assert machine.pool_count(root, range(16)) == 2
     assert machine.pool_count(root, range(4)) == 1
@@ -87,14 +85,14 @@ def four_nodes(root: Path, allowed: str = "0-3") -> Path:
     return tree(root, files)
 
 
-def test_memory_of_nodes(tmp_path: Path) -> None:
+def test_memory_of_nodes(tmp_path):
     root = four_nodes(tmp_path)
     assert machine.memory_nodes(root) == (0, 2, 3)
     assert machine.node_memory_available(root) == {node: (node << 30) + (11 << 10) for node in (0, 2, 3)}
     assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 2, 2, 3]
 
 
-def test_memory_that_a_cpuset_forbids(tmp_path: Path) -> None:
+def test_memory_that_a_cpuset_forbids(tmp_path):
     root = four_nodes(tmp_path, allowed="0,3")
     assert machine.memory_nodes(root) == (0, 3)
     assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 0, 0, 3]
@@ -112,7 +110,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("files", [{}, BROKEN], ids=["empty", "broken files"])
-def test_an_empty_machine_still_answers(tmp_path: Path, files: dict[str, str]) -> None:
+def test_an_empty_machine_still_answers(tmp_path, files):
     tree(tmp_path, files)
     assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
     assert machine.allowed_cpus(tmp_path, []) == 1
@@ -127,7 +125,7 @@ def test_an_empty_machine_still_answers(tmp_path: Path, files: dict[str, str]) -
     assert machine.cpu_flags(tmp_path) == frozenset()
 
 
-def test_cgroup_v2_the_tightest_level_counts(tmp_path: Path) -> None:
+def test_cgroup_v2_the_tightest_level_counts(tmp_path):
     group = "sys/fs/cgroup"
     root = tree(
         tmp_path,
@@ -156,7 +154,7 @@ def test_cgroup_v2_the_tightest_level_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["/", "/docker/abc"], ids=["host view", "mounted from the container's own group"])
-def test_cgroup_v1(tmp_path: Path, inside: str) -> None:
+def test_cgroup_v1(tmp_path, inside):
     own = "/docker/abc".removeprefix(inside.rstrip("/")).strip("/")
     memory, cpu = (f"sys/fs/cgroup/{name}/{own}".rstrip("/") for name in ("memory", "cpu"))
     root = tree(
@@ -180,7 +178,7 @@ def test_cgroup_v1(tmp_path: Path, inside: str) -> None:
     assert machine.oom_kills(root) == 3
 
 
-def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path: Path) -> None:
+def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
     root = tree(
         tmp_path,
         {
@@ -198,7 +196,7 @@ def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path: Path) -> None:
     assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
 
 
-def test_cpu_name_and_flags(tmp_path: Path) -> None:
+def test_cpu_name_and_flags(tmp_path):
     root = tree(
         tmp_path,
         {"proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"},
@@ -207,7 +205,7 @@ def test_cpu_name_and_flags(tmp_path: Path) -> None:
     assert machine.cpu_flags(root) == {"fpu", "avx2", "avx512f"}
 
 
-def test_mount_points(tmp_path: Path) -> None:
+def test_mount_points(tmp_path):
     target = tmp_path / "with space"
     target.mkdir()
     escaped = str(target).replace(" ", r"\040")
@@ -223,7 +221,7 @@ def test_mount_points(tmp_path: Path) -> None:
     assert machine.is_mount_point(Path("/proc"))
 
 
-def test_this_machine() -> None:
+def test_this_machine():
     assert 1 <= machine.physical_cores() <= machine.logical_cpus() == len(os.sched_getaffinity(0))
     assert 1 <= machine.allowed_cpus() <= machine.logical_cpus()
     assert 0 < machine.memory_available() <= machine.memory_total()
@@ -231,7 +229,7 @@ def test_this_machine() -> None:
     assert machine.cpu_name()
 
 
-def test_names_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_machine(tmp_path, monkeypatch):
     assert machine.host() == os.uname().nodename
     monkeypatch.setenv("KTCONVERT_HOST", " rack 3\tnode\n7 ")
     assert machine.host() == "rack-3-node-7"
@@ -241,7 +239,7 @@ def test_names_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (machine.boot_id(root), machine.boot_id(tmp_path / "none")) == ("5f3c-9", "unknown")
 
 
-def test_which_processes_live() -> None:
+def test_which_processes_live():
     own = os.getpid()
     start = machine.process_start(own)
     assert start > 0
@@ -258,14 +256,14 @@ def test_which_processes_live() -> None:
     assert machine.process_start(child.pid) == 0
 
 
-def test_disk(tmp_path: Path) -> None:
+def test_disk(tmp_path):
     stat = os.statvfs(tmp_path)
     free = machine.disk_free(tmp_path / "not" / "yet" / "there")
     assert abs(free - stat.f_bavail * stat.f_frsize) < GIB
     assert machine.nearest_existing(tmp_path / "not" / "yet") == tmp_path.resolve()
 
 
-def test_file_size_limit() -> None:
+def test_file_size_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert machine.file_size_limit() == (None if soft == resource.RLIM_INFINITY else soft)
     try:

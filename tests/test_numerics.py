@@ -1,7 +1,5 @@
 """The definition (quantizers/reference.py) does what NUMERICS.md promises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -43,7 +41,7 @@ def quantize_c(bits: int, bf16: Any) -> tuple[Any, Any]:
 
 @quick
 @given(bits_drawn, seeds, exponents)
-def test_error_is_at_most_half_a_step(bits: int, seed: int, exponent: int) -> None:
+def test_error_is_at_most_half_a_step(bits, seed, exponent):
     """INT8: half a scale. INT4: half a step of 16 scales and the half scale of the first rounding.
     And what float32 itself loses."""
     bf16 = rows(seed, bits, exponent)
@@ -59,7 +57,7 @@ def test_error_is_at_most_half_a_step(bits: int, seed: int, exponent: int) -> No
 
 @quick
 @given(bits_drawn, seeds, exponents)
-def test_a_sign_only_changes_signs(bits: int, seed: int, exponent: int) -> None:
+def test_a_sign_only_changes_signs(bits, seed, exponent):
     bf16 = rows(seed, bits, exponent)
     codes, scale = reference.quantize(bits, bf16)
     negated, same_scale = reference.quantize(bits, bf16 ^ np.uint16(0x8000))
@@ -69,7 +67,7 @@ def test_a_sign_only_changes_signs(bits: int, seed: int, exponent: int) -> None:
 
 @quick
 @given(bits_drawn, seeds, exponents)
-def test_rows_do_not_know_each_other(bits: int, seed: int, exponent: int) -> None:
+def test_rows_do_not_know_each_other(bits, seed, exponent):
     bf16 = rows(seed, bits, exponent)
     order = np.random.default_rng(seed).permutation(len(bf16))
     codes, scale = reference.quantize(bits, bf16)
@@ -80,7 +78,7 @@ def test_rows_do_not_know_each_other(bits: int, seed: int, exponent: int) -> Non
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [128, 384, 3584, 3712, 7168 + 128])
-def test_unpack_is_the_inverse_of_pack(bits: int, columns: int) -> None:
+def test_unpack_is_the_inverse_of_pack(bits, columns):
     codes = np.random.default_rng(columns).integers(-TOP[bits], TOP[bits] + 1, (256, columns)).astype(np.int8)
     weight = reference.pack(bits, codes)
     assert (reference.unpack(bits, weight, *codes.shape) == codes).all()
@@ -101,7 +99,7 @@ def offset_of(bits: int, r: int, c: int, n: int, k: int) -> tuple[int, int]:
 
 @quick
 @given(bits_drawn, seeds)
-def test_pack_puts_each_code_where_the_format_says(bits: int, seed: int) -> None:
+def test_pack_puts_each_code_where_the_format_says(bits, seed):
     rng = np.random.default_rng(seed)
     n, k = kernels.GEOMETRIES[bits].block_rows * int(rng.integers(1, 3)), 128 * int(rng.choice([1, 3, 28, 29]))
     codes = np.zeros((n, k), np.int8)
@@ -113,7 +111,7 @@ def test_pack_puts_each_code_where_the_format_says(bits: int, seed: int) -> None
     assert np.count_nonzero(weight) == 1
 
 
-def test_every_amax_gives_the_specified_scale() -> None:
+def test_every_amax_gives_the_specified_scale():
     """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is also the
     float32 division by 112."""
     amax = np.arange(0x7F80, dtype=np.uint16)
@@ -131,7 +129,7 @@ def test_every_amax_gives_the_specified_scale() -> None:
         assert (quantize_c(bits, values)[1][: amax.size] == expected).all()
 
 
-def test_subnormals_count_as_zero() -> None:
+def test_subnormals_count_as_zero():
     bf16 = np.zeros((64, 64), np.uint16)
     bf16[0, :2] = 0x0001, 0x807F  # a row of subnormals only
     bf16[1, :2] = (
@@ -147,7 +145,7 @@ def test_subnormals_count_as_zero() -> None:
         assert (codes[row, 0] == 127) == (scale[row] != 0)
 
 
-def test_fp16_and_fp8_decode_exactly() -> None:
+def test_fp16_and_fp8_decode_exactly():
     """FP16 as NumPy has it, rounded once; E4M3 against the list of its values."""
     fp16 = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     exact = fp16.view(np.float16).astype(np.float64)
@@ -168,7 +166,7 @@ def test_fp16_and_fp8_decode_exactly() -> None:
 
 @quick
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64))
-def test_rounding_to_bf16_is_to_the_nearest_even(values: list[float]) -> None:
+def test_rounding_to_bf16_is_to_the_nearest_even(values):
     x = np.array([values], np.float32)
     bits = reference.f32_to_bf16(x)
     assert (kernels.decode(Matrix(x, KINDS["f32"])) == bits).all()

@@ -1,13 +1,11 @@
 """What survives a power cut: nothing counts, and nothing appears, before it was synced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rig.bench import CONVERSIONS, Bench
+from rig.bench import CONVERSIONS
 
 
 class Disk:
@@ -55,7 +53,7 @@ class Disk:
 
 @pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("which", CONVERSIONS)
-def test_nothing_counts_before_it_is_durable(bench: Bench, which: str, over: bool) -> None:
+def test_nothing_counts_before_it_is_durable(bench, which, over):
     if over:
         assert bench.begin(which).returncode == 0
     assert bench.begin(which, *(["--overwrite"] if over else [])).returncode == 0
@@ -85,7 +83,7 @@ def test_nothing_counts_before_it_is_durable(bench: Bench, which: str, over: boo
 
 
 @pytest.mark.parametrize("which", CONVERSIONS)
-def test_where_files_move_in_the_index_comes_last(bench: Bench, which: str) -> None:
+def test_where_files_move_in_the_index_comes_last(bench, which):
     """An output that is a link to a folder cannot be renamed to."""
     real = bench.output.with_name("out-real")
     real.mkdir()
@@ -107,7 +105,7 @@ def test_where_files_move_in_the_index_comes_last(bench: Bench, which: str) -> N
 
 
 @pytest.mark.parametrize("which", CONVERSIONS)
-def test_a_unit_is_synced_renamed_and_recorded_in_this_order(bench: Bench, which: str) -> None:
+def test_a_unit_is_synced_renamed_and_recorded_in_this_order(bench, which):
     assert bench.begin(which).returncode == 0
     calls = bench.calls()
     renames = [n for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]

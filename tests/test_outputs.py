@@ -2,8 +2,6 @@
 numbers of the definition, or those of a source that has them already; killed, resumed, damaged, computed with, refused.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -109,11 +107,8 @@ def check(
     assert not tensors
 
 
-# --- the numbers --------------------------------------------------------------------------------------------------------
-
-
 @every_way
-def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Path, made: Made, cli: Any) -> None:
+def test_output_is_the_definition(method, how, source, made, cli):
     out, said = made(method, *how)
     assert (KEPT.format("BF16") in said) == (method == "bf16") and "rounds twice" not in said and "int8" not in said
     assert ("AVX2 alone" in said) == (method == "rawint4")
@@ -127,7 +122,7 @@ def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Pat
     assert opened.shapes == dict.fromkeys((0, 1), (2, 256, 256)) and opened.fmt == FORMATS[name.upper()]
 
 
-def test_rows_of_an_output_are_decoded_alone() -> None:
+def test_rows_of_an_output_are_decoded_alone():
     for method, form in ((method, FORMATS[method.upper()].encoding) for method in METHODS):
         bits = conversion.bf16(np.random.default_rng(2), 256, 128)
         packed = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in defined(method, NUMA1, bits)]
@@ -170,7 +165,7 @@ def _e2m1(values: Any) -> Any:
     return codes | np.signbit(values).astype(np.uint8) << 3
 
 
-def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
+def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
     """Codes, -8 among them, and scales, bit for bit."""
     folder, _ = encodings.write("ct 4", tmp_path / "model")
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
@@ -187,7 +182,7 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["int4", "mxfp4", "rawint4"])
-def test_a_linear_of_more_codes_than_are_chosen_at_once(method: str, tmp_path: Path, cli: Any) -> None:
+def test_a_linear_of_more_codes_than_are_chosen_at_once(method, tmp_path, cli):
     """They are packed as one linear: weight_shape of RAWINT4 has no share for some of the rows."""
     source = conversion.checkpoint(tmp_path / "source", layers=1, experts=1, hidden=1024, width=384)
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, "--scale", "mse", *NUMA1)
@@ -201,7 +196,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in SAME.items() for name in names])
-def test_codes_and_scales_are_kept(method: str, name: str, tmp_path: Path, cli: Any) -> None:
+def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
     """`verify` finds that no number was changed, and the plan says so."""
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
@@ -221,7 +216,7 @@ def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
     assert {layer["relative_error"] for layer in report["errors"]} == {0.0}
 
 
-def test_mxfp4_of_gguf(cli: Any, tmp_path: Path) -> None:
+def test_mxfp4_of_gguf(cli, tmp_path):
     about = ggml.about(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
     for method, words in (
@@ -234,7 +229,7 @@ def test_mxfp4_of_gguf(cli: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["FP8 of 128x64", "FP8 of 1x256", "FP8 of 256x256", "modelopt NVFP4"])
-def test_other_scales_are_rounded(name: str, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scales_are_rounded(name, tmp_path, cli, monkeypatch):
     method = "mxfp4"
     if name.startswith("FP8"):
         method, block = "fp8", tuple(map(int, name.removeprefix("FP8 of ").split("x")))
@@ -251,10 +246,7 @@ def test_other_scales_are_rounded(name: str, tmp_path: Path, cli: Any, monkeypat
     cli("verify", tmp_path / "out", "--against", folder, "--full")
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_said_of_the_layout_of_kt_kernel(source: Path, made: Made, cli: Any, tmp_path: Path) -> None:
+def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
     """Without its manifest such an output is a checkpoint: nothing else tells it from one."""
     for method in METHODS:
         out, said = made(method, *KT, *NUMA2)
@@ -267,13 +259,13 @@ def test_what_is_said_of_the_layout_of_kt_kernel(source: Path, made: Made, cli: 
     assert not is_output(tmp_path / "copy")
 
 
-def test_what_kt_kernel_could_do_is_not_advised(made: Made, cli: Any) -> None:
+def test_what_kt_kernel_could_do_is_not_advised(made, cli):
     said = cli("verify", made("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
     assert "; load it as MXFP4, 2 NUMA part" in said
     assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
 
 
-def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any) -> None:
+def test_fp8_of_an_output_keeps_its_tensors(made, tmp_path, cli):
     """What was written once is the source of the next conversion."""
     first, second = tmp_path / "first", tmp_path / "second"
     shutil.copytree(made("fp8", *KT)[0], first, ignore=shutil.ignore_patterns("manifest.json"))
@@ -306,7 +298,7 @@ def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
 )
-def test_refusals(code: int, text: str, options: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any) -> None:
+def test_refusals(code, text, options, source, tmp_path, cli):
     done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
     assert text in done.stderr
 
@@ -335,9 +327,7 @@ def damaged(out: Path, key: str, at: int, to: bytes) -> None:
 
 
 @pytest.mark.parametrize(("method", "how", "which", "at", "to", "words"), DAMAGE)
-def test_damage_is_found(
-    method: str, how: tuple[Any, ...], which: int, at: int, to: bytes, words: str, made: Made, tmp_path: Path, cli: Any
-) -> None:
+def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli):
     key = names(method, how, 0, 1, "up", 0)[which]
     out = Path(shutil.copytree(made(method, *how)[0], tmp_path / "out"))
     damaged(out, key, at, to)
@@ -359,19 +349,14 @@ def test_damage_is_found(
         ("", "rawint4", KT),
     ],
 )
-def test_killed_and_resumed_to_the_same_bytes(
-    name: str, method: str, how: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_killed_and_resumed_to_the_same_bytes(name, method, how, source, tmp_path, cli):
     given = encodings.write(name, tmp_path / "model")[0] if name else source
     command = [*conversion.KTCONVERT, "cpu", "-i", given, "-q", "--quant-method", method, *map(str, how), "-o"]
     killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 1 / 2)
 
 
-# --- our runtime, and the layout of kt-kernel ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_computes_with_it(method: str, source: Path, made: Made, tmp_path: Path) -> None:
+def test_the_runtime_computes_with_it(method, source, made, tmp_path):
     """The same bits as with these experts packed on the spot."""
     model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
     stacks = (
@@ -384,7 +369,7 @@ def test_the_runtime_computes_with_it(method: str, source: Path, made: Made, tmp
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method: str, made: Made, tmp_path: Path) -> None:
+def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made, tmp_path):
     out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
     shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
     before = shard.read_bytes()

@@ -4,8 +4,6 @@ computes with its own.
 KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer` makes one in build/peer.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -65,7 +63,7 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
+def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, method, numa):
     source = load_file(MODEL / "model.safetensors")
     theirs, loose, merged = tmp_path / "theirs", tmp_path / "loose", tmp_path / "merged"
     theirs.mkdir()
@@ -106,9 +104,7 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
 
 
 @pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
-def test_peer_writes_our_backward_matrices(
-    tmp_path: Path, peer_python: str, numa: int, hidden: int, width: int, write_qwen: Any, random_experts: Any
-) -> None:
+def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, width, write_qwen, random_experts):
     """BF16, every file; more than a block of 256 rows and of 1792 columns, and parts of blocks."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     stacked = random_experts(2, hidden, width)
@@ -182,7 +178,7 @@ def errors_of(
 
 
 @pytest.mark.parametrize(("layer", "method"), [(0, "AMXINT4"), (1, "BF16")])
-def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path: Path, peer_python: str, layer: int, method: str) -> None:
+def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path, peer_python, layer, method):
     """Asked to load a layer of an output with a method per layer, and by its very method, it fails and computes nothing."""
     convert(tmp_path / "out", "int4", 1, "--method-map", "1=bf16")
     save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
@@ -192,7 +188,7 @@ def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path: Path, peer_python: s
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
+def test_peer_computes_with_scales_of_least_error(tmp_path, peer_python, numa):
     """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
     weights say: less than by the largest values.
     """
@@ -222,7 +218,7 @@ def read_by_experts(text: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_compensated_codes(tmp_path: Path, peer_python: str, numa: int) -> None:
+def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
     """The same of `--scale gptq`, on text that was not calibrated with."""
     pytest.importorskip("llmcompressor")
     text = (ROOT / "examples" / "heldout.txt").read_text()
@@ -261,9 +257,7 @@ def in_float64(out: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
         ("RAWINT4", "mse", 0.015),
     ],
 )
-def test_peer_computes_with_its_native_layout(
-    tmp_path: Path, peer_python: str, method: str, scale: str, near: float, numa: int
-) -> None:
+def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, near, numa):
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out, inputs = tmp_path / "out", inputs_of(6, 8)
     convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale)
@@ -273,7 +267,7 @@ def test_peer_computes_with_its_native_layout(
     assert np.linalg.norm(theirs - expected) < near * np.linalg.norm(expected)
 
 
-def test_one_directory_for_cpu_and_gpu(tmp_path: Path, peer_python: str) -> None:
+def test_one_directory_for_cpu_and_gpu(tmp_path, peer_python):
     """`gpu --group-size 32` as the real kt-kernel's RAWINT4 loads it, as our runtime does, which is no farther from float64 on
     the same numbers, and as transformers loads the model: the same files."""
     pytest.importorskip("compressed_tensors")

@@ -3,8 +3,6 @@
 The kernel's answers are real. That there is a second node is made up: it is never the one asked for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -104,7 +102,7 @@ def plain(shim: Path, output: Path) -> tuple[list[str], list[str], Any]:
 
 
 @needs_mbind
-def test_weights_prefer_the_node_of_the_pool(plain: tuple[list[str], list[str], Any]) -> None:
+def test_weights_prefer_the_node_of_the_pool(plain):
     assert plain[:2] == (["prefer:0"] * 3, [])
 
 
@@ -112,16 +110,12 @@ def test_weights_prefer_the_node_of_the_pool(plain: tuple[list[str], list[str], 
 @pytest.mark.parametrize(
     ("mode", "policy"), [(MPOL_PREFERRED, "prefer:0"), (MPOL_BIND, "bind:0"), (MPOL_INTERLEAVE, "interleave:0")]
 )
-def test_a_policy_that_the_user_set_stays(
-    mode: str, policy: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
-) -> None:
+def test_a_policy_that_the_user_set_stays(mode, policy, shim, output, plain):
     assert loaded(shim, output, MEMBIND=mode) == ([policy] * 3, [], plain[2])
 
 
 @pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
-def test_a_kernel_that_refuses_is_reported_once(
-    deny: str, call: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
-) -> None:
+def test_a_kernel_that_refuses_is_reported_once(deny, call, shim, output, plain):
     policies, reported, out = loaded(shim, output, DENY=deny)
     assert (policies, out) == (["default"] * 3, plain[2])
     assert (
@@ -129,7 +123,7 @@ def test_a_kernel_that_refuses_is_reported_once(
     )
 
 
-def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:
+def test_doctor_reports_a_kernel_that_refuses(shim, cli):
     code = (
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
@@ -142,7 +136,7 @@ def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:
 
 @needs_mbind
 @pytest.mark.parametrize(("mode", "is_bound"), [(MPOL_PREFERRED, False), (MPOL_BIND, True)])
-def test_memory_that_is_bound_to_a_node_is_that_nodes(mode: str, is_bound: bool, shim: Path) -> None:
+def test_memory_that_is_bound_to_a_node_is_that_nodes(mode, is_bound, shim):
     code = """
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import blocks
@@ -169,14 +163,12 @@ print(blocks.memory_available() == 1 << 20)
         (3, (0, 1), [(0,), (1,), (0,)]),
     ],
 )
-def test_parts_belong_to_the_nodes_of_their_threads(
-    parts: int, nodes: tuple[int, ...], homes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: tuple(range(4)))
     assert [placement.nodes_of(part, parts, nodes) for part in range(parts)] == homes
 
 
-def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortages_are_counted_by_node(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     gib = 1 << 30
     left = {0: 12 * gib, 1: 8 * gib}
@@ -188,9 +180,7 @@ def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("left", "is_short"), [(1 << 30, False), (1 << 20, True)])
-def test_the_plan_of_a_conversion_counts_by_node(
-    left: int, is_short: bool, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_path, monkeypatch):
     for name in ("numa_nodes", "memory_nodes"):
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
     monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
@@ -204,7 +194,7 @@ def test_the_plan_of_a_conversion_counts_by_node(
 
 
 @needs_mbind
-def test_a_shortage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortage_is_reported_once(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\): the rest lies on other"):
         blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
@@ -214,7 +204,7 @@ def test_a_shortage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_mbind
-def test_pages_are_placed_and_gathered() -> None:
+def test_pages_are_placed_and_gathered():
     node = machine.memory_nodes()[0]
     block = np.frombuffer(bytearray(1 << 22), np.uint8)
     start = -block.ctypes.data % 4096

@@ -1,8 +1,6 @@
 """A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it
 writes nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap
@@ -84,7 +82,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*"))
 
 
-def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model: Path) -> None:
+def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     output = tmp_path / "never-made"
     bare, _ = plan(ROOT / "examples" / "qwen3-moe-small", output)  # what Python and the libraries read
     headers = header_bytes(model)
@@ -124,16 +122,9 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     assert state(model) == before
 
 
-def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path: Path, model: Path) -> None:
+def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
     _, report = plan(
-        model,
-        tmp_path / "never-made",
-        "--layers",
-        "3-4,60",
-        "--quant-method",
-        "int8",
-        "--max-shard-size",
-        "5GB",
+        model, tmp_path / "never-made", "--layers", "3-4,60", "--quant-method", "int8", "--max-shard-size", "5GB"
     )
     assert report["model"]["layers"] == [3, 4, 60]
     each = 3 * INTERMEDIATE * HIDDEN + 4 * (2 * INTERMEDIATE + 2 * HIDDEN)

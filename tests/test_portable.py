@@ -1,7 +1,5 @@
 """Without x86: what lies outside csrc/arch/x86 and the files of its instruction sets needs nothing but standard C."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -26,7 +24,7 @@ def neutral() -> list[Path]:
     return [path for path in files if not X86_ISAS & set(path.stem.split("_"))]
 
 
-def test_x86_stands_in_its_own_files() -> None:
+def test_x86_stands_in_its_own_files():
     assert len(neutral()) > 30
     for path in neutral():
         code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
@@ -37,7 +35,7 @@ def test_x86_stands_in_its_own_files() -> None:
 
 
 @pytest.mark.parametrize("arch", ["x86", "generic"])
-def test_an_sdist_holds_the_files_of_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
     """Setuptools puts an extension's sources and what it depends on into an sdist."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("KTCONVERT_ARCH", arch)
@@ -56,7 +54,7 @@ assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
 """
 
 
-def test_another_architecture_converts_to_the_same_bytes(tmp_path: Path) -> None:
+def test_another_architecture_converts_to_the_same_bytes(tmp_path):
     """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is
     there to be included."""
     absent = tmp_path / "absent"

@@ -1,13 +1,10 @@
 """Files and folders that appear on file systems which refuse what they could do without: direct
 writes, swaps of two names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -107,7 +104,7 @@ def runs(program: str, path: Path, shim: Path | None = None) -> None:
 
 
 @pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
-def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
+def test_direct_writes_may_be_refused(code, tmp_path):
     runs(WRITE, tmp_path / "file", shims.build(tmp_path, "refusing", code))
 
 
@@ -125,7 +122,7 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 """
 
 
-def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, read_tree: Any) -> None:
+def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path, read_tree):
     runs(SAVE, tmp_path, shims.refusing(tmp_path, "EINVAL", "renameat2"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
@@ -146,7 +143,7 @@ assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b"
 
 
 @pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
-def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
+def test_a_name_is_given_once(tmp_path, missing):
     runs(NEW, tmp_path, shims.refusing(tmp_path, "EPERM", *missing) if missing else None)
 
 
@@ -182,7 +179,7 @@ assert not Path(sys.argv[1]).exists()
 """
 
 
-def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path: Path) -> None:
+def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "gone").touch()

@@ -1,8 +1,6 @@
 """Where a conversion cannot begin or go on: what lies at the output, a full disk, another process. What the user had is
 untouched, the reason is one sentence with its exit code, and the unfinished conversion can be resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +76,8 @@ def continued(process: subprocess.Popen[str], code: int, *words: str) -> None:
     assert all(word in errors for word in words), errors
 
 
-# ---- what lies at the output -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("linked", [False, True], ids=["a folder", "a link"])
-def test_an_empty_folder_is_used(source: Path, output: Path, expected: Any, linked: bool) -> None:
+def test_an_empty_folder_is_used(source, output, expected, linked):
     real = output.with_name("real") if linked else output
     real.mkdir()
     if linked:
@@ -91,7 +86,7 @@ def test_an_empty_folder_is_used(source: Path, output: Path, expected: Any, link
     assert output.is_symlink() == linked
 
 
-def test_a_folder_of_others_is_replaced_only_with_delete_others(source: Path, output: Path, expected: Any) -> None:
+def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, expected):
     (output / "deep").mkdir(parents=True)
     (output / "thesis.txt").write_text("years")
     before = conversion.identity(output)
@@ -114,7 +109,7 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source: Path, ou
     assert "note: --overwrite removes " in done.stderr and "thesis.txt" in done.stderr
 
 
-def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path, output: Path, expected: Any) -> None:
+def test_what_no_manifest_lists_is_not_overwritten(tmp_path, source, output, expected):
     """In an output of ours: files, also in folders, and links, which are not followed."""
     over = ("--overwrite", "--quant-method", "int8")
     assert convert(source, output).returncode == 0
@@ -139,7 +134,7 @@ def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path,
 
 @pytest.mark.parametrize("link", [False, True], ids=["a file", "a broken link"])
 @pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["plain", "overwrite"])
-def test_what_is_no_folder_is_refused(source: Path, output: Path, link: bool, options: tuple[str, ...]) -> None:
+def test_what_is_no_folder_is_refused(source, output, link, options):
     if link:
         output.symlink_to("nowhere")
     else:
@@ -150,7 +145,7 @@ def test_what_is_no_folder_is_refused(source: Path, output: Path, link: bool, op
 
 
 @pytest.mark.parametrize("holds", ["", "notes.txt", "out", "lock notes.txt", "lock lock.txt"])
-def test_a_work_folder_of_others_is_refused(source: Path, output: Path, holds: str) -> None:
+def test_a_work_folder_of_others_is_refused(source, output, holds):
     """A file of that name, too."""
     work = output.with_name("out.work")
     if not holds:
@@ -165,7 +160,7 @@ def test_a_work_folder_of_others_is_refused(source: Path, output: Path, holds: s
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["nothing was there", "an output was there"])
-def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], output: Path, there: bool) -> None:
+def test_what_appears_during_the_run_is_not_replaced(larger, output, there):
     source, expected = larger
     if there:
         assert convert(source, output, "--quant-method", "int8").returncode == 0
@@ -187,12 +182,9 @@ def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], o
     assert "died" not in done.stderr
 
 
-# ---- the input is never written to -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["the input", "inside it", "around it", "a link to it", "its work folder"])
 @pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["plain", "overwrite"])
-def test_the_input_is_no_output(tmp_path: Path, source: Path, where: str, options: tuple[str, ...]) -> None:
+def test_the_input_is_no_output(tmp_path, source, where, options):
     mine = tmp_path / "around" / "model.work"
     shutil.copytree(source, mine)
     (tmp_path / "link").symlink_to(mine)
@@ -204,7 +196,7 @@ def test_the_input_is_no_output(tmp_path: Path, source: Path, where: str, option
 
 
 @pytest.mark.parametrize("where", ["it", "inside it", "around it"])
-def test_the_original_checkpoint_of_a_merge_is_no_output(tmp_path: Path, source: Path, loose: Path, where: str) -> None:
+def test_the_original_checkpoint_of_a_merge_is_no_output(tmp_path, source, loose, where):
     shutil.copytree(source, mine := tmp_path / "around" / "model")
     output = {"it": mine, "inside it": mine / "a", "around it": tmp_path / "around"}[where]
     before = conversion.identity(tmp_path)
@@ -277,9 +269,7 @@ def _against(source: Path, output: Path) -> list[str | Path]:
 
 @pytest.mark.usefixtures("loose")
 @pytest.mark.parametrize("make", [_linked, _of_the_hub, _index, _arch_file, _layers, _against])
-def test_no_file_that_is_read_is_overwritten(
-    make: Callable[[Path, Path], list[str | Path]], source: Path, output: Path
-) -> None:
+def test_no_file_that_is_read_is_overwritten(make, source, output):
     """Wherever it really lies, and whichever option names it."""
     output.mkdir()
     words = make(source, output)
@@ -292,7 +282,7 @@ def test_no_file_that_is_read_is_overwritten(
 
 
 @pytest.mark.parametrize("command", ["loose", "copy", "merge"])
-def test_a_read_only_input_is_enough(tmp_path: Path, source: Path, loose: Path, output: Path, command: str) -> None:
+def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
     shutil.copytree(source, mine := tmp_path / "model")
     shutil.copytree(loose, layers := tmp_path / "loose")
     arguments = {
@@ -309,17 +299,14 @@ def test_a_read_only_input_is_enough(tmp_path: Path, source: Path, loose: Path, 
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
 
 
-# ---- folders that cannot be written or renamed -----------------------------------------------------------------------
-
-
-def test_a_read_only_parent_is_named(source: Path, output: Path) -> None:
+def test_a_read_only_parent_is_named(source, output):
     output.parent.chmod(0o555)
     conversion.refused(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
     assert conversion.names(output.parent) == []
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
-def test_in_a_read_only_parent_the_work_is_done_inside(source: Path, output: Path, expected: Any, killed: bool) -> None:
+def test_in_a_read_only_parent_the_work_is_done_inside(source, output, expected, killed):
     output.mkdir()
     output.parent.chmod(0o555)
     if killed:  # somewhere on the way, by its own alarm
@@ -335,7 +322,7 @@ def mounts() -> Iterator[Any]:
         yield namespace
 
 
-def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path, expected: Any, mounts: Any) -> None:
+def test_a_mount_point_is_used_and_holds_nothing_else(source, output, expected, mounts):
     output.mkdir()
     mounts.mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", output)
     (mounts.seen(output) / "lost+found").mkdir()
@@ -352,7 +339,7 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_the_input_under_another_name_is_no_output(tmp_path: Path, source: Path, mounts: Any) -> None:
+def test_the_input_under_another_name_is_no_output(tmp_path, source, mounts):
     first, second = tmp_path / "first", tmp_path / "second"
     shutil.copytree(source, first / "model")
     second.mkdir()
@@ -364,10 +351,7 @@ def test_the_input_under_another_name_is_no_output(tmp_path: Path, source: Path,
     assert conversion.identity(first) == before
 
 
-# ---- a full disk -----------------------------------------------------------------------------------------------------
-
-
-def test_a_disk_too_small_is_refused_before_anything_is_read(source: Path, output: Path, mounts: Any) -> None:
+def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mounts):
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
     words = (
@@ -395,9 +379,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("which", LIMITS)
-def test_a_file_size_limit_is_refused_before_anything_is_read(
-    tmp_path: Path, source: Path, output: Path, expected: Any, which: str
-) -> None:
+def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, output, expected, which):
     """With a remedy that helps."""
     limit, words = LIMITS[which]
     if which == "a companion":
@@ -416,9 +398,7 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("what", ["the disk", "its limit"])
-def test_what_is_full_during_the_run(
-    larger: tuple[Path, Any], output: Path, what: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_full_during_the_run(larger, output, what, request):
     source, expected = larger
     prefix: list[str] = []
     inside = output
@@ -440,16 +420,12 @@ def test_what_is_full_during_the_run(
     succeeded(conversion.ktconvert("resume", output, prefix=prefix), inside, expected)
 
 
-FULL = {
-    "merged": (),
-    "loose": ("--no-merge-safetensor",),
-    "overwrite": ("--overwrite", "--delete-others"),
-}
+FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--overwrite", "--delete-others")}
 
 
 @pytest.mark.parametrize("which", FULL)
 @pytest.mark.parametrize("runs", [8, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
-def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: int) -> None:
+def test_full_from_any_call_on(tmp_path, source, which, runs):
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
     with conversion.in_memory(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
@@ -490,10 +466,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
             succeeded(again, output, expected)
 
 
-# ---- two at once -----------------------------------------------------------------------------------------------------
-
-
-def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> None:
+def test_two_processes_on_one_output(larger, output):
     source, expected = larger
     with conversion.held(source, output) as process:
         before = conversion.identity(output.parent)
@@ -523,7 +496,7 @@ main()
 """
 
 
-def test_one_that_comes_when_another_one_ends(source: Path, output: Path, expected: Any) -> None:
+def test_one_that_comes_when_another_one_ends(source, output, expected):
     words = ("cpu", "-i", source, "-o", output)
     command = [sys.executable, "-c", LATE, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)

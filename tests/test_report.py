@@ -2,8 +2,6 @@
 elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -154,10 +152,7 @@ def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
     return made
 
 
-# --- the page says what the JSON says -------------------------------------------------------------
-
-
-def test_against_the_source(against: tuple[Page, dict[str, Any]]) -> None:
+def test_against_the_source(against):
     found, facts = against
     assert [row[:1] + row[2:] for row in found.tables["Checks"][1:]] == [
         [c["name"], c["result"]] for c in facts["checks"]
@@ -181,7 +176,7 @@ def test_against_the_source(against: tuple[Page, dict[str, Any]]) -> None:
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
 
 
-def test_only_some_experts_are_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+def test_only_some_experts_are_measured(tmp_path, write_qwen, random_experts):
     source = write_qwen(tmp_path / "source", {0: random_experts(20, 256, 256)})
     made(cpu, "-i", source, "-o", tmp_path / "out")
     found, facts = report(tmp_path / "out", tmp_path / "r.html", "--against", source)
@@ -189,7 +184,7 @@ def test_only_some_experts_are_measured(tmp_path: Path, write_qwen: Any, random_
     assert facts["errors"][0]["experts"] == 8 and "Measured on 8 experts of each layer" in found.words
 
 
-def test_the_worst_row(output: Path, example: Path, against: tuple[Page, dict[str, Any]]) -> None:
+def test_the_worst_row(output, example, against):
     """It is the one that the NumPy definition finds, counted in its part."""
     found, _ = against
     source, packed = read_folder(example), read_folder(output)
@@ -211,7 +206,7 @@ def test_the_worst_row(output: Path, example: Path, against: tuple[Page, dict[st
         assert (part, row, error) == (str(numa), str(at), percent(float(largest)))
 
 
-def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path) -> None:
+def test_scales_without_a_source(output, statistics, tmp_path):
     found, facts = report(output, tmp_path / "r.html", "--statistics", statistics)
     assert "Error against the source" not in found.words and facts["errors"] == []
     stored = read_folder(output)
@@ -232,7 +227,7 @@ def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
-def test_other_outputs(method: str, options: list[str], example: Path, tmp_path: Path) -> None:
+def test_other_outputs(method, options, example, tmp_path):
     made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
     assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
@@ -240,7 +235,7 @@ def test_other_outputs(method: str, options: list[str], example: Path, tmp_path:
         assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
 
 
-def test_whole_models(example: Path, tmp_path: Path) -> None:
+def test_whole_models(example, tmp_path):
     made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA part" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
@@ -250,7 +245,7 @@ def test_whole_models(example: Path, tmp_path: Path) -> None:
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
 
 
-def test_scales_of_each_form(random_experts: Any) -> None:
+def test_scales_of_each_form(random_experts):
     """As many as the format has, and those by which it dequantizes: no number is larger than its scale allows."""
     bits = random_experts(1, 256, 256)["gate"][0]
     for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "KT_MXFP4", "KT_FP8", "W4A16", "W8A16"):
@@ -265,10 +260,7 @@ def test_scales_of_each_form(random_experts: Any) -> None:
         assert scales.size * (form.grid.group or 256) ** (2 if "FP8" in name else 1) == 256 * 256, name
 
 
-# --- names, damage, refusals ----------------------------------------------------------------------
-
-
-def test_names_are_text(output: Path, tmp_path: Path) -> None:
+def test_names_are_text(output, tmp_path):
     named = tmp_path / "<script>alert(1)<!--\"'&amp;"
     shutil.copytree(output, named)
     (named / "<img src=x onerror=alert(2)>.safetensors").touch()
@@ -278,14 +270,14 @@ def test_names_are_text(output: Path, tmp_path: Path) -> None:
     assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
 
 
-def test_names_that_are_no_text(output: Path, tmp_path: Path) -> None:
+def test_names_that_are_no_text(output, tmp_path):
     named = tmp_path / os.fsdecode(b"INT4-\xff")
     shutil.copytree(output, named)
     found, _ = report(named, tmp_path / "r.html")
     assert "INT4-\\udcffverified" in found.words
 
 
-def test_a_checkpoint_and_another_output(output: Path, example: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_and_another_output(output, example, tmp_path):
     found, facts = report(example, tmp_path / "a.html", "--run")
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
     found, _ = report(output, tmp_path / "b.html", "--against", output)
@@ -298,7 +290,7 @@ def damaged(output: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(output, tmp_path / "damaged"))
 
 
-def test_strange_scales(damaged: Path, tmp_path: Path) -> None:
+def test_strange_scales(damaged, tmp_path):
     header, start = header_of(damaged / FIRST), data_start(damaged / FIRST)
     with (damaged / FIRST).open("r+b") as shard:
         for name, values in (("blk.0.ffn_up_exps.3.numa.0.scale", [np.nan, -1]), ("blk.0.ffn_up_exps.5.numa.0.scale", [0] * 128),
@@ -310,13 +302,13 @@ def test_strange_scales(damaged: Path, tmp_path: Path) -> None:
     assert found.maps["Median scale of each expert", "up"][0, 5] == "nan"
 
 
-def test_missing_files(damaged: Path, example: Path, tmp_path: Path) -> None:
+def test_missing_files(damaged, example, tmp_path):
     (damaged / FIRST).unlink()
     found, _ = report(damaged, tmp_path / "r.html", "--against", example, code=6)
     assert f"{FIRST} is missing" in found.words and not found.maps
 
 
-def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path: Path) -> None:
+def test_refusals_come_before_any_work(output, statistics, tmp_path):
     page, old = tmp_path / "r.html", f"an older page, {publish.MARK}"
     page.write_text("my own page")
     assert f"{page}: lies there already" in refused(OutputError, output, "--report", page)
@@ -338,7 +330,7 @@ def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path:
     assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
 
 
-def test_the_page_is_written_whole_or_not_at_all(output: Path, tmp_path: Path) -> None:
+def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
     """The system allows no file as large as the page: the old one stays, and nothing else is left."""
     page = tmp_path / "r.html"
     old = f"an older page, {publish.MARK}"
@@ -351,7 +343,7 @@ def test_the_page_is_written_whole_or_not_at_all(output: Path, tmp_path: Path) -
     assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_the_templates_are_in_the_package(tmp_path: Path) -> None:
+def test_the_templates_are_in_the_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
     here = tmp_path / "ktconvert" / "pipeline" / "ui"
@@ -359,8 +351,6 @@ def test_the_templates_are_in_the_package(tmp_path: Path) -> None:
         path.name for path in here.iterdir()
     }
 
-
-# --- large models, browsers -----------------------------------------------------------------------
 
 Made = Callable[[int, int], str]
 
@@ -388,7 +378,7 @@ def large(whole: Report) -> Made:
     return make
 
 
-def test_pages_of_large_models_are_small(large: Made) -> None:
+def test_pages_of_large_models_are_small(large):
     text = large(58, 256)
     found = Page(text)
     assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
@@ -398,7 +388,7 @@ def test_pages_of_large_models_are_small(large: Made) -> None:
     assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
 
 
-def test_in_a_browser(output: Path, example: Path, statistics: Path, large: Made, tmp_path: Path) -> None:
+def test_in_a_browser(output, example, statistics, large, tmp_path):
     """No error, no request, nothing wider than the window, text that stands out; light and dark, narrow and wide."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     browser_at = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,14 +1,11 @@
 """From what lies beside the output: a torn journal, a damaged plan, how the last run died."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,6 @@ from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.engine import journal
 from rig import conversion, killpoint
 from rig.bench import LAYERS, Bench
-
-# ---- the journal and the plan ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def stopped(bench: Bench) -> Any:
     return path
 
 
-def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
+def test_a_torn_last_line_does_not_count(tmp_path, stopped):
     whole = stopped.read_bytes()
     lines = whole.splitlines(keepends=True)
     path = tmp_path / "torn.jsonl"
@@ -48,7 +43,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
         assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end", "at": 1.5}\n'
 
 
-def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
+def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
     path, limit = tmp_path / "journal.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     book = journal.Journal(path)
     book.append(journal.Start(unit="first"))
@@ -66,7 +61,7 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])
-def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> None:
+def test_resumed_from_a_torn_journal(bench, stopped, left):
     expected, whole = bench.fresh(), stopped.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
     keep = {"none of it": 0, "a byte": 1, "half": last // 2, "all but a brace": last - 2}.get(left, last - 1)
@@ -77,7 +72,7 @@ def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> 
 
 
 @pytest.mark.long
-def test_resumed_from_a_journal_torn_anywhere(bench: Bench, stopped: Path) -> None:
+def test_resumed_from_a_journal_torn_anywhere(bench, stopped):
     expected, whole = bench.fresh(), stopped.read_bytes()
     shutil.move(bench.work, bench.base / "kept")
     for size in range(0, len(whole), 7):
@@ -99,7 +94,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_after_the_records_is_cut_off(bench: Bench, stopped: Path, what: str) -> None:
+def test_garbage_after_the_records_is_cut_off(bench, stopped, what):
     garbage, remade = GARBAGE[what]
     expected = bench.fresh()
     stopped.write_bytes(stopped.read_bytes() + garbage)
@@ -109,7 +104,7 @@ def test_garbage_after_the_records_is_cut_off(bench: Bench, stopped: Path, what:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b'{"ktconvert-jour', bytes(100)])
-def test_without_a_journal_everything_is_made_again(bench: Bench, stopped: Path, content: bytes | None) -> None:
+def test_without_a_journal_everything_is_made_again(bench, stopped, content):
     expected = bench.fresh()
     stopped.unlink()
     if content is not None:
@@ -119,7 +114,7 @@ def test_without_a_journal_everything_is_made_again(bench: Bench, stopped: Path,
     bench.finished_as(expected)
 
 
-def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) -> None:
+def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
     expected = bench.fresh()
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -129,7 +124,7 @@ def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) 
 
 
 @pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tuple[str, ...]) -> None:
+def test_a_bit_that_flipped_in_the_store_is_made_again(bench, words):
     expected = bench.fresh(*words)
     bench.stop_after(2, *words)
     victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
@@ -158,7 +153,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("again", ["resume", "the same command"])
-def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again: str) -> None:
+def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     plan = bench.work / "plan.json"
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
     store = conversion.tree(bench.work / "store")
@@ -167,10 +162,7 @@ def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again:
     assert conversion.tree(bench.work / "store") == store
 
 
-# ---- after a death ---------------------------------------------------------------------------------------------------
-
-
-def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
+def test_the_next_start_says_where_the_last_one_died(bench):
     bench.stop_after(1)
     with (bench.work / "journal.jsonl").open("ab") as file:
         file.write(b'{"event": "start", "unit": "experts.layer-001"}\n')
@@ -182,9 +174,7 @@ def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
     assert bench.units_written() == 2
 
 
-def test_the_next_start_says_that_memory_ran_out(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
     """What the kernel counts cannot be raised here, so the count is another one."""
     bench.stop_after(1)
     path = bench.work / "journal.jsonl"
@@ -200,7 +190,7 @@ def test_the_next_start_says_that_memory_ran_out(
         assert ("the kernel has killed for memory since then" in stderr) == reported
 
 
-def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
+def test_a_death_at_the_very_end_is_reported_too(bench):
     expected = bench.fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
@@ -212,7 +202,7 @@ def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:
+def test_a_finished_output_has_nothing_to_do(bench):
     assert bench.cpu().returncode == 0
     before = conversion.identity(bench.output)
     for again in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--threadpool-count", "2")):
@@ -222,6 +212,6 @@ def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:
     assert conversion.names(bench.output.parent) == ["out"]
 
 
-def test_nothing_was_begun(bench: Bench) -> None:
+def test_nothing_was_begun(bench):
     conversion.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
     assert conversion.names(bench.output.parent) == []

@@ -1,7 +1,5 @@
 """--resume-layer, kt-kernel's resume by hand: what is kept, redone, added or left out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from rig import conversion, killpoint
 from rig.bench import Bench
 
 
-def test_resume_layer_changes_nothing_where_our_journal_exists(bench: Bench) -> None:
+def test_resume_layer_changes_nothing_where_our_journal_exists(bench):
     expected = bench.fresh("--no-merge-safetensor")
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
@@ -43,7 +41,7 @@ def weights(tree: Any) -> Any:
     return {name: data for name, data in tree.items() if name.endswith(".kt")}
 
 
-def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench, kt_layers):
     expected = weights(bench.fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
@@ -59,7 +57,7 @@ def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_l
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
 
-def test_files_beside_kept_layers_are_not_replaced(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
     kt_layers(2)
     shutil.copy(bench.source / "tokenizer.json", bench.output)
     (bench.output / "README.md").write_text("mine")
@@ -71,7 +69,7 @@ def test_files_beside_kept_layers_are_not_replaced(bench: Bench, kt_layers: Call
     assert done.returncode == 0, done.stderr
 
 
-def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+def test_resume_layer_redoes_incomplete_layers(bench, kt_layers):
     expected = weights(bench.fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
@@ -87,7 +85,7 @@ def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable
     assert all(before[name] == after[name] for name in kept)
 
 
-def test_resume_layer_where_every_layer_is_incomplete(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+def test_resume_layer_where_every_layer_is_incomplete(bench, kt_layers):
     expected = weights(bench.fresh("--no-merge-safetensor"))
     kt_layers(1)
     next((bench.output / "_layer_0").rglob("*.kt")).unlink()
@@ -96,7 +94,7 @@ def test_resume_layer_where_every_layer_is_incomplete(bench: Bench, kt_layers: C
     assert weights(conversion.tree(bench.output)) == expected
 
 
-def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+def test_killed_while_adding_to_kept_layers(bench, kt_layers):
     kt_layers(2)
     kept = bench.base / "kept"
     shutil.copytree(bench.output, kept)
@@ -116,7 +114,7 @@ def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[i
 
 
 @pytest.mark.parametrize("loose", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_resume_layer_with_nothing_there_leaves_layers_out(bench: Bench, loose: tuple[str, ...]) -> None:
+def test_resume_layer_with_nothing_there_leaves_layers_out(bench, loose):
     dry = bench.cpu(*loose, "--resume-layer", "1", "--dry-run")
     assert dry.returncode == 0
     assert "layers 0 are left out" in dry.stderr

@@ -1,7 +1,5 @@
 """ktconvert run: a model's words, streamed, and how fast they came."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -42,7 +40,7 @@ def count(example: Path, text: str) -> int:
     return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
 
 
-def test_a_prompt_is_continued(cli: Callable[..., Any], example: Path, weights: Path) -> None:
+def test_a_prompt_is_continued(cli, example, weights):
     """In a process of its own; with INT8 experts the bundled model begins with the words that it has without: of these
     it is sure, so that another processor's rounding gives no others."""
     prompt = "import os"
@@ -60,7 +58,7 @@ def test_a_prompt_is_continued(cli: Callable[..., Any], example: Path, weights: 
 
 
 @pytest.mark.parametrize("fault", ["cut short", "is missing"])
-def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_read(fault, example, weights, tmp_path):
     """Not taken for a layer that was not converted."""
     shutil.copytree(weights, tmp_path / "out")
     shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
@@ -75,9 +73,7 @@ def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, t
     )
 
 
-def test_an_output_with_all_else_beside_its_experts_is_a_model(
-    example: Path, weights: Path, packed_example: Callable[..., Path]
-) -> None:
+def test_an_output_with_all_else_beside_its_experts_is_a_model(example, weights, packed_example):
     options = ("--prompt", "import os\n", "--max-new-tokens", 8)
     whole = packed_example("int8", 1, "--non-experts", "keep")
     done = call(whole, *options, "--threads", 2)
@@ -87,7 +83,7 @@ def test_an_output_with_all_else_beside_its_experts_is_a_model(
     assert isinstance(refused, UsageError) and "has converted experts of its own" in str(refused)
 
 
-def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
+def test_a_chat_without_a_template_is_plain_text(example, weights):
     """Each message is a line; the model sees all that was said."""
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
     assert done.exit_code == 0, done.exception
@@ -98,7 +94,7 @@ def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -
     assert len(answers) >= 2
 
 
-def test_the_smallest_temperature_and_no_more_threads_than_cpus(example: Path) -> None:
+def test_the_smallest_temperature_and_no_more_threads_than_cpus(example):
     """Divided by it, logits would overflow; `serve` clamps it, too."""
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
     done = call(example, "--prompt", "import os", *options)
@@ -106,14 +102,14 @@ def test_the_smallest_temperature_and_no_more_threads_than_cpus(example: Path) -
     assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
 
 
-def test_a_chat_of_bytes_that_are_no_text(example: Path) -> None:
+def test_a_chat_of_bytes_that_are_no_text(example):
     words = [str(example), "--max-new-tokens", "2", "--chat"]
     done = CliRunner().invoke(run, words, input=b"import os\nimport \xff\n")
     assert isinstance(done.exception, InputError), done.exception
     assert "is not UTF-8 text" in str(done.exception)
 
 
-def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: Path, tmp_path: Path) -> None:
+def test_a_chat_has_the_form_of_the_tokenizers_template(example, weights, tmp_path):
     model = with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
@@ -122,12 +118,12 @@ def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: 
 
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
-def test_a_chat_template_that_refuses(example: Path, tmp_path: Path, template: str) -> None:
+def test_a_chat_template_that_refuses(example, tmp_path, template):
     refused = call(with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
 
 
-def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
+def test_a_model_that_has_no_class_for_text_alone(tmp_path):
     """Qwen3-VL-MoE is known to transformers as a model of images and text only."""
     torch = pytest.importorskip("torch")
     import transformers
@@ -161,13 +157,13 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
-def test_what_cannot_be_run(example: Path, options: tuple[object, ...], kind: type[KtconvertError], why: str) -> None:
+def test_what_cannot_be_run(example, options, kind, why):
     refused = call(example, *options).exception
     assert type(refused) is kind
     assert why in str(refused)
 
 
-def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Path) -> None:
+def test_models_that_cannot_be_loaded(tmp_path, example, weights):
     """Nothing is filled up with chance, no other model is taken."""
 
     def refused(model: Path) -> str:
@@ -203,9 +199,7 @@ LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("file", "settings"), LEFT_OVER, ids=[str(settings) for _, settings in LEFT_OVER])
-def test_what_training_left_in_a_config_changes_no_word(
-    file: str, settings: dict[str, Any], example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_training_left_in_a_config_changes_no_word(file, settings, example, tmp_path, monkeypatch):
     """Of a prompt in parts; nor do several texts at once, padded, and beams fail."""
     monkeypatch.setattr(generating, "PART", 16)
     options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
@@ -222,7 +216,7 @@ def test_what_training_left_in_a_config_changes_no_word(
 
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
-def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_read_in_parts_says_the_same(family, window, monkeypatch):
     """Whatever the model remembers of the parts before: keys and values, of a window too, or a recurrent state."""
     import torch
     import transformers
@@ -259,9 +253,7 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
-def test_a_missing_package_is_one_line(
-    words: tuple[str, ...], package: str, what: str, extra: str, cli: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_one_line(words, package, what, extra, cli, example, tmp_path):
     """Python's own finder passes over a package, as if it were not installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"

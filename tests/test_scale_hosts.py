@@ -1,11 +1,8 @@
 """What benchmarks/scale.py calculates for many hosts: sizes as the real plan has them, and a formula that makes sense."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +18,7 @@ MODELS = {model.name: model for model in scale_hosts.MODELS}
 
 
 @pytest.mark.parametrize(("name", "method", "bits"), [("DeepSeek-V3.1", "int8", 8), ("Kimi-K2", "int4", 4)])
-def test_the_sizes_are_those_of_the_plan(name: str, method: str, bits: int, tmp_path: Path, cli: Any) -> None:
+def test_the_sizes_are_those_of_the_plan(name, method, bits, tmp_path, cli):
     """Of headers and holes with two layers of experts in that model's shape."""
     model = MODELS[name]
     tensors, config = models.deepseek(5, model.experts)  # the first three are dense
@@ -44,9 +41,7 @@ numbers = st.floats(1e8, 1e12)
     hosts=st.integers(1, 200),
     between=st.floats(0, 1),
 )
-def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(
-    layers: int, rate: float, link: float, shared: float, hosts: int, between: float
-) -> None:
+def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(layers, rate, link, shared, hosts, between):
     model = scale_hosts.Model("any", 7168, 2048, 256, layers)
     host = scale_hosts.Host({8: rate}, link, between, 1.0)
     one, many, more = (scale_hosts.wall(model, 8, n, host, shared) for n in (1, hosts, 2 * hosts))
@@ -56,7 +51,7 @@ def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(
     assert many >= moved / shared and one >= max(moved / link, layers * host.seconds(model, 8))
 
 
-def test_below_the_limit_hosts_wait_for_themselves_above_it_for_the_file_system() -> None:
+def test_below_the_limit_hosts_wait_for_themselves_above_it_for_the_file_system():
     model, shared = scale_hosts.Model("any", 7168, 2048, 256, 64), 1e10
     host = scale_hosts.Host({8: 1e9}, 1e12, 0, 0)
     most = scale_hosts.limit(model, 8, host, shared)

@@ -1,7 +1,5 @@
 """ktconvert serve: what it generates, for whom, and when it stops; asked by real clients."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -66,7 +64,7 @@ FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a sys
 @pytest.mark.parametrize(
     "template", ["{{ messages }", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"]
 )
-def test_templates_that_refuse_what_they_get(template: str, example: Path, tmp_path: Path) -> None:
+def test_templates_that_refuse_what_they_get(template, example, tmp_path):
     """The server starts, and a chat is a 400; texts are completed all the same."""
     with served(with_template(example, tmp_path / "model", template)) as running:
         for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
@@ -76,7 +74,7 @@ def test_templates_that_refuse_what_they_get(template: str, example: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_holds_only_what_was_generated(name: str, example: Path, tmp_path: Path) -> None:
+def test_an_answer_holds_only_what_was_generated(name, example, tmp_path):
     """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
     choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
@@ -122,9 +120,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["in one piece", "streamed"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_is_computed_for_a_client_that_has_gone(
-    name: str, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_computed_for_a_client_that_has_gone(name, stream, server, monkeypatch):
     monkeypatch.setattr(generating, "PART", 4)
     path, body = REQUESTS[name]
     server.passes.clear()
@@ -137,7 +133,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(
     assert name != "a long prompt" or {shape for _, shape, _ in server.passes} == {(1, 4)}
 
 
-def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
+def test_two_clients_get_their_tokens_in_turns(server):
     """From the first one on of whoever came second."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
@@ -153,7 +149,7 @@ def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
     assert all(a != b for a, b in pairwise(both))
 
 
-def test_a_seed_is_a_clients_own(server: Served) -> None:
+def test_a_seed_is_a_clients_own(server):
     """Whoever draws random numbers at the same time."""
     config = copy.deepcopy(server.scheduler.model.generation_config)
     config.update(do_sample=True, max_new_tokens=40)
@@ -174,7 +170,7 @@ def test_a_seed_is_a_clients_own(server: Served) -> None:
     assert answers[0] not in answers[1:]
 
 
-def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> None:
+def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
     ask = client(server)
     options = {"model": str(server.model), "prompt": "def add(", "max_tokens": 40, "temperature": 0}
     free = ask.completions.create(**options).choices[0].text
@@ -188,7 +184,7 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> N
     assert "".join(parts) == free[:10]
 
 
-def test_cancelled_answers_leave_their_places_to_others(server: Served) -> None:
+def test_cancelled_answers_leave_their_places_to_others(server):
     """Whether they were begun or waited; and no more is computed for them."""
     scheduler = server.scheduler
     config = copy.deepcopy(scheduler.model.generation_config)
@@ -213,7 +209,7 @@ def test_cancelled_answers_leave_their_places_to_others(server: Served) -> None:
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
-def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
     """It is not waited for; who asked is told, in a stream too."""
     begun, released = threading.Event(), threading.Event()
 
@@ -240,7 +236,7 @@ def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example: Path, caplog
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_signals_end_the_server_in_the_midst_of_answers(example: Path, tmp_path: Path) -> None:
+def test_signals_end_the_server_in_the_midst_of_answers(example, tmp_path):
     """Of a stream, and of one in one piece; none of them looks as if it were whole."""
 
     def end(sent: signal.Signals) -> tuple[int, str]:
@@ -265,7 +261,7 @@ def test_signals_end_the_server_in_the_midst_of_answers(example: Path, tmp_path:
     assert not any("Traceback" in log for log in logs)
 
 
-def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_in_parts(server, monkeypatch):
     """Without the scores of every position, and to the same end."""
     ask = client(server)
     options = {"model": str(server.model), "prompt": "import os\nimport sys\n" * 30, "max_tokens": 8, "temperature": 0}
@@ -278,7 +274,7 @@ def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.Monk
     assert all(shape[1] <= 16 and scores == 1 for shape, scores in shapes)
 
 
-def test_what_training_left_in_a_config(server: Served, example: Path, tmp_path: Path) -> None:
+def test_what_training_left_in_a_config(server, example, tmp_path):
     """It neither breaks answers nor changes their words; stop strings of the model's own are honoured."""
     asked = {"prompt": "import os\n" * 250, "max_tokens": 8, "temperature": 0}
     whole = client(server).completions.create(model=str(server.model), **asked).choices[0].text
@@ -317,9 +313,7 @@ def ended(response: Any) -> str:
     return {"completed": "stop", "incomplete": "length"}[response.status]
 
 
-def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(
-    server: Served, example: Path, tmp_path: Path
-) -> None:
+def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(server, example, tmp_path):
     """Its end is the model's own, or a stop string; one token less, and it was cut off."""
     encoded = server.scheduler.processor(f"{WORDS}\n", return_tensors="pt")
     said = server.scheduler.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
@@ -340,12 +334,7 @@ def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(
             assert number == 0 or finishes(running, number) == {"length"}
 
 
-# ---- what is loaded --------------------------------------------------------------------------------------------------
-
-
-def test_converted_experts_and_whole_outputs(
-    server: Served, cli: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
+def test_converted_experts_and_whole_outputs(server, cli, example, tmp_path):
     """Beside the model, or in what is a whole model: the same numbers as from the source, so the same words."""
     whole = tmp_path / "whole"
     cli("cpu", "-i", example, "-o", whole, "--quant-method", "bf16", "--threadpool-count", 1, "--non-experts", "keep")
@@ -357,7 +346,7 @@ def test_converted_experts_and_whole_outputs(
             assert answers(running, model, WORDS) == said
 
 
-def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path) -> None:
+def test_a_port_that_is_taken(cli, example):
     """Reported at once, not after minutes of loading."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -367,13 +356,13 @@ def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path) -> None:
     )
 
 
-def test_weights_that_do_not_fit(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit(cli, example, tmp_path):
     done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
     assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
 
 
 @pytest.mark.parametrize("lacks", ["tokenizer", "tensor"])
-def test_a_model_of_which_a_part_is_missing(lacks: str, example: Path, tmp_path: Path) -> None:
+def test_a_model_of_which_a_part_is_missing(lacks, example, tmp_path):
     """Refused as `run` does: texts are not called empty, and weights are not made up."""
     from safetensors.torch import load_file, save_file
 

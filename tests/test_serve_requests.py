@@ -1,12 +1,10 @@
 """ktconvert serve: what a request may ask, what is clamped, and what is refused, by real clients over a real socket."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -181,7 +179,7 @@ def post(server: Served, path: str, body: Any, **headers: str) -> Answer:
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda value: str(value)[:60])
-def test_refused(server: Served, path: str, body: Any, param: str | None) -> None:
+def test_refused(server, path, body, param):
     """One sentence in OpenAI's form that names the parameter, and nothing was computed."""
     before = len(server.passes)
     answer = post(server, path, body)
@@ -194,14 +192,14 @@ def test_refused(server: Served, path: str, body: Any, param: str | None) -> Non
     assert len(server.passes) == before
 
 
-def test_too_long_to_be_read(server: Served) -> None:
+def test_too_long_to_be_read(server):
     """A body of 5 MB is not kept, parsed or made into tokens; its client reads why."""
     answer = post(server, CHAT, chat(messages=[{"role": "user", "content": "import os " * 500_000}]))
     assert answer.status_code == 413 and str(1 << 20) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": SAID}), (TEXT, {"prompt": "import os"})])
-def test_beyond_the_context(server: Served, path: str, body: dict[str, Any]) -> None:
+def test_beyond_the_context(server, path, body):
     """Both numbers are named; what is left of the context is given, however much was asked for."""
     long = {"messages": [{"role": "user", "content": LONG}]} if path == CHAT else {"prompt": LONG}
     error = post(server, path, long).json()["error"]
@@ -215,7 +213,7 @@ def test_beyond_the_context(server: Served, path: str, body: dict[str, Any]) -> 
     assert usage["total_tokens"] <= CONTEXT and usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
 
 
-def test_unknown_paths_and_methods(server: Served) -> None:
+def test_unknown_paths_and_methods(server):
     for path in ("/", "/v1", "/v1/embeddings", "/reset", "/docs", "/v1/audio/transcriptions"):
         answer = post(server, path, {})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
@@ -224,7 +222,7 @@ def test_unknown_paths_and_methods(server: Served) -> None:
     assert send(f"{server.url}/health").json() == {"status": "ok"}
 
 
-def test_the_name_of_the_model(server: Served, client: Any, example: Path) -> None:
+def test_the_name_of_the_model(server, client, example):
     """Replies carry the id that is listed; it can be sent back, or left out."""
     (listed,) = client.models.list().data
     assert listed.id == str(example) and client.models.retrieve(listed.id) == listed
@@ -245,7 +243,7 @@ def said(client: Any, **more: Any) -> str:
     return text
 
 
-def test_sampling_parameters(client: Any) -> None:
+def test_sampling_parameters(client):
     """The bundled model's generation_config names no do_sample: a temperature samples nevertheless."""
     greedy = said(client)
     assert said(client) == said(client, temperature=openai.NOT_GIVEN) == greedy
@@ -259,14 +257,14 @@ def test_sampling_parameters(client: Any) -> None:
     assert said(client, extra_body={"repetition_penalty": 2.0}) != greedy
 
 
-def test_the_number_of_tokens(client: Any) -> None:
+def test_the_number_of_tokens(client):
     for given in ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 9, "max_completion_tokens": 3}):
         settings = {"max_tokens": openai.NOT_GIVEN, **given}
         answer = client.chat.completions.create(model=client.models.list().data[0].id, messages=SAID, **settings)
         assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
 
 
-def test_penalties_and_biases(client: Any) -> None:
+def test_penalties_and_biases(client):
     """Subtracted from the logits of what was written, as OpenAI says; a bias forces or forbids a token."""
     greedy = said(client, max_tokens=60)
     for penalty in ("presence_penalty", "frequency_penalty"):
@@ -277,7 +275,7 @@ def test_penalties_and_biases(client: Any) -> None:
     assert said(client, max_tokens=4, logit_bias={"0": 100}) != forced
 
 
-def test_streams_end_as_openai_says(server: Served) -> None:
+def test_streams_end_as_openai_says(server):
     """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
     for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):
         whole = post(server, path, body).json()
@@ -291,7 +289,7 @@ def test_streams_end_as_openai_says(server: Served) -> None:
             assert [event["choices"] for event in events][-1] == [] if expected else events[-1]["choices"]
 
 
-def test_prompts_as_lists_and_as_token_ids(client: Any, example: Path) -> None:
+def test_prompts_as_lists_and_as_token_ids(client, example):
     """Each is answered as if it were alone."""
     from transformers import AutoTokenizer
 
@@ -316,7 +314,7 @@ def test_prompts_as_lists_and_as_token_ids(client: Any, example: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 6}])
-def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str, int]) -> None:
+def test_logarithms_of_probabilities(server, client, more):
     """Those of the model, for tokens of the prompt as for new ones: what lm-eval's loglikelihood tasks are made of."""
     import torch
 
@@ -353,7 +351,7 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
         assert choice.text.startswith("".join(reported.tokens[:1])) and new.finish_reason == "length"
 
 
-def test_a_bias_counts_where_probabilities_are_asked_for(server: Served) -> None:
+def test_a_bias_counts_where_probabilities_are_asked_for(server):
     """For one token, too, which could be read off the same pass."""
     for tokens in (1, 2):
         body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"7": 100})
@@ -374,7 +372,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_clients_that_send_nothing_lock_nobody_out(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_send_nothing_lock_nobody_out(server, monkeypatch):
     """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
     monkeypatch.setattr(uvicorn_server, "KEPT", 30)
     stream = text(stream=True, max_tokens=CONTEXT // 4)
@@ -403,9 +401,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
-def test_a_request_that_is_not_sent_to_its_end(
-    sent: list[bytes], server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
     """The connection is closed, whatever was answered on it before."""
     for limit in ("HEADERS", "BODY"):
         monkeypatch.setattr(uvicorn_server, limit, 0.5)
@@ -418,7 +414,7 @@ def test_a_request_that_is_not_sent_to_its_end(
     assert is_closed(connection)
 
 
-def test_a_client_that_reads_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing(server, monkeypatch):
     """Its answer ends, and its connection is closed."""
     monkeypatch.setattr(uvicorn_server, "READING", 0.5)
     body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
@@ -430,7 +426,7 @@ def test_a_client_that_reads_nothing(server: Served, monkeypatch: pytest.MonkeyP
                 connection.sendall(head + body)
 
 
-def test_more_requests_than_are_answered(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_requests_than_are_answered(server, monkeypatch):
     """The next one is told to come again."""
     monkeypatch.setattr(application, "ANSWERED", 2)
     refused: list[Any] = []
@@ -455,7 +451,7 @@ TEMPLATE = (
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 
 
-def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
+def test_what_the_chat_template_reads(example, tmp_path):
     """Each way to say something reaches the template; the number of tokens of the prompt shows it."""
     from transformers import AutoTokenizer
 
@@ -508,7 +504,7 @@ def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
-def test_every_parameter_is_in_the_table(kind: Any) -> None:
+def test_every_parameter_is_in_the_table(kind):
     page = (Path(__file__).parents[1] / "docs" / "SERVING.md").read_text()
     table = page.partition("## Parameters\n")[2].partition("\n## ")[0]
     assert [name for name in kind.model_fields if f"`{name}`" not in table] == []
@@ -517,7 +513,7 @@ def test_every_parameter_is_in_the_table(kind: Any) -> None:
 KEY = "sk-0123456789"
 
 
-def test_a_key_and_a_short_name(example: Path) -> None:
+def test_a_key_and_a_short_name(example):
     """All but /health asks for the key."""
     with served(example, name="small", key=KEY.encode()) as running:
         assert send(f"{running.url}/health").status_code == 200
@@ -539,7 +535,7 @@ def test_a_key_and_a_short_name(example: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["", " \n", "two words", "a\nb", "schl\u00fcssel", "a" * 5000])
-def test_what_is_no_key(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_no_key(said, monkeypatch, tmp_path):
     """An empty variable or file must not open the server to everybody."""
     file = tmp_path / "key"
     file.write_text(said)
@@ -550,7 +546,7 @@ def test_what_is_no_key(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         access.key_from(None)
 
 
-def test_where_the_key_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_key_comes_from(monkeypatch, tmp_path):
     """The file, then the environment."""
     monkeypatch.delenv(access.VARIABLE, raising=False)
     assert access.key_from(None) is None
@@ -562,7 +558,7 @@ def test_where_the_key_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         access.key_from(tmp_path / "nowhere")
 
 
-def test_a_server_for_others_without_a_key(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+def test_a_server_for_others_without_a_key(cli, example, tmp_path):
     """It is warned of, and a key that others can read, before the port is looked at."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         at = ("--host", "0.0.0.0", "--port", taken.getsockname()[1])

@@ -1,7 +1,5 @@
 """Opening a checkpoint: what is read is right, and whatever is damaged or hostile is refused in one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,7 +20,7 @@ from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, parse_header, read_header
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
 from rig.safetensors import encode
 
 Header = dict[str, Any]
@@ -57,7 +55,7 @@ def edit_index(root: Path, **changed: str | None) -> None:
 # What is there
 
 
-def test_sharded_directory(sharded: Path) -> None:
+def test_sharded_directory(sharded):
     source = open_checkpoint(sharded)
     assert sorted(source.tensors) == ["a", "b", "c"]
     assert [s.name for s in source.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -69,7 +67,7 @@ def test_sharded_directory(sharded: Path) -> None:
     assert source.shards[0].blob is None and source.ignored == ()
 
 
-def test_single_file_and_directory_without_index(sharded: Path) -> None:
+def test_single_file_and_directory_without_index(sharded):
     (sharded / INDEX).unlink()
     assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
     alone = open_checkpoint(str(sharded / "model-00001-of-00002.safetensors"))
@@ -80,7 +78,7 @@ def test_single_file_and_directory_without_index(sharded: Path) -> None:
     assert alone.companions() == []
 
 
-def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
+def test_every_dtype_is_seen_as_it_should_be(tmp_path):
     header, at = {}, 0
     for dtype, bits in DTYPE_BITS.items():
         header[dtype] = tensor([4, 2], at, at + bits, dtype)
@@ -99,7 +97,7 @@ def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
         source.array("F6_E2M3")
 
 
-def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+def test_scalars_and_empty_tensors(tmp_path):
     header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
     (tmp_path / "model.safetensors").write_bytes(encode(header, struct.pack("<f", 1.5)))
     source = open_checkpoint(tmp_path)
@@ -108,7 +106,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     source.release(source.tensors["none"])
 
 
-def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
+def test_header_identity_is_the_header_alone(tmp_path):
     one, two, three = (tmp_path / n for n in ("one", "two", "three"))
     one.write_bytes(encode({"a": tensor([2], 0, 2)}, b"xy"))
     two.write_bytes(encode({"a": tensor([2], 0, 2)}, b"zz"))
@@ -116,7 +114,7 @@ def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
     assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
 
 
-def test_a_weight_file_is_not_read_when_opened(tmp_path: Path) -> None:
+def test_a_weight_file_is_not_read_when_opened(tmp_path):
     """Headers only: a shard of 1 TB of holes opens at once and maps nothing."""
     size = 1 << 40
     with (tmp_path / "model.safetensors").open("wb") as f:
@@ -134,7 +132,7 @@ def resident(file: Path) -> int:
     return sum(int(next(x for x in lines if x.startswith("Rss:")).split()[1]) for line in lines if str(file) in line)
 
 
-def test_release_gives_pages_back(tmp_path: Path) -> None:
+def test_release_gives_pages_back(tmp_path):
     size = 8 << 20
     file = tmp_path / "model.safetensors"
     file.write_bytes(encode({"a": tensor([size], 0, size), "b": tensor([size], size, 2 * size)}, b"ab" * size))
@@ -151,13 +149,13 @@ def test_release_gives_pages_back(tmp_path: Path) -> None:
     assert resident(file) == 0
 
 
-def test_closing_leaves_views_alive(sharded: Path) -> None:
+def test_closing_leaves_views_alive(sharded):
     with open_checkpoint(sharded) as source:
         view = source.array("a")
     assert view[0, 0] == ord("a")
 
 
-def test_changed(sharded: Path) -> None:
+def test_changed(sharded):
     """A file that was cut after it had been opened is not mapped."""
     source = open_checkpoint(sharded)
     first, second = (s.path for s in source.shards)
@@ -176,7 +174,7 @@ OTHERS = """.gitattributes .cache/x.json pytorch_model.bin pytorch_model.bin.ind
     original/consolidated.00.pth model.safetensors.index.fp16.json sub/w.safetensors a.PT"""
 
 
-def test_companions(sharded: Path) -> None:
+def test_companions(sharded):
     expected, left = COMPANIONS.split(), OTHERS.split()
     for name in expected + left:
         (sharded / name).parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +186,7 @@ def test_companions(sharded: Path) -> None:
 # Which files count
 
 
-def test_consolidated_weights(sharded: Path) -> None:
+def test_consolidated_weights(sharded):
     """Beside others they are ignored; alone they are the checkpoint, with a config of their own. Folders are not walked."""
     save(sharded / "consolidated.safetensors", "other")
     save(sharded / "original" / "model-00001-of-00002.safetensors", "a")
@@ -247,14 +245,14 @@ BILLION = "model-00001-of-999999999.safetensors"
         (lambda root: special(root, os.mkdir), "not a regular file|cannot be"),
     ],
 )
-def test_files_that_are_no_checkpoint(spoil: Callable[[Path], object], words: str, sharded: Path) -> None:
+def test_files_that_are_no_checkpoint(spoil, words, sharded):
     spoil(sharded)
     with pytest.raises(InputError, match=words):
         open_checkpoint(sharded)
 
 
 @pytest.mark.parametrize(("name", "what"), [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
-def test_other_formats(sharded: Path, name: str, what: str) -> None:
+def test_other_formats(sharded, name, what):
     only(sharded, name)
     for path, words in ((sharded, what), (sharded / name, r"not a \.safetensors or \.gguf file")):
         with pytest.raises(UnsupportedError, match=words):
@@ -279,7 +277,7 @@ def test_other_formats(sharded: Path, name: str, what: str) -> None:
         ({"a": "config.json"}, "not a .safetensors file"),
     ],
 )
-def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], words: str) -> None:
+def test_index_and_files_disagree(sharded, changed, words):
     edit_index(sharded, **changed)
     with pytest.raises(InputError) as failure:
         open_checkpoint(sharded)
@@ -290,7 +288,7 @@ def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], words:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", "\xff", "[" * 100_000]
 )
-def test_documents_that_are_none(sharded: Path, name: str, text: str) -> None:
+def test_documents_that_are_none(sharded, name, text):
     (sharded / name).write_text(text, encoding="latin-1")
     if name == INDEX or not text.startswith("{") or text == "{":
         with pytest.raises(InputError, match="index" if name == INDEX else r"config\.json"):
@@ -353,7 +351,7 @@ LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}
         (encode({"__metadata__": []}), "__metadata__"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, data: bytes, words: str) -> None:
+def test_headers_that_lie(tmp_path, data, words):
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
     with pytest.raises(InputError) as failure:
@@ -363,7 +361,7 @@ def test_headers_that_lie(tmp_path: Path, data: bytes, words: str) -> None:
     assert "\n" not in message and len(message) < 1000
 
 
-def test_unpadded_header_with_odd_offset(tmp_path: Path) -> None:
+def test_unpadded_header_with_odd_offset(tmp_path):
     """The format asks for no alignment: a view of an unaligned tensor still has the right values."""
     text = json.dumps({"a": tensor([3], 0, 6, "BF16")}).encode()
     text += b" " * (1 - len(text) % 2)
@@ -395,7 +393,7 @@ entries = st.fixed_dictionaries(
     st.integers(0, 16),
 )
 @settings(max_examples=200, deadline=None)
-def test_any_header_gives_sound_tensors_or_an_input_error(header: Header, size: int) -> None:
+def test_any_header_gives_sound_tensors_or_an_input_error(header, size):
     try:
         parsed, _ = parse_header(json.dumps(header).encode(), size, 0, "x")
     except InputError:
@@ -432,7 +430,7 @@ def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return root
 
 
-def test_cached_snapshot_of_links(cache: Path) -> None:
+def test_cached_snapshot_of_links(cache):
     source = open_checkpoint("org/name")
     assert sorted(source.tensors) == ["a", "b", "c"] and source.config == {"hidden_size": 3}
     assert source.shards[0].blob == f"{1:064x}"
@@ -452,9 +450,7 @@ def test_cached_snapshot_of_links(cache: Path) -> None:
         ({"HF_HUB_CACHE": "{t}/a", "HF_HOME": "{t}/b"}, "a"),
     ],
 )
-def test_where_the_cache_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], where: str
-) -> None:
+def test_where_the_cache_lies(tmp_path, monkeypatch, variables, where):
     for name in ("HF_HUB_CACHE", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -462,7 +458,7 @@ def test_where_the_cache_lies(
     assert hub.cache_root() == tmp_path / where
 
 
-def test_an_existing_path_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_wins(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     safetensors.numpy.save_file({"mine": np.zeros(1)}, tmp_path / "org" / "name" / "model.safetensors")
@@ -472,7 +468,7 @@ def test_an_existing_path_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("value", ["1", "YES"])
-def test_offline(cache: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_offline(cache, monkeypatch, value):
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     assert open_checkpoint("org/name").root.name == COMMIT
     with pytest.raises(InputError, match=r"org/other: is not in the local cache .*hf download org/other`"):
@@ -490,7 +486,7 @@ def test_offline(cache: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> No
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/etc", ".."])
-def test_revisions_that_are_paths(cache: Path, revision: str) -> None:
+def test_revisions_that_are_paths(cache, revision):
     with pytest.raises(UsageError, match="--revision"):
         open_checkpoint("org/name", revision)
 
@@ -498,7 +494,7 @@ def test_revisions_that_are_paths(cache: Path, revision: str) -> None:
 @pytest.mark.parametrize(
     "name", ["org/name/more", "/org/name", "~org/name", "org", "./org/name", "../org/name", "x\0y"]
 )
-def test_what_is_no_hub_id(cache: Path, name: str) -> None:
+def test_what_is_no_hub_id(cache, name):
     with pytest.raises(InputError, match="no such file"):
         open_checkpoint(name)
 
@@ -513,9 +509,7 @@ def test_what_is_no_hub_id(cache: Path, name: str) -> None:
         ("ENOSPC", ResourceError, "is full"),
     ],
 )
-def test_failed_downloads_are_explained(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, raised: str, error: type[KtconvertError], words: str
-) -> None:
+def test_failed_downloads_are_explained(cache, monkeypatch, raised, error, words):
     huggingface_hub = pytest.importorskip("huggingface_hub")
 
     def fail(*args: object, **more: object) -> str:
@@ -528,7 +522,7 @@ def test_failed_downloads_are_explained(
 
 
 @pytest.mark.parametrize(("companions_only", "weights"), [(False, True), (True, False)])
-def test_what_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch, companions_only: bool, weights: bool) -> None:
+def test_what_is_downloaded(cache, monkeypatch, companions_only, weights):
     """Companions always, weights where they are needed, GGUF files never: a repository may hold a terabyte of them."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     downloaded: list[str] = []
@@ -545,7 +539,7 @@ def test_what_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch, compan
 FILES_OF_OTHER = ("config.json", "tokenizer.model", "model-00001-of-00002.safetensors", "other-Q4_K.gguf")
 
 
-def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloading_without_huggingface_hub(cache, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"pip install 'ktconvert\[hub\]'"):
         open_checkpoint("org/other")
@@ -554,7 +548,7 @@ def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.Mo
 # A large checkpoint
 
 
-def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_shards_are_opened_by_their_headers(tmp_path, monkeypatch):
     """160 shards and about 100 000 tensors: what is read are the headers, once each, and nothing
     stays mapped or open."""
     shape, per, header_bytes = [256, 128], 625, 0

@@ -5,8 +5,6 @@ This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` i
 table.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
 from rig.safetensors import edit_file, read_folder, write_file
-from rig.toys import Toy, main
-
-# --- the row: int8 codes, and one F16 scale for each row ---------------------------------------------------------------
+from rig.toys import main
 
 
 def decoded(linear: of.Matrix) -> Any:
@@ -46,7 +42,6 @@ ROW = CheckpointEncoding(
     input_types=("toy",),
 )
 
-# --- the tests ----------------------------------------------------------------------------------------------------------
 
 E, H, I = 2, 256, 384  # noqa: E741
 
@@ -78,9 +73,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
-def test_converted_and_verified(
-    checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path, ktconvert: Toy
-) -> None:
+def test_converted_and_verified(checkpoints, options, tmp_path, ktconvert):
     source, plain = checkpoints
     ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
     ktconvert("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
@@ -90,7 +83,7 @@ def test_converted_and_verified(
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
 
 
-def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+def test_for_a_gpu_and_inspected(checkpoints, tmp_path, ktconvert):
     source, plain = checkpoints
     gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
     ktconvert("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
@@ -100,11 +93,11 @@ def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path,
     assert json.loads(ktconvert("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
 
 
-def test_it_is_resumed(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_resumed(checkpoints, tmp_path, ktconvert):
     ktconvert.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
 
 
-def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert):
     for folder, lost, words in (
         ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
         ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
@@ -118,7 +111,7 @@ def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], 
         assert words in ktconvert("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 
-def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path, cli: Any) -> None:
+def test_without_the_row_it_is_no_input(checkpoints, tmp_path, cli):
     cli("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", code=3)
 
 

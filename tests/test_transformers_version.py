@@ -4,13 +4,9 @@ the model is loaded.
 A version is claimed by a directory of package metadata on the path, before the real one's.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ def claim(folder: Path, version: str) -> Path:
     return folder
 
 
-def test_the_extras_have_the_same_bounds() -> None:
+def test_the_extras_have_the_same_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     expected = {
         extra: [needed for needed in packages if needed.startswith("transformers")]
@@ -44,7 +40,7 @@ def test_the_extras_have_the_same_bounds() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/install.md", "docs/GPU.md", "docs/RUNTIME.md"])
-def test_the_pages_name_the_tested_versions(page: str) -> None:
+def test_the_pages_name_the_tested_versions(page):
     assert f"transformers {TESTED}" in (ROOT / page).read_text()
 
 
@@ -61,9 +57,7 @@ def test_the_pages_name_the_tested_versions(page: str) -> None:
         ("unknown", None),
     ],
 )
-def test_what_is_said(
-    version: str, said: Callable[[], str | None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_said(version, said, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(claim(tmp_path, version))
     for sentence in (refusal, newer):
         assert (sentence() is not None) == (sentence is said)
@@ -79,9 +73,7 @@ def test_what_is_said(
 @pytest.mark.parametrize(
     "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", "nowhere", "--text", "nothing")]
 )
-def test_an_older_one_is_refused_before_it_is_imported(
-    command: tuple[str, ...], cli: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
+def test_an_older_one_is_refused_before_it_is_imported(command, cli, example, tmp_path):
     claim(tmp_path, "5.16.1")
     (tmp_path / "transformers.py").write_text("raise SystemExit('transformers was imported')\n")
     name, *options = command
@@ -89,7 +81,7 @@ def test_an_older_one_is_refused_before_it_is_imported(
     assert (done.stdout, done.stderr) == ("", f"ktconvert: {TOO_OLD}\n")
 
 
-def test_a_newer_one_is_used_with_a_warning(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_newer_one_is_used_with_a_warning(cli, tmp_path):
     claim(tmp_path / "path", "10.0")
     nowhere = tmp_path / "nowhere"
     done = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
@@ -98,7 +90,7 @@ def test_a_newer_one_is_used_with_a_warning(cli: Callable[..., Any], tmp_path: P
     assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
 
 
-def test_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python_too(tmp_path, monkeypatch):
     """Without KTConvertConfig no model is loaded with our experts."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(claim(tmp_path / "older", "5.16.1"))
@@ -110,7 +102,7 @@ def test_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [warning.filename for warning in warned] == [__file__]  # where it was asked for
 
 
-def test_verify_does_without(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+def test_verify_does_without(cli, example, tmp_path):
     pytest.importorskip("compressed_tensors")
     out = tmp_path / "w4"
     cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")

@@ -1,8 +1,6 @@
 """`ktconvert verify`: a sound output passes, every kind of damage is reported by name, in our
 outputs and in kt-kernel's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -56,11 +54,8 @@ def weight_file(output: Path, pattern: str = "*_quant_.kt") -> Path:
     return next(iter(sorted((output / "_layer_1" / "_numa_1").glob(pattern))))
 
 
-# ---- what is right ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_conversion_is_what_its_source_gives(name: str, conversions: dict[str, Path], example: Path) -> None:
+def test_a_conversion_is_what_its_source_gives(name, conversions, example):
     report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
@@ -74,13 +69,13 @@ def test_a_conversion_is_what_its_source_gives(name: str, conversions: dict[str,
     assert report["worst"][0]["relative_error"] == max(e["worst_relative_error"] for e in errors.values())
 
 
-def test_the_report_for_people(conversions: dict[str, Path], example: Path, cli: Any) -> None:
+def test_the_report_for_people(conversions, example, cli):
     output = cli("verify", conversions["int4-merged"], "--against", example).stdout
     assert "verified" in output and "quantized again: the same bytes" in output and "worst experts" in output
     assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
 
 
-def test_one_json_object_and_an_exit_code(copy: Copy, cli: Any) -> None:
+def test_one_json_object_and_an_exit_code(copy, cli):
     output = copy("int4-merged")
     edit(output / FIRST, -1)
     done = cli("verify", output, "--json", code=6)
@@ -90,7 +85,7 @@ def test_one_json_object_and_an_exit_code(copy: Copy, cli: Any) -> None:
     assert "NOT verified" in done.stdout and FIRST in done.stderr
 
 
-def test_forms_of_one_conversion_are_equal(conversions: dict[str, Path]) -> None:
+def test_forms_of_one_conversion_are_equal(conversions):
     report = accepted(conversions["int8-merged"], "--against", conversions["int8-loose"])
     assert report["checks"][-1]["name"] == "other"
     accepted(conversions["int4-loose"], "--against", conversions["int4-merged"])
@@ -98,21 +93,16 @@ def test_forms_of_one_conversion_are_equal(conversions: dict[str, Path]) -> None
 
 @pytest.mark.parametrize("options", [["--save-backward-weights"], ["--max-shard-size", "100KB", "--non-experts", "copy"], ["--layers", "1"],
                                      ["--threadpool-count", 1], ["--no-merge-safetensor", "--save-backward-weights"]])  # fmt: skip
-def test_every_way_to_convert(options: list[object], tmp_path: Path, example: Path) -> None:
+def test_every_way_to_convert(options, tmp_path, example):
     output = convert(example, tmp_path / "out", *options)
     report = accepted(output, "--against", example)
     assert report["backward"] == ("--save-backward-weights" in options)
     assert bool(report["other_tensors"]) == ("copy" in options)
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["int4-merged", "int8-merged"])
 @pytest.mark.parametrize(("at", "what"), [(70_000, "weight"), (-100, "scale")])
-def test_a_flipped_byte_in_a_shard(
-    name: str, at: int, what: str, copy: Copy, example: Path, conversions: dict[str, Path]
-) -> None:
+def test_a_flipped_byte_in_a_shard(name, at, what, copy, example, conversions):
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
     edit(output / FIRST, at)
@@ -129,7 +119,7 @@ def test_a_flipped_byte_in_a_shard(
 
 
 @pytest.mark.parametrize("pattern", ["INT4_up_3_*_quant_.kt", "INT4_down_5_*_scale_.kt"])
-def test_a_flipped_byte_in_a_loose_file(pattern: str, copy: Copy, example: Path) -> None:
+def test_a_flipped_byte_in_a_loose_file(pattern, copy, example):
     output = copy("int4-loose")
     path = weight_file(output, pattern)
     edit(path, 200)
@@ -140,7 +130,7 @@ def test_a_flipped_byte_in_a_loose_file(pattern: str, copy: Copy, example: Path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 400_000])
-def test_a_truncated_shard(keep: int, copy: Copy, example: Path) -> None:
+def test_a_truncated_shard(keep, copy, example):
     output = copy("int8-merged")
     path = output / FIRST
     path.write_bytes(path.read_bytes()[:keep])
@@ -256,7 +246,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("which", DAMAGE)
-def test_damage_is_named(which: str, copy: Copy) -> None:
+def test_damage_is_named(which, copy):
     name, damage, words = DAMAGE[which]
     output = copy(name)
     damage(output)
@@ -264,7 +254,7 @@ def test_damage_is_named(which: str, copy: Copy) -> None:
     assert words in refused(without_manifest(output))
 
 
-def test_inspect_counts_the_same_codes(copy: Copy, cli: Any) -> None:
+def test_inspect_counts_the_same_codes(copy, cli):
     name, damage, words = DAMAGE["codes of -8"]
     output = copy(name)
     assert json.loads(cli("inspect", output, "--json").stdout)["codes"] is None  # the manifest vouches for them
@@ -275,7 +265,7 @@ def test_inspect_counts_the_same_codes(copy: Copy, cli: Any) -> None:
     assert found["complete"] and found["codes"] == problems(verified(output), "codes")
 
 
-def test_a_tensor_too_many_and_one_misnamed(copy: Copy) -> None:
+def test_a_tensor_too_many_and_one_misnamed(copy):
     output = without_manifest(copy("int4-merged"))
     other = MISNAMED.replace(".3.", ".03.")
     edit_header(output / FIRST, lambda header: header.update({other: header.pop(MISNAMED)}))
@@ -284,14 +274,14 @@ def test_a_tensor_too_many_and_one_misnamed(copy: Copy) -> None:
     assert any("not a name that kt-kernel reads" in problem for problem in problems(report, "tensors"))
 
 
-def test_an_output_without_an_index(copy: Copy) -> None:
+def test_an_output_without_an_index(copy):
     output = without_manifest(copy("int4-merged"))
     (output / INDEX).unlink()
     assert any("no index" in note for note in accepted(output)["notes"])
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_wrong_numa_and_wrong_method(name: str, conversions: dict[str, Path]) -> None:
+def test_wrong_numa_and_wrong_method(name, conversions):
     output, ours = conversions[name], formats_of("cpu")[name[:4]].name
     sentence = refused(output, "--numa", 1)
     assert "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
@@ -299,7 +289,7 @@ def test_wrong_numa_and_wrong_method(name: str, conversions: dict[str, Path]) ->
     assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
 
-def test_a_changed_config(copy: Copy) -> None:
+def test_a_changed_config(copy):
     output = copy("int4-merged")
     path = output / "config.json"
     before = path.read_text()
@@ -321,7 +311,7 @@ OF_OTHER_TYPES = [{"numa": "2"}, {"layers": ["0"]}, {"experts": None}, {"scale":
 
 
 @pytest.mark.parametrize("change", [*LIES, *OF_OTHER_TYPES, {"tool": {"version": 1}}])
-def test_a_manifest_that_says_otherwise(change: dict[str, Any], copy: Copy, example: Path) -> None:
+def test_a_manifest_that_says_otherwise(change, copy, example):
     """Whatever the damage, no traceback."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda whole: (whole if "tool" in change else whole["model"]).update(change))
@@ -330,7 +320,7 @@ def test_a_manifest_that_says_otherwise(change: dict[str, Any], copy: Copy, exam
 
 
 @pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"sha256": "0" * 64}])
-def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Copy) -> None:
+def test_a_manifest_that_was_changed(change, copy):
     """What it says has a hash, too; white space does not matter."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda document: None)
@@ -341,13 +331,13 @@ def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Copy) -> None
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": {"name": "ktconvert-manifest", "version": 1}}'])
-def test_a_damaged_manifest(text: str, copy: Copy) -> None:
+def test_a_damaged_manifest(text, copy):
     output = copy("int4-merged")
     (output / manifest.NAME).write_text(text)
     assert "manifest" in refused(output)
 
 
-def test_a_foreign_file(copy: Copy, write_safetensors: Any) -> None:
+def test_a_foreign_file(copy, write_safetensors):
     output = copy("int4-merged")
     (output / "notes.txt").write_text("mine")
     assert accepted(output)["notes"] == ["not of the manifest: notes.txt"]
@@ -360,7 +350,7 @@ def test_a_foreign_file(copy: Copy, write_safetensors: Any) -> None:
     assert f"{stray.name} does not belong here" in refused(output)
 
 
-def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> None:
+def test_a_flipped_byte_in_a_copied_tensor(tmp_path, example):
     output = without_manifest(convert(example, tmp_path / "out", "--non-experts", "copy"))
     accepted(output, "--against", example)
     shard = output / "model-00003-of-00003.safetensors"
@@ -369,10 +359,7 @@ def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> Non
     assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
 
 
-# ---- against what it is not ------------------------------------------------------------------------------------------
-
-
-def test_another_source(conversions: dict[str, Path], tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+def test_another_source(conversions, tmp_path, write_qwen, random_experts):
     def against(name: str, experts: int, width: int, layers: int) -> dict[str, Any]:
         stored = {n: random_experts(experts, 256, width, n) for n in range(layers)}
         return verified(conversions["int8-merged"], "--against", write_qwen(tmp_path / name, stored))
@@ -387,7 +374,7 @@ def test_another_source(conversions: dict[str, Path], tmp_path: Path, write_qwen
     assert any("layers 2 of" in problem for problem in problems(against("more layers", 8, 256, 3), "source"))
 
 
-def test_a_damaged_source_is_bad_input(conversions: dict[str, Path], tmp_path: Path, example: Path) -> None:
+def test_a_damaged_source_is_bad_input(conversions, tmp_path, example):
     source = Path(shutil.copytree(example, tmp_path / "source"))
     path = source / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -403,7 +390,7 @@ def test_a_damaged_source_is_bad_input(conversions: dict[str, Path], tmp_path: P
     assert report["code"] == 5 and name in report["message"] and "row 7, column 200" in report["message"]
 
 
-def test_other_outputs(conversions: dict[str, Path], copy: Copy, tmp_path: Path, example: Path) -> None:
+def test_other_outputs(conversions, copy, tmp_path, example):
     assert "method is AMXINT8 here, AMXINT4 in" in refused(
         conversions["int8-merged"], "--against", conversions["int4-loose"]
     )
@@ -416,13 +403,13 @@ def test_other_outputs(conversions: dict[str, Path], copy: Copy, tmp_path: Path,
     assert report["code"] == 5 and FIRST in report["message"]
 
 
-def test_what_is_no_output(tmp_path: Path, example: Path) -> None:
+def test_what_is_no_output(tmp_path, example):
     for path, code in ((example, 3), (tmp_path, 3), (example / "config.json", 3), (tmp_path / "nothing", 5)):
         report = verified(path)
         assert report["code"] == code and str(path) in report["message"]
 
 
-def test_an_unfinished_output(tmp_path: Path) -> None:
+def test_an_unfinished_output(tmp_path):
     for work in (tmp_path / "out.work", tmp_path / "mounted" / ".ktconvert"):
         work.mkdir(parents=True)
         (work / "plan.json").write_text("{}")
@@ -430,11 +417,8 @@ def test_an_unfinished_output(tmp_path: Path) -> None:
         assert f"ktconvert resume {tmp_path / finished}" in refused(tmp_path / path)
 
 
-# ---- kt-kernel's own outputs -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
-def test_kt_kernels_own_bytes(method: str, case: str, tmp_path: Path, write_safetensors: Any, write_qwen: Any) -> None:
+def test_kt_kernels_own_bytes(method, case, tmp_path, write_safetensors, write_qwen):
     """The golden files, laid out as convert_cpu_weights.py and as merge_cpu_weights.py write them, and loose."""
     name = f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     tensors = read_file(GOLDEN / name)

@@ -1,7 +1,5 @@
 """verify, its questions answered by an executor's workers: the same report."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,7 +42,7 @@ def reported(chosen: VerifyInputs, workers: Executor | None) -> str:
 
 
 @pytest.mark.parametrize("which", OUTPUTS)
-def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli: Any, which: str) -> None:
+def test_the_report_is_the_same(source, workers, tmp_path, cli, which):
     output = tmp_path / "out"
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
@@ -61,7 +58,7 @@ def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli:
     assert reported(replace(chosen, against=None), workers) == reported(replace(chosen, against=None), None)
 
 
-def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
+def test_against_another_output_and_of_a_dequantized_one(source, workers, tmp_path, cli):
     merged, loose, whole = tmp_path / "merged", tmp_path / "loose", tmp_path / "whole"
     cli("cpu", "-i", source, "-o", merged)
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
@@ -71,7 +68,7 @@ def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: 
         assert reported(chosen, workers) == reported(chosen, None)
 
 
-def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
+def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
     output, mine = tmp_path / "out", tmp_path / "mine"
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
@@ -91,7 +88,7 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
     opened.close()
 
 
-def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> None:
+def test_a_worker_sees_what_was_put_in_place_since(tmp_path, cli):
     output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
     cli("cpu", "-i", mine, "-o", output)
     chosen = VerifyInputs(output, against=str(mine), load=False)
@@ -107,7 +104,7 @@ def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> 
         assert reported(chosen, worker) == reported(chosen, None)
 
 
-def test_on_the_command_line(source: Path, tmp_path: Path, cli: Any) -> None:
+def test_on_the_command_line(source, tmp_path, cli):
     output = tmp_path / "out"
     cli("cpu", "-i", source, "-o", output)
     line = ("verify", output, "--against", source, "--json")

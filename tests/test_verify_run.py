@@ -1,8 +1,6 @@
 """`ktconvert verify --run`: what is right computes, what is damaged is found by computing, and the
 reference is right itself."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +58,7 @@ def rewrite(output: Path, tensor: TensorInfo, data: bytes, at: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
+def test_a_conversion_computes(name, converted):
     report = verified(converted[name], "--run")
     assert report["code"] == 0 and report["ok"]
     check = row(report, "run")
@@ -71,7 +69,7 @@ def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("isa", kernels.available_isas())
-def test_every_instruction_set_passes(isa: str, converted: dict[str, Path]) -> None:
+def test_every_instruction_set_passes(isa, converted):
     try:
         kernels.set_isa(isa)
         result = smoke.smoke(converted["int4-merged"], 1, 3, shared_pool(2))
@@ -90,7 +88,7 @@ def test_every_instruction_set_passes(isa: str, converted: dict[str, Path]) -> N
         ("int8-merged", "up", 1e12, "times the other experts'"),
     ],
 )
-def test_a_huge_scale_is_found(name: str, projection: str, scale: float, words: str, theirs: Copy) -> None:
+def test_a_huge_scale_is_found(name, projection, scale, words, theirs):
     output = theirs(name)
     rewrite(output, stored(output, 5, projection, "scale"), np.array([scale], "<f4").tobytes(), 4 * 7)
     report = verified(output, "--run")
@@ -99,7 +97,7 @@ def test_a_huge_scale_is_found(name: str, projection: str, scale: float, words: 
     assert "convert it again" in report["message"]
 
 
-def test_exchanged_weights_are_found_by_their_hash(converted: dict[str, Path], tmp_path: Path) -> None:
+def test_exchanged_weights_are_found_by_their_hash(converted, tmp_path):
     """Both sides of the smoke test read the same bytes, so it cannot see this; the row next to it does."""
     output = Path(shutil.copytree(converted["int4-merged"], tmp_path / "copy"))
     first, second = (stored(output, expert, "gate", "weight") for expert in (2, 3))
@@ -111,7 +109,7 @@ def test_exchanged_weights_are_found_by_their_hash(converted: dict[str, Path], t
     assert report["code"] == 6 and failed(report) == ["hashes"]
 
 
-def test_missing_and_short_files(theirs: Copy) -> None:
+def test_missing_and_short_files(theirs):
     short, missing = theirs("int8-merged"), theirs("int8-loose")
     shard = short / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4096])
@@ -121,14 +119,11 @@ def test_missing_and_short_files(theirs: Copy) -> None:
         assert report["code"] == 6 and words in row(report, "run")["problems"][0]
 
 
-def test_what_kt_kernel_alone_can_compute(theirs: Copy, cli: Any) -> None:
+def test_what_kt_kernel_alone_can_compute(theirs, cli):
     output = theirs("int8-loose")
     for path in output.rglob("*.kt"):
         path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
     assert "without --run" in cli("verify", output, "--run", code=3).stderr
-
-
-# ---- the smoke test itself -------------------------------------------------------------------------------------------
 
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
@@ -136,7 +131,7 @@ def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tup
     return weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
 
 
-def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:
+def test_the_reference_is_the_mathematics(random_experts):
     """In float64 from the BF16 weights: as near as INT8 weights are."""
     experts, matrices = packed(random_experts)
     gate, up, down = (bf16_to_f32(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
@@ -150,9 +145,7 @@ def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str
 
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
-def test_a_runtime_that_computes_wrong_is_found(
-    wrong: str, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runtime_that_computes_wrong_is_found(wrong, converted, monkeypatch):
     forward = Experts.forward
 
     def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:

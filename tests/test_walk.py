@@ -1,8 +1,6 @@
 """The walk and its contract: a consumer defined here runs in it, alone and beside GPTQ, and receives what transformers'
 own modules read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,9 +35,6 @@ LENGTHS = (23, 9, 1)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- a new consumer: this class is all that it takes---------------------------------------------
-
-
 class Magnitudes:
     """Tokens that each linear reads, and the sum of |x| of each column, by layer, expert and what is read."""
 
@@ -62,9 +57,6 @@ class Magnitudes:
             for which in ("gate_up", "down"):
                 seen = getattr(group, which)[expert]
                 self.of[group.layer, expert, which] = seen.tokens, seen.sum
-
-
-# --- the walk, and what transformers computes -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +136,8 @@ def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
         assert torch.equal(ours[key][1], expected[key][1]), key
 
 
-# --- tests ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: list[Any], tmp_path: Path) -> None:
+def test_a_consumer_gets_what_transformers_experts_read(routed, samples, tmp_path):
     """In every layer, and with another consumer that needs the other kind beside it."""
     ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounts()
     walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
@@ -195,7 +184,7 @@ class Gptq:
         return consumer
 
 
-def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
+def test_it_runs_beside_gptq(samples, tmp_path):
     """GPTQ writes what it writes alone; after it, the other consumer sees what the quantized experts lead to."""
     alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
     walked(samples, lambda model, layer: [alone.of_layer(model, layer)], tmp_path / "alone")
@@ -217,7 +206,7 @@ def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
-def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[Any], tmp_path: Path) -> None:
+def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
     """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer
     to the source on what was read."""
     form = FORMATS[name].encoding
@@ -257,7 +246,7 @@ class Inputs:
             self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
 
 
-def test_consumers_that_need_the_same_share_it(samples: list[Any], tmp_path: Path) -> None:
+def test_consumers_that_need_the_same_share_it(samples, tmp_path):
     seen: list[Any] = []
 
     class Remembers:
@@ -274,7 +263,7 @@ def test_consumers_that_need_the_same_share_it(samples: list[Any], tmp_path: Pat
     assert all(hessian.batches == len(LENGTHS) for group in seen for hessian in group)
 
 
-def test_two_cannot_replace_the_experts(samples: list[Any], tmp_path: Path) -> None:
+def test_two_cannot_replace_the_experts(samples, tmp_path):
     consumers = [Gptq(), Gptq()]
     with pytest.raises(ValueError, match="more than one consumer replaces the experts"):
         walked(samples, lambda model, layer: [c.of_layer(model, layer) for c in consumers], tmp_path / "walk")

@@ -5,13 +5,10 @@ The program is tests/rig/layers.py; only the module that it imports KTMoEWrapper
 found: test_peer.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +53,7 @@ def inputs(path: Path, tokens: int, topk: int, mask: bool, **more: torch.Tensor)
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_the_same_program_gives_the_same_bits(
-    tmp_path: Path, peer_python: str, cli: Callable[..., Any], example: Path, method: str, parts: int
-) -> None:
+def test_the_same_program_gives_the_same_bits(tmp_path, peer_python, cli, example, method, parts):
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q")
     runs = {
@@ -78,7 +73,7 @@ def test_the_same_program_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path: Path, peer_python: str, method: str) -> None:
+def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python, method):
     g = torch.Generator().manual_seed(3)
     shapes = {"gate": (EXPERTS, 256, 256), "up": (EXPERTS, 256, 256), "down": (EXPERTS, 256, 256)}
     weights = {f"0.{name}": (torch.randn(shape, generator=g) / 16).to(torch.bfloat16) for name, shape in shapes.items()}
@@ -96,7 +91,7 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path: Path, peer_
 
 
 @pytest.mark.long
-def test_the_benchmark_compares_what_kt_kernel_has(tmp_path: Path, peer_python: str) -> None:
+def test_the_benchmark_compares_what_kt_kernel_has(tmp_path, peer_python):
     """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
     words = "--quick --isa avx2 --shapes small --methods int4 bf16 --tokens 1 --threads 1 --layers 1 --loads 0"
     figures = tmp_path / "figures.json"
