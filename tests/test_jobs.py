@@ -1,12 +1,10 @@
 """The runtime's background jobs: what they keep alive, what they refuse, and what happens to them
 when the process forks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from rig import shims
+from rig.programs import printed
 
 # What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
 # a second.
@@ -48,11 +46,7 @@ def refused(kind, work):
 
 
 def run(script: str, preload: Path | None = None) -> str:
-    env = {**os.environ, **({"LD_PRELOAD": str(preload)} if preload else {})}
-    command = [sys.executable, "-c", SLOW_LAYER + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
-    return done.stdout
+    return printed(SLOW_LAYER + script, preload=preload)
 
 
 def test_a_job_keeps_what_it_reads():

@@ -1,7 +1,5 @@
 """How the kernels are called: wrong arguments, the choice of an instruction set, and files that cannot be read."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
+from rig.programs import python
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +147,7 @@ with tempfile.NamedTemporaryFile() as file:
     ],
 )
 def test_sigbus_of_others_goes_where_it_went_before(disposition, code, output, text):
-    ran = subprocess.run(
-        [sys.executable, "-c", FOREIGN_SIGBUS, disposition], capture_output=True, text=True, check=False, timeout=300
-    )
+    ran = python(FOREIGN_SIGBUS, disposition)
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
 
 
@@ -174,9 +171,7 @@ files.map(paths[-1], 8192)[5000]
 
 
 def test_any_number_of_files_can_be_mapped(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-c", MANY_FILES, tmp_path], capture_output=True, text=True, check=False, timeout=300
-    )
+    ran = python(MANY_FILES, tmp_path)
     assert (ran.returncode, ran.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
@@ -185,5 +180,5 @@ def test_any_number_of_files_can_be_mapped(tmp_path):
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
 def test_unreadable_page_is_explained(whose, code, text):
-    ran = subprocess.run([sys.executable, "-c", SIGBUS_PROGRAM, whose], capture_output=True, text=True, check=False)
+    ran = python(SIGBUS_PROGRAM, whose)
     assert (ran.returncode, ran.stderr) == (code, text)

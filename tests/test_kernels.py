@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -318,15 +317,6 @@ def test_error_sums_do_not_depend_on_isa_or_storage():
         seen.add(kernels.error_sums(4, Matrix(values, "fp8_e4m3", **options), weight, scale))
         seen.add(kernels.error_sums(4, Matrix(transposed(values), "fp8_e4m3", **options), weight, scale))
     assert len(seen) == 1
-
-
-def test_threads_do_not_meet():
-    values, options = source("fp8_e4m3", 128, 512)
-    expected = quantize_pack(8, values, "fp8_e4m3", **options)
-    with ThreadPoolExecutor(8) as threads:
-        work = [threads.submit(quantize_pack, 8, values, "fp8_e4m3", **options) for _ in range(8)]
-    for done in work:
-        assert_same(done.result(), expected)
 
 
 @pytest.mark.usefixtures("isa")

@@ -188,16 +188,6 @@ def test_numbers_that_are_not_finite(kind, tmp_path):
         Experts.load(tmp_path / "m.gguf", 0)
 
 
-def test_files_that_are_damaged(tmp_path):
-    made(tmp_path / "m.gguf", ("Q4_K",) * 3)
-    data = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(data[:-1000])
-    with pytest.raises(InputError, match="cut short: tensor"):
-        Experts.load(tmp_path / "m.gguf", 0)
-    with pytest.raises(InputError, match=r"n\.gguf: does not exist; give a directory of experts or a GGUF file"):
-        Experts.load(tmp_path / "n.gguf", 0)
-
-
 def test_run_and_eval_compute_with_it(example, tmp_path):
     """The bundled model's experts, in types that differ by tensor and layer."""
     stored, tensors = read_file(example / "model.safetensors"), {}

@@ -13,6 +13,7 @@ import pytest
 
 from ktconvert.native_quant import machine
 from rig import conversion, killpoint, shims
+from rig.programs import printed
 
 LIBRARY = """
 import os, sys, signal
@@ -202,11 +203,7 @@ class Process:
 
 
 def ran(script: str, *arguments: object, **env: str) -> str:
-    """What a script printed."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(script, *arguments, timeout=600, **env)
 
 
 RACES = [(system, before) for system in ("locks", "no locks") for before in ("nothing", "killed")]

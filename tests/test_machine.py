@@ -1,7 +1,6 @@
 """What the machine offers, read from made-up /proc and /sys trees: both cgroup versions, two sockets, nothing."""
 
 import os
-import resource
 import subprocess
 from pathlib import Path
 
@@ -254,20 +253,3 @@ def test_which_processes_live():
         assert not machine.process_alive(child.pid)  # a zombie
     assert not machine.process_alive(child.pid)
     assert machine.process_start(child.pid) == 0
-
-
-def test_disk(tmp_path):
-    stat = os.statvfs(tmp_path)
-    free = machine.disk_free(tmp_path / "not" / "yet" / "there")
-    assert abs(free - stat.f_bavail * stat.f_frsize) < GIB
-    assert machine.nearest_existing(tmp_path / "not" / "yet") == tmp_path.resolve()
-
-
-def test_file_size_limit():
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert machine.file_size_limit() == (None if soft == resource.RLIM_INFINITY else soft)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (GIB, hard))
-        assert machine.file_size_limit() == GIB
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -190,26 +190,6 @@ def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write
     assert "layer 0 is dense" in cli("verify", tmp_path / "out", code=6).stdout
 
 
-def test_a_config_that_is_no_object_is_named(tmp_path, cli, loose):
-    for text in ("[]", "7", "[" * 100_000, "{", "\xff", '{"a": "\\ud800"}'):
-        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-        done = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", tmp_path, code=5)
-        assert str(tmp_path / "config.json") in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("dtypes", [7]), ("dtypes", 7), ("architecture", "\ud800"), ("activation", {})]
-)
-def test_a_manifest_of_another_program_is_named(key, value, tmp_path, cli, four):
-    loose = Path(shutil.copytree(four[1], tmp_path / "in"))
-    document = json.loads((loose / "manifest.json").read_text())
-    document["model"][key] = value
-    (loose / "manifest.json").write_text(json.dumps(document))
-    assert (
-        f"{loose / 'manifest.json'}: not a manifest" in cli("merge", "-i", loose, "-o", tmp_path / "out", code=6).stderr
-    )
-
-
 @pytest.mark.parametrize("odd", ["_layer_01", "_layer_1/_numa_00", "_layer_x"])
 def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, loose):
     copy = Path(shutil.copytree(loose, tmp_path / "in"))

@@ -13,7 +13,6 @@ import pytest
 from click.testing import Result
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.experts import Experts
 from rig import conversion
 from rig.files import edit_json
@@ -210,12 +209,6 @@ def test_another_method_than_the_layers_is_refused(mix):
         KTMoEWrapper(1, *sizes, None, 2, 2, str(mix), 512, method="AMXINT4").load_weights()
 
 
-def test_bench_says_the_method_of_the_layer(mix, monkeypatch):
-    for name, least in (("SECONDS", 0), ("CACHES", 0), ("SLICE", 1 << 20)):
-        monkeypatch.setattr(benchmark, name, least)
-    assert json.loads(ok("bench", mix, "--layer", 3, "--tokens", 1, "--json").stdout)["method"] == "FP8"
-
-
 def test_eval_says_all_methods(packed_example, example):
     pytest.importorskip("transformers")
     two = packed_example("int4", 1, *mapped("1=int8"))
@@ -224,10 +217,3 @@ def test_eval_says_all_methods(packed_example, example):
     assert document["method"] == "AMXINT4, AMXINT8"
     int4, int8 = (layer["relative_error"] for layer in document["layers"])
     assert 0.05 < int4 < 0.2 and 0.003 < int8 < 0.03
-
-
-def test_a_mix_with_all_else_is_a_model(packed_example):
-    pytest.importorskip("transformers")
-    whole = packed_example("int4", 1, *mapped("1=int8"), "--non-experts", "keep")
-    done = ok("run", whole, "--prompt", "import os", "--max-new-tokens", 4)
-    assert done.stdout.startswith("import os") and len(done.stdout) > len("import os\n")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,36 +52,6 @@ def test_error_is_at_most_half_a_step(bits, seed, exponent):
     largest = np.abs(codes.astype(int)).max(axis=1)
     assert (largest[scale != 0] == TOP[bits]).all()  # the whole range is used
     assert np.isfinite(scale).all()
-
-
-@quick
-@given(bits_drawn, seeds, exponents)
-def test_a_sign_only_changes_signs(bits, seed, exponent):
-    bf16 = rows(seed, bits, exponent)
-    codes, scale = reference.quantize(bits, bf16)
-    negated, same_scale = reference.quantize(bits, bf16 ^ np.uint16(0x8000))
-    assert (negated == -codes).all()
-    assert (scale == same_scale).all()
-
-
-@quick
-@given(bits_drawn, seeds, exponents)
-def test_rows_do_not_know_each_other(bits, seed, exponent):
-    bf16 = rows(seed, bits, exponent)
-    order = np.random.default_rng(seed).permutation(len(bf16))
-    codes, scale = reference.quantize(bits, bf16)
-    shuffled, shuffled_scale = reference.quantize(bits, bf16[order])
-    assert (shuffled == codes[order]).all()
-    assert (shuffled_scale == scale[order]).all()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("columns", [128, 384, 3584, 3712, 7168 + 128])
-def test_unpack_is_the_inverse_of_pack(bits, columns):
-    codes = np.random.default_rng(columns).integers(-TOP[bits], TOP[bits] + 1, (256, columns)).astype(np.int8)
-    weight = reference.pack(bits, codes)
-    assert (reference.unpack(bits, weight, *codes.shape) == codes).all()
-    assert weight.size == codes.size * bits // 8
 
 
 def offset_of(bits: int, r: int, c: int, n: int, k: int) -> tuple[int, int]:

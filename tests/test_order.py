@@ -102,24 +102,3 @@ def test_where_files_move_in_the_index_comes_last(bench, which):
         disk.apply(call)
     assert seen
     assert ours() == set()
-
-
-@pytest.mark.parametrize("which", CONVERSIONS)
-def test_a_unit_is_synced_renamed_and_recorded_in_this_order(bench, which):
-    assert bench.begin(which).returncode == 0
-    calls = bench.calls()
-    renames = [n for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
-    assert renames
-    for n in renames:
-        kind = "syncfs" if which == "loose" else "fsync"
-        expected = [
-            (kind, calls[n].path),
-            ("rename", calls[n].path),
-            ("fsync", "out.work/store"),
-            ("pwrite", "out.work/journal.jsonl"),
-            ("fsync", "out.work/journal.jsonl"),
-        ]
-        assert [c[:2] for c in calls[n - 1 : n + 4]] == expected
-    last = next(n for n, c in enumerate(calls) if c.name == "rename" and c.second == "out")
-    assert calls[last].path == "out.work/out"
-    assert calls[last + 1][:2] == ("fsync", str(bench.output.parent))

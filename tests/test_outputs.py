@@ -265,18 +265,6 @@ def test_what_kt_kernel_could_do_is_not_advised(made, cli):
     assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
 
 
-def test_fp8_of_an_output_keeps_its_tensors(made, tmp_path, cli):
-    """What was written once is the source of the next conversion."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    shutil.copytree(made("fp8", *KT)[0], first, ignore=shutil.ignore_patterns("manifest.json"))
-    config = json.loads((first / "config.json").read_text()) | {"quantization_config": encodings.fp8_config((128, 128))}
-    del config["transformers_weights"]
-    rewrite(first / "config.json", json.dumps(config))
-    said = cli("cpu", "-i", first, "-o", second, "--quant-method", "fp8", *KT).stderr
-    assert KEPT.format("FP8") in said
-    assert read_folder(first) == read_folder(second)
-
-
 @pytest.mark.parametrize(
     ("code", "text", "options"),
     [

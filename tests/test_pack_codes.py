@@ -50,17 +50,6 @@ def test_every_instruction_set_packs_as_defined(bits, data):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_codes_packed_are_quantize_pack(bits):
-    """Packing apart from quantizing gives what the fused kernel gives."""
-    x = np.random.default_rng(5).standard_normal((256, 3712)).astype(np.float32)
-    bf16 = reference.f32_to_bf16(x)
-    weight, scale = np.empty(bf16.size * bits // 8, np.uint8), np.empty(256, np.float32)
-    kernels.quantize_pack(bits, kernels.Matrix(bf16, kernels.KINDS["bf16"]), weight, scale)
-    np.testing.assert_array_equal(pack(bits, reference.quantize(bits, bf16)[0]), weight)
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("bits", [4, 8])
 @relaxed
 @given(data=st.data())
 def test_a_code_out_of_range_is_named(bits, data):

@@ -386,16 +386,6 @@ def test_what_is_infinite_as_bf16_is_refused(kind, code, exponent):
     assert (raised.value.row, raised.value.column) == (33, 40)
 
 
-@pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
-def test_other_scales_are_rounded(group, factor):
-    """NVFP4 has the codes, and scales that MXFP4 has not."""
-    rng = np.random.default_rng(2)
-    codes = rng.integers(0, 256, (64, 64), np.uint8)
-    scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
-    matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
-    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
-
-
 @given(
     n=st.sampled_from((32, 160)),
     k=st.sampled_from((32, 64, 352)),

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant.runtime.experts import Experts
-from rig import floats
+from rig import floats, hf
 from rig.golden import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,13 +30,10 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
 
 def run_peer(python: str, scratch: Path, **job: object) -> None:
     """Let the peer do one job, in a process of its own: its thread pool is a singleton that keeps the first T."""
-    path = scratch / "job.json"
-    path.write_text(
-        json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job)
-    )
-    done = subprocess.run(
-        [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
-    )
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK}
+    (scratch / "job.json").write_text(json.dumps(sizes | job))
+    command = [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(scratch / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
@@ -64,43 +60,28 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
 def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, method, numa):
-    source = load_file(MODEL / "model.safetensors")
+    source, name = load_file(MODEL / "model.safetensors"), f"AMX{method.upper()}"
     theirs, loose, merged = tmp_path / "theirs", tmp_path / "loose", tmp_path / "merged"
     theirs.mkdir()
+    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
     for layer in (0, 1):
         experts = f"model.layers.{layer}.mlp.experts"
         stacked = {
             p: torch.stack([source[f"{experts}.{e}.{p}_proj.weight"] for e in range(EXPERTS)]).contiguous()
             for p in ("gate", "up", "down")
         }
-        save_file(stacked, tmp_path / "weights.safetensors")
-        run_peer(
-            peer_python,
-            tmp_path,
-            do="write",
-            layer=layer,
-            numa=numa,
-            method=f"AMX{method.upper()}",
-            weights=str(tmp_path / "weights.safetensors"),
-            folder=str(theirs),
-        )
+        save_file(stacked, stored["weights"])
+        run_peer(peer_python, tmp_path, do="write", layer=layer, numa=numa, method=name, **stored)
     convert(loose, method, numa, "--no-merge-safetensor")
     convert(merged, method, numa)
     ours, want = kt_files(loose), kt_files(theirs)
-    assert len(want) == 2 * EXPERTS * 3 * numa * 2
-    assert ours.keys() == want.keys()
+    assert len(want) == 2 * EXPERTS * 3 * numa * 2 and ours.keys() == want.keys()
     assert [name for name in want if ours[name] != want[name]] == []
 
     save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
     for layer in (0, 1):
-        outs = []
-        for folder in (merged, loose, theirs):
-            outs.append(
-                forward(peer_python, tmp_path, layer, numa, f"AMX{method.upper()}", folder).view(torch.int16).numpy()
-            )
-        assert np.any(outs[0])
-        assert np.array_equal(outs[0], outs[2])
-        assert np.array_equal(outs[1], outs[2])
+        outs = [forward(peer_python, tmp_path, layer, numa, name, folder) for folder in (merged, loose, theirs)]
+        assert outs[0].any() and all(torch.equal(out.view(torch.int16), outs[2].view(torch.int16)) for out in outs)
 
 
 @pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
@@ -111,21 +92,10 @@ def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, 
     source = write_qwen(tmp_path / "in", {0: stacked})
     weights = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in stacked.items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    run_peer(
-        peer_python,
-        tmp_path,
-        do="write_backward",
-        layer=0,
-        numa=numa,
-        experts=2,
-        hidden=hidden,
-        intermediate=width,
-        method="AMXBF16_SFT",
-        weights=str(tmp_path / "weights.safetensors"),
-        folder=str(theirs),
-    )
-    options = ("--no-merge-safetensor", "--save-backward-weights")
-    convert(ours, "bf16", numa, *options, source=source)
+    sizes = {"layer": 0, "numa": numa, "experts": 2, "hidden": hidden, "intermediate": width}
+    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
+    run_peer(peer_python, tmp_path, do="write_backward", method="AMXBF16_SFT", **sizes, **stored)
+    convert(ours, "bf16", numa, "--no-merge-safetensor", "--save-backward-weights", source=source)
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
@@ -202,18 +172,9 @@ def read_by_experts(text: str) -> dict[str, torch.Tensor]:
     """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
     import transformers
 
-    from ktconvert.native_quant.runtime.hf_modules import find_experts
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = hf.complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     ids = transformers.AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt")["input_ids"]
-    seen: list[Any] = []
-    place = next(place for place in find_experts(model) if place.layer == 1)
-    model.get_submodule(place.name).register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
-    with torch.inference_mode():
-        model(ids, use_cache=False)
-    hidden, chosen, weights = seen[0]
+    hidden, chosen, weights, _ = hf.heard(model, ids)[1]
     return {"hidden": hidden.clone(), "ids": chosen.long().clone(), "weights": weights.float().clone()}
 
 

@@ -4,21 +4,18 @@ The kernel's answers are real. That there is a second node is made up: it is nev
 """
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.runtime import blocks
-from ktconvert.pipeline.cli.cpu import cpu
 from rig import shims
+from rig.conversion import here
+from rig.programs import printed, python
 
 needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")
 
@@ -87,8 +84,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
     """The policies of the blocks, the warnings and the result of PROGRAM."""
-    env = {**os.environ, "LD_PRELOAD": str(shim), **env}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, output], env=env, capture_output=True, text=True, timeout=300)
+    done = python(PROGRAM, output, preload=shim, **env)
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
     assert done.returncode == 0, done.stderr
@@ -116,11 +112,9 @@ def test_a_policy_that_the_user_set_stays(mode, policy, shim, output, plain):
 
 @pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
 def test_a_kernel_that_refuses_is_reported_once(deny, call, shim, output, plain):
-    policies, reported, out = loaded(shim, output, DENY=deny)
+    policies, [reported], out = loaded(shim, output, DENY=deny)
     assert (policies, out) == (["default"] * 3, plain[2])
-    assert (
-        len(reported) == 1 and "(mbind: Operation not permitted;" in reported[0] and "--cap-add SYS_NICE" in reported[0]
-    )
+    assert "(mbind: Operation not permitted;" in reported and "--cap-add SYS_NICE" in reported
 
 
 def test_doctor_reports_a_kernel_that_refuses(shim, cli):
@@ -128,9 +122,8 @@ def test_doctor_reports_a_kernel_that_refuses(shim, cli):
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
     )
-    env = {**os.environ, "LD_PRELOAD": str(shim), "DENY": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.stdout.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
+    said = python(code, preload=shim, DENY="0").stdout
+    assert said.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
     assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
 
 
@@ -144,9 +137,7 @@ machine.memory_nodes = lambda root=None: (0, 1)
 machine.node_memory_available = lambda: {0: 1 << 20, 1: 1 << 50}
 print(blocks.memory_available() == 1 << 20)
 """
-    env = {**os.environ, "LD_PRELOAD": str(shim), "MEMBIND": mode}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{is_bound}\n"
+    assert printed(code, preload=shim, MEMBIND=mode) == f"{is_bound}\n"
 
 
 @pytest.mark.parametrize(
@@ -184,13 +175,11 @@ def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_pa
     for name in ("numa_nodes", "memory_nodes"):
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
     monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
-    options = ("-o", str(tmp_path / "out"), "--quant-method", "int8", "--threadpool-count", "2", "--dry-run")
-    done = CliRunner().invoke(cpu, ["-i", str(example), *options])
+    done = here(
+        "cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run"
+    )
     assert done.exit_code == 0, done.output
-    notes = [
-        line for line in done.stderr.splitlines() if "does not fit its NUMA nodes (node 1 has 0.00 GiB left" in line
-    ]
-    assert len(notes) == is_short, done.stderr
+    assert done.stderr.count("does not fit its NUMA nodes (node 1 has 0.00 GiB left") == is_short, done.stderr
 
 
 @needs_mbind

@@ -60,14 +60,34 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
     assert [record.unit for record in journal.read(path) if isinstance(record, journal.Start)] == ["first", "third"]
 
 
-@pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])
-def test_resumed_from_a_torn_journal(bench, stopped, left):
+# What the journal's bytes become, the last line being the record of the second of three units -> units made again.
+GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
+    "none of the last record": (lambda whole, last: whole[:-last], 2),
+    "a byte": (lambda whole, last: whole[: 1 - last], 2),
+    "all but a brace": (lambda whole, last: whole[:-2], 2),
+    "all but the end of line": (lambda whole, last: whole[:-1], 2),
+    "zeros after it": (lambda whole, last: whole + bytes(4096), 1),
+    "no UTF-8": (lambda whole, last: whole + b"\xff\xfe\n", 1),
+    "another kind of JSON": (lambda whole, last: whole + b"[1, 2]\n17\nnull\n", 1),
+    "nested without end": (lambda whole, last: whole + b"[" * 100_000 + b"\n", 1),
+    "half a record": (lambda whole, last: whole + b'{"event": "done", "unit": "cpu_exp', 1),
+    "no file": (lambda whole, last: None, LAYERS),
+    "empty": (lambda whole, last: b"", LAYERS),
+    "another beginning": (lambda whole, last: b'{"ktconvert-jour', LAYERS),
+    "zeros alone": (lambda whole, last: bytes(100), LAYERS),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_resumed_from_a_torn_journal(bench, stopped, what):
+    change, remade = GARBAGE[what]
     expected, whole = bench.fresh(), stopped.read_bytes()
-    last = len(whole.splitlines(keepends=True)[-1])
-    keep = {"none of it": 0, "a byte": 1, "half": last // 2, "all but a brace": last - 2}.get(left, last - 1)
-    stopped.write_bytes(whole[: len(whole) - last + keep])
+    content = change(whole, len(whole.splitlines(keepends=True)[-1]))
+    stopped.unlink()
+    if content is not None:
+        stopped.write_bytes(content)
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == 2
+    assert bench.units_written() == remade
     bench.finished_as(expected)
 
 
@@ -82,36 +102,6 @@ def test_resumed_from_a_journal_torn_anywhere(bench, stopped):
         assert done.returncode == 0, f"{size} bytes: {done.stderr}"
         bench.finished_as(expected)
         shutil.rmtree(bench.output)
-
-
-GARBAGE = {
-    "zeros": (bytes(4096), 1),
-    "no UTF-8": (b"\xff\xfe\n", 1),
-    "another kind of JSON": (b"[1, 2]\n17\nnull\n", 1),
-    "nested without end": (b"[" * 100_000 + b"\n", 1),
-    "half a record": (b'{"event": "done", "unit": "cpu_exp', 1),
-}
-
-
-@pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_after_the_records_is_cut_off(bench, stopped, what):
-    garbage, remade = GARBAGE[what]
-    expected = bench.fresh()
-    stopped.write_bytes(stopped.read_bytes() + garbage)
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == remade
-    bench.finished_as(expected)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\n", b'{"ktconvert-jour', bytes(100)])
-def test_without_a_journal_everything_is_made_again(bench, stopped, content):
-    expected = bench.fresh()
-    stopped.unlink()
-    if content is not None:
-        stopped.write_bytes(content)
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == LAYERS
-    bench.finished_as(expected)
 
 
 def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
@@ -210,8 +200,3 @@ def test_a_finished_output_has_nothing_to_do(bench):
         assert "is finished: nothing to do" in again.stderr
     assert conversion.identity(bench.output) == before
     assert conversion.names(bench.output.parent) == ["out"]
-
-
-def test_nothing_was_begun(bench):
-    conversion.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
-    assert conversion.names(bench.output.parent) == []

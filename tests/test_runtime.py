@@ -176,18 +176,6 @@ def test_every_instruction_set_and_pool_gives_the_same_bits(method, exact, pools
         kernels.set_isa(None)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_token_does_not_see_its_batch(method, parts, make):
-    experts, x, ids, weights = make(method, tokens=40, width=256, parts=parts)
-    together = experts.forward(x, ids, weights)
-    for t in range(40):
-        alone = experts.forward(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
-        np.testing.assert_array_equal(alone[0], together[t])
-    order = np.random.default_rng(1).permutation(40)
-    np.testing.assert_array_equal(experts.forward(x[order], ids[order], weights[order]), together[order])
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_of_tokens_with_remainders(method, isa, random_experts):
     """So many tokens for one expert that a kernel gets them in several calls, and an outlier in each row of h."""
@@ -225,14 +213,6 @@ def test_experts_side_by_side_with_remainders(method, m, isa, random_experts):
         for t in {0, m // 2, m - 1}:
             alone = experts.forward(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
             np.testing.assert_array_equal(alone[0], together[t])
-
-
-def test_permuting_experts_permutes_the_output(make):
-    experts, x, ids, weights = make(tokens=20)
-    order = np.random.default_rng(2).permutation(8)
-    permuted = Experts(experts.packed, order=order)
-    place = np.argsort(order)
-    np.testing.assert_array_equal(permuted.forward(x, place[ids], weights), experts.forward(x, ids, weights))
 
 
 def test_long_batches_are_cut_in_passes_and_panels(make):

@@ -53,10 +53,6 @@ def test_every_worker_is_started_as_the_tests_start_theirs():
             assert (name, value) in pairs, (name, words)
 
 
-def test_the_warning_comes_first():
-    assert "\n**Warning: whoever can reach a Dask scheduler" in PAGE.partition("\n## ")[0]
-
-
 def test_the_ray_executor_of_the_page_is_that_of_the_example():
     [block] = re.findall(r"```python\n(class RayExecutor.*?)```", PAGE, re.S)
     assert block in (EXAMPLES / "with_ray.py").read_text()

@@ -221,28 +221,15 @@ def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tm
         (("--quant-method", "fp8"), 2, "--scale gptq is for --quant-method int4, int8"),
         (("--imatrix", "x.gguf"), 2, "are for --scale imatrix, not gptq"),
         (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
+        (("-i", "{gguf}"), 3, "GGUF is no input of --scale gptq"),
     ],
 )
 def test_refused(options, code, words, example, tmp_path, cli):
-    dataset = example.parent / "heldout.txt"
-    done = cli(
-        *calibrated.scale_gptq(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code
-    )
-    assert words in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_gguf_is_refused(tmp_path, cli, example):
-    model = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
+    stored = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
     about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
-    path = gguf.write(tmp_path / "model.gguf", model, about)
-    done = cli(
-        *calibrated.scale_gptq(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"),
-        code=3,
+    given = [option.format(gguf=gguf.write(tmp_path / "model.gguf", stored, about)) for option in options]
+    whole = calibrated.scale_gptq(
+        example, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1", *given
     )
-    assert "GGUF is no input of --scale gptq" in done.stderr
-
-
-def test_its_options_change_nothing_elsewhere(example, tmp_path, cli):
-    done = cli("cpu", "-i", str(example), "-o", str(tmp_path / "out"), "--dampening-frac", "0.2", "--dry-run")
-    assert "--dampening-frac is for --scale gptq only and changes nothing here" in done.stderr
+    assert words in cli(*whole, code=code).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

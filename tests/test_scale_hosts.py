@@ -1,17 +1,12 @@
 """What benchmarks/scale.py calculates for many hosts: sizes as the real plan has them, and a formula that makes sense."""
 
 import json
-import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rig.scripts import benchmark
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 scale_hosts, models = benchmark("scale_hosts"), benchmark("models")
 MODELS = {model.name: model for model in scale_hosts.MODELS}
@@ -49,14 +44,3 @@ def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(layers, ra
     assert many >= one / hosts * (1 - 1e-9)
     moved = model.layers * (model.bytes_in + model.bytes_out(8))
     assert many >= moved / shared and one >= max(moved / link, layers * host.seconds(model, 8))
-
-
-def test_below_the_limit_hosts_wait_for_themselves_above_it_for_the_file_system():
-    model, shared = scale_hosts.Model("any", 7168, 2048, 256, 64), 1e10
-    host = scale_hosts.Host({8: 1e9}, 1e12, 0, 0)
-    most = scale_hosts.limit(model, 8, host, shared)
-    assert 2 < most < 32
-    assert scale_hosts.wall(model, 8, 2, host, shared) == pytest.approx(32 * host.seconds(model, 8))
-    moved = model.layers * (model.bytes_in + model.bytes_out(8))
-    for hosts in (32, 64):
-        assert hosts > most and math.isclose(scale_hosts.wall(model, 8, hosts, host, shared), moved / shared)

@@ -112,22 +112,6 @@ def test_every_instruction_set_is_the_definition(seed, bits, n, k, kind, weighte
         kernels.set_isa(before)
 
 
-@pytest.mark.parametrize(("kind", "goal", "absmax"), [("gauss", 0.115, 0.15), ("t5", 0.20, 0.29)])
-def test_errors_of_int4(kind, goal, absmax):
-    """Rows of 2048, Gaussian and of Student's t with 5 degrees of freedom, beside kt-kernel's rounding."""
-    rng = np.random.default_rng(3)
-    drawn = rng.standard_normal((512, 2048)) if kind == "gauss" else rng.standard_t(5, (512, 2048))
-    bf16 = reference.f32_to_bf16((drawn * 0.02).astype(np.float32))
-    x = reference.bf16_to_f32(bf16).astype(np.float64)
-
-    def error(codes: Any, scale: Any) -> float:
-        y = codes * 16.0 * scale[:, None].astype(np.float64)
-        return float(np.sqrt(((x - y) ** 2).sum() / (x**2).sum()))
-
-    assert error(*search_scales(4, bf16)) <= goal
-    assert error(*reference.quantize(4, bf16)) >= absmax
-
-
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 1 << 30), bits=st.sampled_from([4, 8]), weighted=st.sampled_from(list(IMPORTANCES)))
 def test_no_row_is_worse_than_by_its_largest_value(seed, bits, weighted):

@@ -23,7 +23,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics import second_moments
-from ktconvert.layouts.statistics.folder import encode, read_statistics
+from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_groups, search_scales
@@ -31,6 +31,7 @@ from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid, gro
 from rig import calibrated, conversion
 from rig.conversion import HIDDEN, WIDTH, here
 from rig.safetensors import metadata_of, read_file, write_file
+from rig.statistics import describe
 
 GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
 LAYERS, EXPERTS = 2, 2
@@ -116,20 +117,6 @@ def test_arguments_are_checked(wrong):
         search_scales(4, np.zeros((2, 64), np.uint16), wrong.astype(np.float32))
 
 
-def describe(folder: Path) -> Path:
-    """statistics.json of what lies in a folder."""
-    files = [
-        {"name": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in sorted(folder.iterdir())
-        if path.name != "statistics.json"
-    ]
-    model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": LAYERS, "layers": [*SHAPES]}
-    model |= {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": WIDTH}
-    about = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
-    (folder / "statistics.json").write_bytes(encode(about, files, "0"))
-    return folder
-
-
 def tensors_of(layer: int) -> dict[str, Any]:
     rng = np.random.default_rng(layer)
     down = [moments_of(rng, WIDTH, count) for count in COUNTS]
@@ -152,12 +139,11 @@ def statistics(source: Path) -> Path:
     folder = source.with_name("statistics")
     folder.mkdir()
     for layer in SHAPES:
-        metadata = {"layer": str(layer)}
-        write_file(folder / second_moments.file_of(layer), tensors_of(layer), metadata)
+        write_file(folder / second_moments.file_of(layer), tensors_of(layer), {"layer": str(layer)})
     sums = LayerSums(COUNTS, np.ones((EXPERTS, HIDDEN), np.float32), np.ones((EXPERTS, WIDTH), np.float32))
     write_imatrix(folder / "imatrix.gguf", SHAPES, lambda _: sums, datasets=["made up"], chunks=1, chunk_size=409)
     write_file(folder / "counts.safetensors", {"counts": ("I64", np.tile(COUNTS, (LAYERS, 1)))})
-    return describe(folder)
+    return describe(folder, SHAPES)
 
 
 def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
@@ -248,8 +234,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_hostile_statistics_are_one_sentence(what, source, statistics, tmp_path):
     folder, (damage, words) = Path(shutil.copytree(statistics, tmp_path / "statistics")), HOSTILE[what]
     damage(folder)
-    describe(folder)
-    refused(convert(source, tmp_path / "out", folder), 5, str(folder), words)
+    refused(convert(source, tmp_path / "out", describe(folder, SHAPES)), 5, str(folder), words)
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +245,8 @@ def test_what_is_not_as_described(source, statistics, tmp_path):
     refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_of(1), "statistics.json")
     for layer in SHAPES:
         (folder / second_moments.file_of(layer)).unlink()
-    refused(convert(source, tmp_path / "other", describe(folder)), 5, "no second moments", "--second-moments")
+    done = convert(source, tmp_path / "other", describe(folder, SHAPES))
+    refused(done, 5, "no second moments", "--second-moments")
 
 
 @pytest.mark.skipif(

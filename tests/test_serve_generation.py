@@ -261,32 +261,6 @@ def test_signals_end_the_server_in_the_midst_of_answers(example, tmp_path):
     assert not any("Traceback" in log for log in logs)
 
 
-def test_a_long_prompt_is_read_in_parts(server, monkeypatch):
-    """Without the scores of every position, and to the same end."""
-    ask = client(server)
-    options = {"model": str(server.model), "prompt": "import os\nimport sys\n" * 30, "max_tokens": 8, "temperature": 0}
-    whole = ask.completions.create(**options).choices[0].text
-    monkeypatch.setattr(generating, "PART", 16)
-    server.passes.clear()
-    assert ask.completions.create(**options).choices[0].text == whole
-    shapes = [(shape, logits[1]) for _, shape, logits in server.passes]
-    assert len(shapes) > 12
-    assert all(shape[1] <= 16 and scores == 1 for shape, scores in shapes)
-
-
-def test_what_training_left_in_a_config(server, example, tmp_path):
-    """It neither breaks answers nor changes their words; stop strings of the model's own are honoured."""
-    asked = {"prompt": "import os\n" * 250, "max_tokens": 8, "temperature": 0}
-    whole = client(server).completions.create(model=str(server.model), **asked).choices[0].text
-    model = with_template(example, tmp_path / "model", None)
-    left = {"use_cache": False, "num_beams": 3, "num_return_sequences": 2, "stop_strings": [whole[3:5]]}
-    for name, more in (("config.json", {"output_router_logits": True}), ("generation_config.json", left)):
-        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **more}))
-    with served(model) as running:
-        assert client(running).completions.create(model=str(model), **asked, stop="nowhere").choices[0].text == whole
-        assert client(running).completions.create(model=str(model), **asked).choices[0].text == whole[:3]
-
-
 def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
     """How an answer of at most so many tokens ends: in every form in which it may be asked for."""
     ask, model = client(of), str(of.model)

@@ -54,109 +54,95 @@ def reply(**more: Any) -> dict[str, Any]:
     return {"input": "import os", "max_output_tokens": 4, **more}
 
 
+# Values that a field cannot have, by path; the answer names the field.
+FIELDS: dict[str, dict[str, list[Any]]] = {
+    CHAT: {
+        "messages": [[], "import os", [{"role": "user", "content": LONG}]],
+        "max_tokens": [0, -1, "4", 1.5],
+        "max_completion_tokens": [0],
+        "temperature": [-1, 3, "hot"],
+        "top_p": [1.5],
+        "top_k": [-1],
+        "seed": [1 << 64, "a"],
+        "stop": [5, ["a"] * 17],
+        "presence_penalty": [3],
+        "frequency_penalty": [-3],
+        "logit_bias": [{"a": 1}, {"99999": 1}, {"9" * 5000: 1}, {"01": 1}, {str(n): 1 for n in range(1025)}, []],
+        "metadata": [{str(n): "a" for n in range(17)}],
+        "": [1],
+        "n": [2],
+        "logprobs": [True],
+        "top_logprobs": [2],
+        "response_format": [{"type": "json_object"}],
+        "reasoning_effort": ["high"],
+        "tool_choice": ["required"],
+        "tools": [[{"type": "function", "function": {"name": "f"}}]],  # its template knows none
+        "generation_config": ['{"max_new_tokens": 1000000}'],
+        "stream": ["yes"],
+        "stream_options": [{"include_usage": True}],
+        "store": [True],
+        "model": [5],
+        "colour": ["red"],
+    },
+    TEXT: {
+        "prompt": ["", [], ["a", ""], [[]], 5, [1, -1], [1, 2048], [True], LONG, [1] * CONTEXT],
+        "max_tokens": [0],
+        "n": [2],
+        "best_of": [2],
+        "suffix": ["end"],
+        "logprobs": [-1, True],
+    },
+    RESPONSES: {
+        "input": [[], 5, [{"type": "reasoning"}], LONG],
+        "max_output_tokens": [0],
+        "temperature": [-1],
+        "previous_response_id": ["resp_1"],
+        "text": [{"format": {"type": "json_object"}}],
+        "truncation": ["auto"],
+        "background": [True],
+    },
+}
+
+
 REFUSED: list[tuple[str, Any, str | None]] = [
     # path, body, the parameter that the answer names
-    *((path, {}, None) for path in (CHAT, TEXT, RESPONSES)),
-    *((path, [], None) for path in (CHAT, TEXT, RESPONSES)),
-    *((path, b'{"a', None) for path in (CHAT, TEXT, RESPONSES)),
-    (CHAT, b"", None),
-    (CHAT, b"[" * 100_000, None),
-    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+    *((path, body, None) for path in (CHAT, TEXT, RESPONSES) for body in ({}, [], b'{"a')),
+    *((CHAT, body, None) for body in (b"", b"[" * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')),
     (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', None),
     (TEXT, b'{"prompt": "a\\udfff"}', None),
     (TEXT, b"\xff\xfe", None),
-    (CHAT, chat(messages=[]), "messages"),
-    (CHAT, chat(messages="import os"), "messages"),
     (CHAT, chat(messages=[{"content": "a"}]), "messages[0].role"),
     (CHAT, chat(messages=[*SAID, {"role": "poet", "content": "a"}]), "messages[1].role"),
     (CHAT, chat(messages=[{"role": "user"}]), "messages[0]"),
     (CHAT, chat(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None),
     (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]), None),
-    (CHAT, chat(messages=[{"role": "user", "content": LONG}]), "messages"),
-    (CHAT, chat(max_tokens=0), "max_tokens"),
-    (CHAT, chat(max_tokens=-1), "max_tokens"),
-    (CHAT, chat(max_tokens="4"), "max_tokens"),
-    (CHAT, chat(max_tokens=1.5), "max_tokens"),
-    (CHAT, chat(max_completion_tokens=0), "max_completion_tokens"),
-    (CHAT, chat(temperature=-1), "temperature"),
-    (CHAT, chat(temperature=3), "temperature"),
-    (CHAT, chat(temperature="hot"), "temperature"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
-    (CHAT, chat(top_p=1.5), "top_p"),
-    (CHAT, chat(top_k=-1), "top_k"),
-    (CHAT, chat(seed=1 << 64), "seed"),
-    (CHAT, chat(seed="a"), "seed"),
-    (CHAT, chat(stop=""), "stop[0]"),
-    (CHAT, chat(stop=5), "stop"),
-    (CHAT, chat(stop=["a"] * 17), "stop"),
-    (CHAT, chat(stop="a" * 1000), "stop[0]"),
-    (CHAT, chat(presence_penalty=3), "presence_penalty"),
-    (CHAT, chat(frequency_penalty=-3), "frequency_penalty"),
-    (CHAT, chat(logit_bias={"a": 1}), "logit_bias"),
-    (CHAT, chat(logit_bias={"99999": 1}), "logit_bias"),
-    (CHAT, chat(logit_bias={"1": 101}), None),
-    (CHAT, chat(logit_bias={str(n): 1 for n in range(1025)}), "logit_bias"),
-    (CHAT, chat(metadata={str(n): "a" for n in range(17)}), "metadata"),
     (CHAT, chat(messages=[*SAID, {"role": "user", "content": "a", "colour": "red"}]), "messages[1].colour"),
-    (CHAT, chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
-    (CHAT, chat(logit_bias={"01": 1}), "logit_bias"),
-    (CHAT, chat(logit_bias=[]), "logit_bias"),
-    (CHAT, {**chat(), "": 1}, ""),
     (CHAT, chat(messages=[None]), "messages[0]"),
-    (CHAT, chat(n=2), "n"),
-    (CHAT, chat(logprobs=True), "logprobs"),
-    (CHAT, chat(top_logprobs=2), "top_logprobs"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
-    (CHAT, chat(reasoning_effort="high"), "reasoning_effort"),
-    (CHAT, chat(tool_choice="required"), "tool_choice"),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),  # its template knows none
-    (CHAT, chat(chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking"),
-    (CHAT, chat(chat_template_kwargs={"chat_template": "a"}), "chat_template_kwargs.chat_template"),
-    (CHAT, chat(generation_config='{"max_new_tokens": 1000000}'), "generation_config"),
-    (CHAT, chat(stream="yes"), "stream"),
-    (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
-    (CHAT, chat(store=True), "store"),
-    (CHAT, chat(model=5), "model"),
-    (CHAT, chat(colour="red"), "colour"),
-    (TEXT, text(prompt=""), "prompt"),
-    (TEXT, text(prompt=[]), "prompt"),
-    (TEXT, text(prompt=["a", ""]), "prompt"),
-    (TEXT, text(prompt=[[]]), "prompt"),
-    (TEXT, text(prompt=5), "prompt"),
-    (TEXT, text(prompt=[1, -1]), "prompt"),
-    (TEXT, text(prompt=[1, 2048]), "prompt"),
-    (TEXT, text(prompt=[True]), "prompt"),
-    (TEXT, text(prompt=LONG), "prompt"),
-    (TEXT, text(prompt=[1] * CONTEXT), "prompt"),
-    (TEXT, text(max_tokens=0), "max_tokens"),
-    (TEXT, text(n=2), "n"),
-    (TEXT, text(best_of=2), "best_of"),
-    (TEXT, text(suffix="end"), "suffix"),
-    (TEXT, text(logprobs=-1), "logprobs"),
-    (TEXT, text(logprobs=True), "logprobs"),
-    (TEXT, text(logprobs=1, stream=True), "logprobs"),
-    (TEXT, text(echo=True, stream=True), "echo"),
-    (TEXT, text(prompt=["a", "b"], stream=True), "prompt"),
-    (RESPONSES, reply(input=[]), "input"),
-    (RESPONSES, reply(input=5), "input"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
+    *((CHAT, chat(stop=stop), "stop[0]") for stop in ("", "a" * 1000)),
+    (CHAT, chat(logit_bias={"1": 101}), None),
+    *(
+        (CHAT, chat(chat_template_kwargs={name: True}), f"chat_template_kwargs.{name}")
+        for name in ("enable_thinking", "chat_template")
+    ),
+    *(
+        (TEXT, text(stream=True, **{name: value}), name)
+        for name, value in (("logprobs", 1), ("echo", True), ("prompt", ["a", "b"]))
+    ),
     (RESPONSES, reply(input=[{"role": "user"}]), "input[0]"),
-    (RESPONSES, reply(input=[{"type": "reasoning"}]), "input"),
     (RESPONSES, reply(input=[{"type": "input_text"}]), "input[0].content[0].text"),
-    (RESPONSES, reply(input=LONG), "input"),
-    (RESPONSES, reply(max_output_tokens=0), "max_output_tokens"),
-    (RESPONSES, reply(temperature=-1), "temperature"),
-    (RESPONSES, reply(previous_response_id="resp_1"), "previous_response_id"),
-    (RESPONSES, reply(text={"format": {"type": "json_object"}}), "text"),
-    (RESPONSES, reply(truncation="auto"), "truncation"),
-    (RESPONSES, reply(background=True), "background"),
+    *(
+        (path, make(**{field: value}), field)
+        for path, make in ((CHAT, chat), (TEXT, text), (RESPONSES, reply))
+        for field, values in FIELDS[path].items()
+        for value in values
+    ),
 ]
 
 
 @dataclass
 class Answer:
-    """What came back."""
-
     status_code: int
     text: str
 
@@ -313,42 +299,31 @@ def test_prompts_as_lists_and_as_token_ids(client, example):
     assert complete([5] * 4).usage.prompt_tokens == 4  # as they are, whatever their text would be cut into
 
 
-@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 6}])
-def test_logarithms_of_probabilities(server, client, more):
+@pytest.mark.parametrize("new", [0, 1, 6])
+def test_logarithms_of_probabilities(server, client, new):
     """Those of the model, for tokens of the prompt as for new ones: what lm-eval's loglikelihood tasks are made of."""
     import torch
 
-    ids = [[5, 900, 17, 300, 44], [9, 8]]
-    name = client.models.list().data[0].id
+    ids, generate = [[5, 900, 17, 300, 44], [9, 8]], server.scheduler.model.generate
+    asked = {"model": client.models.list().data[0].id, "prompt": ids, "logprobs": 3, "temperature": 0}
     server.passes.clear()
-    answer = client.completions.create(model=name, prompt=ids, logprobs=3, echo=True, temperature=0, **more)
-    assert len(server.passes) == len(ids) * (1 if more["max_tokens"] < 2 else 1 + more["max_tokens"])
-    alone = client.completions.create(model=name, prompt=ids, logprobs=3, temperature=0, **{**more, "max_tokens": 6})
-    for prompt, choice, new in zip(ids, answer.choices, alone.choices, strict=True):
+    answer = client.completions.create(**asked, echo=True, max_tokens=new)
+    assert len(server.passes) == len(ids) * (1 if new < 2 else 1 + new)
+    alone = client.completions.create(**asked, max_tokens=6)
+    for prompt, choice, fresh in zip(ids, answer.choices, alone.choices, strict=True):
         with torch.inference_mode():
-            read = torch.tensor(
-                [
-                    prompt
-                    + server.scheduler.model.generate(
-                        torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0
-                    )[0, len(prompt) :].tolist()
-                ]
-            )
+            read = generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0)
             logits = server.scheduler.model(input_ids=read).logits[0].float().log_softmax(-1)
         expected = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
-        reported, length = choice.logprobs, len(prompt) + more["max_tokens"]
+        reported, length = choice.logprobs, len(prompt) + new
         assert reported.token_logprobs[0] is None and reported.top_logprobs[0] is None
         assert reported.token_logprobs[1:] == pytest.approx(expected[: length - 1], abs=0.05)
         assert len(reported.tokens) == len(reported.top_logprobs) == len(reported.text_offset) == length
-        for n, top in enumerate(reported.top_logprobs[1:]):
+        for n, (one, top) in enumerate(zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True)):
             assert sorted(top.values(), reverse=True) == pytest.approx(logits[n].topk(3).values.tolist(), abs=0.05)
-        greedy = [
-            one == max(top.values())
-            for one, top in zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True)
-        ]
-        assert all(greedy[len(prompt) - 1 :])
-        assert new.logprobs.token_logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=0.05)
-        assert choice.text.startswith("".join(reported.tokens[:1])) and new.finish_reason == "length"
+            assert n < len(prompt) - 1 or one == max(top.values())  # greedy
+        assert fresh.logprobs.token_logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=0.05)
+        assert choice.text.startswith("".join(reported.tokens[:1])) and fresh.finish_reason == "length"
 
 
 def test_a_bias_counts_where_probabilities_are_asked_for(server):
@@ -537,10 +512,9 @@ def test_a_key_and_a_short_name(example):
 @pytest.mark.parametrize("said", ["", " \n", "two words", "a\nb", "schl\u00fcssel", "a" * 5000])
 def test_what_is_no_key(said, monkeypatch, tmp_path):
     """An empty variable or file must not open the server to everybody."""
-    file = tmp_path / "key"
-    file.write_text(said)
+    (tmp_path / "key").write_text(said)
     with pytest.raises(InputError, match="holds no API key"):
-        access.key_from(file)
+        access.key_from(tmp_path / "key")
     monkeypatch.setenv(access.VARIABLE, said)
     with pytest.raises(UsageError, match="holds no API key"):
         access.key_from(None)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,31 +50,6 @@ def spoil(bench: Bench) -> None:
     data = bytearray(shard.read_bytes())
     data[-2:] = b"\x80\x7f"
     shard.write_bytes(data)
-
-
-def test_why_a_run_ended(bench):
-    spoil(bench)
-    assert bench.cpu().returncode == 5
-    assert "layer 1" in status(bench)["ended"]
-
-
-def test_parts(bench):
-    assert bench.cpu("--part", "0/2").returncode == 0
-    found = status(bench)
-    assert (found["state"], found["done"], found["units"], found["failed"]) == ("stopped", 2, 3, [])
-    (share,) = found["by"].values()
-    assert share["units"] == 2
-    assert share["bytes"] == found["bytes"] > 0
-
-
-def test_a_part_that_failed(bench):
-    spoil(bench)
-    assert bench.cpu("--part", "1/3").returncode == 5
-    assert bench.cpu("--part", "0/3").returncode == 0
-    found = status(bench)
-    (failed,) = found["failed"]
-    assert (found["done"], failed["unit"]) == (1, "experts.layer-001")
-    assert "layer 1" in failed["why"]
 
 
 def test_a_part_between_two_units(bench):
@@ -143,3 +119,16 @@ def test_a_conversion_that_runs(bench):
     finally:
         running.kill()
         running.wait()
+
+
+def test_why_a_run_and_a_part_ended(bench):
+    spoil(bench)
+    assert bench.cpu().returncode == 5
+    assert "layer 1" in status(bench)["ended"]
+    shutil.rmtree(bench.work)
+    assert [bench.cpu("--part", part).returncode for part in ("1/3", "0/3")] == [5, 0]
+    found = status(bench)
+    [failed], [share] = found["failed"], found["by"].values()
+    assert (found["state"], found["done"], found["units"], share["units"]) == ("stopped", 1, 3, 1)
+    assert failed["unit"] == "experts.layer-001" and "layer 1" in failed["why"]
+    assert share["bytes"] == found["bytes"] > 0

@@ -115,17 +115,6 @@ def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
         assert ("--scale mse makes the same files with less error" in done.stderr) is said
 
 
-def test_it_is_merged_and_resplit(source, tmp_path, ktconvert):
-    """Loose files with matrices for fine-tuning, merged, and for another number of NUMA parts: still known as mse."""
-    loose, merged, one = (tmp_path / name for name in ("loose", "merged", "one"))
-    ktconvert("cpu", "-i", source, "-o", loose, "--scale", "mse", "--no-merge-safetensor", "--save-backward-weights")
-    ktconvert("merge", "-i", loose, "-o", merged)
-    ktconvert("resplit", merged, one, "--threadpool-count", "1")
-    for folder in (loose, merged, one):
-        report = json.loads(ktconvert("verify", folder, "--against", source, "--json").stdout)
-        assert report["ok"] and report["scale"] == "mse" and report["backward"]
-
-
 def test_it_is_resumed(source, output, tmp_path, ktconvert):
     ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *options(output))
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(output)

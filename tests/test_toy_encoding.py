@@ -6,6 +6,8 @@ table.
 """
 
 import json
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
-from rig.safetensors import edit_file, read_folder, write_file
+from rig.encodings import SHAPES, E, checkpoint
+from rig.safetensors import edit_file, read_folder
 from rig.toys import main
 
 
@@ -43,33 +46,23 @@ ROW = CheckpointEncoding(
 )
 
 
-E, H, I = 2, 256, 384  # noqa: E741
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A toy checkpoint, and the same one in BF16."""
     rng = np.random.default_rng(0)
     stored: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for layer in range(2):
-        for expert in range(E):
-            for projection, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
-                name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                codes = rng.integers(-128, 128, shape).astype(np.int8)
-                scales = rng.uniform(1e-6, 1e-5, shape[0]).astype(np.float16)
-                stored |= {f"{name}_q": ("I8", codes), f"{name}_qs": ("F16", scales.view(np.uint16))}
-                x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
-                plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
-    folders = []
-    for name, tensors in (("toy", stored), ("plain", plain)):
-        folder = tmp_path_factory.mktemp(name) / "model"
-        folder.mkdir()
-        config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "num_experts_per_tok": 1}
-        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": H, "moe_intermediate_size": I}))
-        write_file(folder / "model.safetensors", tensors)
-        folders.append(folder)
-    return folders[0], folders[1]
+    for layer, expert, (projection, shape) in product(range(2), range(E), SHAPES.items()):
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+        codes = rng.integers(-128, 128, shape).astype(np.int8)
+        scales = rng.uniform(1e-6, 1e-5, shape[0]).astype(np.float16)
+        stored |= {f"{name}_q": ("I8", codes), f"{name}_qs": ("F16", scales.view(np.uint16))}
+        x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
+        plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
+    made = ((name, tmp_path_factory.mktemp(name) / "model") for name in ("toy", "plain"))
+    return tuple(
+        checkpoint(folder, {"toy": stored, "plain": plain}[name], num_hidden_layers=2) for name, folder in made
+    )
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
@@ -98,16 +91,10 @@ def test_it_is_resumed(checkpoints, tmp_path, ktconvert):
 
 
 def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert):
-    for folder, lost, words in (
-        ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
-        ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
-    ):
-        model = tmp_path / folder
-        model.mkdir()
-        for path in checkpoints[0].iterdir():
-            (model / path.name).write_bytes(path.read_bytes())
-        name = f"model.layers.1.mlp.experts.1.up_proj.weight{lost}"
-        edit_file(model / "model.safetensors", lambda tensors, name=name: tensors.pop(name))
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    for lost, words in (("_qs", f"is TOY8 but {name}_qs is missing"), ("_q", f"weight '{name}_q' is missing")):
+        model = shutil.copytree(checkpoints[0], tmp_path / lost)
+        edit_file(model / "model.safetensors", lambda tensors, lost=lost: tensors.pop(f"{name}{lost}"))
         assert words in ktconvert("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 

@@ -160,15 +160,6 @@ def test_it_is_verified(source, toys, tmp_path, ktconvert):
         shard.write_bytes(before)
 
 
-def test_it_has_no_loose_files(source, tmp_path, ktconvert):
-    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
-    assert "TOY8 has no loose files" in done.stderr
-
-
-def test_our_runtime_says_that_it_cannot_compute_it(toys, ktconvert):
-    assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr
-
-
 def test_it_is_resumed(source, toys, tmp_path, ktconvert):
     """Killed before several of its changes to the directory, and resumed each time: the same bytes."""
     ktconvert.check_resumed(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
@@ -177,3 +168,9 @@ def test_it_is_resumed(source, toys, tmp_path, ktconvert):
 
 if __name__ == "__main__":
     main(lambda: FORMATS.update({TOY.name: TOY}))
+
+
+def test_it_has_no_loose_files_and_our_runtime_cannot_compute_it(source, toys, tmp_path, ktconvert):
+    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
+    assert "TOY8 has no loose files" in done.stderr
+    assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr

@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.quantizers import ROW_GRIDS
 from rig.conversion import edit
-from rig.files import edit_json
+from rig.files import edit_json, rewrite
 from rig.safetensors import data_start, edit_file, edit_header, header_of, read_file
 from rig.verifying import accepted, failed, in_forms, made, problems, refused, verified
 
@@ -69,18 +69,14 @@ def test_a_conversion_is_what_its_source_gives(name, conversions, example):
     assert report["worst"][0]["relative_error"] == max(e["worst_relative_error"] for e in errors.values())
 
 
-def test_the_report_for_people(conversions, example, cli):
-    output = cli("verify", conversions["int4-merged"], "--against", example).stdout
-    assert "verified" in output and "quantized again: the same bytes" in output and "worst experts" in output
+def test_one_json_object_and_an_exit_code(conversions, copy, example, cli):
+    said = cli("verify", conversions["int4-merged"], "--against", example).stdout
+    assert "verified" in said and "quantized again: the same bytes" in said and "worst experts" in said
     assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
-
-
-def test_one_json_object_and_an_exit_code(copy, cli):
     output = copy("int4-merged")
     edit(output / FIRST, -1)
     done = cli("verify", output, "--json", code=6)
-    assert json.loads(done.stdout)["ok"] is False  # one object: loads() refuses a second line
-    assert FIRST in done.stderr
+    assert json.loads(done.stdout)["ok"] is False and FIRST in done.stderr  # one object: loads() refuses a second line
     done = cli("verify", output, code=6)
     assert "NOT verified" in done.stdout and FIRST in done.stderr
 
@@ -129,11 +125,10 @@ def test_a_flipped_byte_in_a_loose_file(pattern, copy, example):
     assert problem.startswith(f"layer 1, expert {path.name.split('_')[2]}, ") and "byte 200 is 0x" in problem
 
 
-@pytest.mark.parametrize("keep", [0, 5, 1000, 400_000])
+@pytest.mark.parametrize("keep", [5, 400_000])
 def test_a_truncated_shard(keep, copy, example):
     output = copy("int8-merged")
-    path = output / FIRST
-    path.write_bytes(path.read_bytes()[:keep])
+    (output / FIRST).write_bytes((output / FIRST).read_bytes()[:keep])
     report = verified(output, "--against", example)
     assert f"{FIRST} has {keep} bytes" in report["message"] and len(problems(report, "files")) == 1
     assert FIRST in refused(without_manifest(output))
@@ -143,14 +138,14 @@ MISNAMED = "blk.0.ffn_gate_exps.3.numa.1.weight"
 LOST = "blk.0.ffn_down_exps.7.numa.1.scale"
 
 
-def _without_tensor(output: Path) -> None:
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _lose_tensor(output: Path) -> None:
     """A shard that is whole and listed, but lacks a matrix: as kt-kernel's loader would crash on."""
     edit_file(output / FIRST, lambda tensors: tensors.pop(LOST))
     edit_json(output / INDEX, lambda index: (index["weight_map"].pop(LOST), index["metadata"].update(total_size=0)))
-
-
-def _as_floats(header: dict[str, Any]) -> None:
-    header[MISNAMED] |= {"dtype": "F32", "shape": [header[MISNAMED]["shape"][0] // 4]}
 
 
 def _rename_all(output: Path, pattern: str, old: str, new: str) -> None:
@@ -158,90 +153,45 @@ def _rename_all(output: Path, pattern: str, old: str, new: str) -> None:
         path.rename(path.with_name(path.name.replace(old, new)))
 
 
-def _unfinished(output: Path) -> None:
-    """What convert_cpu_weights.py leaves when it is interrupted: shards of an unknown total and no index."""
-    (output / INDEX).unlink()
-    _rename_all(output, "*.safetensors", "of-00002", "of-PLACEHOLDER")
+def _scale(output: Path, value: float) -> None:
+    path = weight_file(output, "INT8_down_2_*_scale_.kt")
+    scales = np.fromfile(path, np.float32)
+    scales[5] = value
+    scales.tofile(path)
 
 
-def _empty_layer(output: Path) -> None:
-    shutil.rmtree(output / "_layer_1")
-    (output / "_layer_1").mkdir()
+def _header(output: Path, name: str, **change: Any) -> None:
+    edit_header(output / FIRST, lambda header: header[name].update(change))
 
 
-def _scale(value: float) -> Callable[[Path], None]:
-    def change(output: Path) -> None:
-        path = weight_file(output, "INT8_down_2_*_scale_.kt")
-        scales = np.fromfile(path, np.float32)
-        scales[5] = value
-        scales.tofile(path)
-
-    return change
-
-
-def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return lambda output: edit_header(output / FIRST, change)
-
-
-def _index(**change: Any) -> Callable[[Path], None]:
-    return lambda output: edit_json(output / INDEX, lambda index: index.update(change))
-
-
-def _map(**change: Any) -> Callable[[Path], None]:
-    return lambda output: edit_json(output / INDEX, lambda index: index["weight_map"].update(change))
+def _map(output: Path, **change: Any) -> None:
+    edit_json(output / INDEX, lambda index: index["weight_map"].update(change))
 
 
 # What is damaged -> the output, how, and what its sentence says where there is no manifest, as in kt-kernel's outputs.
 IN_LAYER_1 = "blk.1.ffn_up_exps.2.numa.0.weight"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a loose file cut off": (
-        "int8-loose",
-        lambda output: weight_file(output).write_bytes(weight_file(output).read_bytes()[:-1]),
-        "where its name says",
-    ),
+    "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "where its name says"),
     "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
-    "no loose file": (
-        "int4-loose",
-        lambda output: weight_file(output, "INT4_gate_7_*_scale_.kt").unlink(),
-        "layer 1, expert 7, gate_proj, NUMA part 1, scale",
-    ),
-    "an empty layer": ("int4-loose", _empty_layer, "_layer_1 holds no .kt files"),
-    "no tensor": ("int4-merged", _without_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA part 1, scale)"),
+    "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA part 1, scale"),
+    "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 holds no .kt files"),
+    "no tensor": ("int4-merged", _lose_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA part 1, scale)"),
     # kt-kernel's merge script writes F32 if "scale" is in its path
-    "another dtype": ("int4-merged", _header(_as_floats), f"{MISNAMED} in {FIRST} is F32"),
-    "another type of bytes": (
-        "int4-merged",
-        _header(lambda header: header[MISNAMED].update(dtype="U8", shape=[128 * 256 // 2])),
-        f"{MISNAMED} in {FIRST} is U8",
-    ),
-    "int8 under int4's name": (
-        "int8-loose",
-        lambda output: _rename_all(output, "*.kt", "INT8_", "INT4_"),
-        "the files are called INT4, their sizes are those of AMXINT8",
-    ),
-    "metadata that lies": (
-        "int4-merged",
-        _header(lambda header: header["__metadata__"].update(numa="1")),
-        f"{FIRST}: its metadata says numa 1, its tensors have 2",
-    ),
-    "codes of -8": (
-        "int4-loose",
-        lambda output: weight_file(output).write_bytes(b"\x88" + weight_file(output).read_bytes()[1:]),
-        "has 2 codes of -8, which kt-kernel misreads",
-    ),
-    "NaN": ("int8-loose", _scale(np.nan), "scale of row 5 is nan (layer 1, expert 2, down_proj"),
-    "infinity": ("int8-loose", _scale(np.inf), "scale of row 5 is inf (layer 1, expert 2, down_proj"),
-    "a negative scale": ("int8-loose", _scale(-1.0), "scale of row 5 is -1.0 (layer 1, expert 2, down_proj"),
-    "another total": ("int4-merged", _index(metadata={"total_size": 1}), "total_size 1, the shards hold"),
-    "another shard": ("int4-merged", _map(**{IN_LAYER_1: FIRST}), f"names {IN_LAYER_1} in {FIRST}, but"),
-    "too much in the index": ("int4-merged", _map(x=FIRST), f"names x in {FIRST}, which does not hold it"),
-    "too little in the index": (
-        "int4-merged",
-        lambda output: edit_json(output / INDEX, lambda index: index["weight_map"].pop(IN_LAYER_1)),
-        f"{IN_LAYER_1}, which {INDEX} does not name",
-    ),
-    "a shard outside": ("int4-merged", _index(weight_map={IN_LAYER_1: "../x.safetensors"}), "outside this directory"),
-    "an interrupted run": ("int4-merged", _unfinished, "PLACEHOLDER"),
+    "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),
+    "another type of bytes": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="U8", shape=[128 * 256 // 2]), f"{MISNAMED} in {FIRST} is U8"),
+    "int8 under int4's name": ("int8-loose", lambda o: _rename_all(o, "*.kt", "INT8_", "INT4_"), "the files are called INT4, their sizes are those of AMXINT8"),
+    "metadata that lies": ("int4-merged", lambda o: _header(o, "__metadata__", numa="1"), f"{FIRST}: its metadata says numa 1, its tensors have 2"),
+    "codes of -8": ("int4-loose", lambda o: rewrite(weight_file(o), b"\x88" + weight_file(o).read_bytes()[1:]), "has 2 codes of -8, which kt-kernel misreads"),
+    "NaN": ("int8-loose", lambda o: _scale(o, np.nan), "scale of row 5 is nan (layer 1, expert 2, down_proj"),
+    "infinity": ("int8-loose", lambda o: _scale(o, np.inf), "scale of row 5 is inf (layer 1, expert 2, down_proj"),
+    "a negative scale": ("int8-loose", lambda o: _scale(o, -1.0), "scale of row 5 is -1.0 (layer 1, expert 2, down_proj"),
+    "another total": ("int4-merged", lambda o: edit_json(o / INDEX, lambda index: index["metadata"].update(total_size=1)), "total_size 1, the shards hold"),
+    "another shard": ("int4-merged", lambda o: _map(o, **{IN_LAYER_1: FIRST}), f"names {IN_LAYER_1} in {FIRST}, but"),
+    "too much in the index": ("int4-merged", lambda o: _map(o, x=FIRST), f"names x in {FIRST}, which does not hold it"),
+    "too little in the index": ("int4-merged", lambda o: edit_json(o / INDEX, lambda index: index["weight_map"].pop(IN_LAYER_1)), f"{IN_LAYER_1}, which {INDEX} does not name"),
+    "a shard outside": ("int4-merged", lambda o: _map(o, **{IN_LAYER_1: "../x.safetensors"}), "outside this directory"),
+    # what convert_cpu_weights.py leaves when it is interrupted: shards of an unknown total and no index
+    "an interrupted run": ("int4-merged", lambda o: ((o / INDEX).unlink(), _rename_all(o, "*.safetensors", "of-00002", "of-PLACEHOLDER")), "PLACEHOLDER"),
 }  # fmt: skip
 
 
@@ -260,24 +210,22 @@ def test_inspect_counts_the_same_codes(copy, cli):
     assert json.loads(cli("inspect", output, "--json").stdout)["codes"] is None  # the manifest vouches for them
     assert "all from -7 to 7" in cli("inspect", without_manifest(output)).stdout
     damage(output)
-    assert words in cli("inspect", output).stdout
     found = json.loads(cli("inspect", output, "--json").stdout)
     assert found["complete"] and found["codes"] == problems(verified(output), "codes")
+    assert words in cli("inspect", output).stdout
 
 
-def test_a_tensor_too_many_and_one_misnamed(copy):
+def test_a_tensor_misnamed_and_an_output_without_an_index(copy):
     output = without_manifest(copy("int4-merged"))
+    index = (output / INDEX).read_bytes()
+    (output / INDEX).unlink()
+    assert any("no index" in note for note in accepted(output)["notes"])
+    (output / INDEX).write_bytes(index)
     other = MISNAMED.replace(".3.", ".03.")
     edit_header(output / FIRST, lambda header: header.update({other: header.pop(MISNAMED)}))
     report = verified(output)
     assert any(MISNAMED in problem for problem in problems(report, "index"))
     assert any("not a name that kt-kernel reads" in problem for problem in problems(report, "tensors"))
-
-
-def test_an_output_without_an_index(copy):
-    output = without_manifest(copy("int4-merged"))
-    (output / INDEX).unlink()
-    assert any("no index" in note for note in accepted(output)["notes"])
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -328,13 +276,6 @@ def test_a_manifest_that_was_changed(change, copy):
     edit_json(output / manifest.NAME, lambda document: document.update(change))
     [problem] = problems(verified(output), "hashes")
     assert problem.startswith("manifest.json is not what was written")
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": {"name": "ktconvert-manifest", "version": 1}}'])
-def test_a_damaged_manifest(text, copy):
-    output = copy("int4-merged")
-    (output / manifest.NAME).write_text(text)
-    assert "manifest" in refused(output)
 
 
 def test_a_foreign_file(copy, write_safetensors):

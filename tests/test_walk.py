@@ -12,6 +12,8 @@ import pytest
 if any(find_spec(name) is None for name in ("torch", "transformers", "accelerate")):
     pytest.skip("transformers is not installed", allow_module_level=True)
 
+from itertools import product
+
 import torch
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
@@ -29,6 +31,7 @@ from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, E
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq
+from rig import hf
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
 LENGTHS = (23, 9, 1)
@@ -89,11 +92,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
 
 def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
     """The bundled model, with the weights of its experts replaced if there are others."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = hf.complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     for (layer, expert), own in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
         experts.gate_up_proj.data[expert] = torch.cat([own.gate, own.up])
@@ -101,30 +100,20 @@ def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = No
     return model
 
 
+@torch.no_grad()
 def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
     """What Magnitudes gathers, from what the model's experts modules are called with."""
     captured: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
-
-    def add(layer: int, expert: int, which: str, x: torch.Tensor) -> None:
-        tokens, total = captured.get((layer, expert, which), (0, torch.zeros(x.shape[1], dtype=torch.float64)))
-        captured[layer, expert, which] = tokens + len(x), total + x.double().abs().sum(0)
-
-    def hook(layer: int) -> Callable[..., None]:
-        def forward(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            hidden, ids, _ = args
-            for expert in range(module.num_experts):
-                x = hidden[(ids == expert).any(1)] if routed else hidden
-                gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-                add(layer, expert, "gate_up", x)
-                add(layer, expert, "down", module.act_fn(gate) * up)
-
-        return forward
-
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.experts.register_forward_pre_hook(hook(number))
-    with torch.inference_mode():
-        for ids in samples:
-            model(torch.from_numpy(ids)[None], use_cache=False)
+    for sample, (layer, module) in product(samples, hf.experts_of(model).items()):
+        hidden, ids, *_ = hf.heard(model, torch.from_numpy(sample)[None])[layer]
+        for expert in range(module.num_experts):
+            x = hidden[(ids == expert).any(1)] if routed else hidden
+            gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
+            for which, read in (("gate_up", x), ("down", module.act_fn(gate) * up)):
+                tokens, total = captured.get(
+                    (layer, expert, which), (0, torch.zeros(read.shape[1], dtype=torch.float64))
+                )
+                captured[layer, expert, which] = tokens + len(read), total + read.double().abs().sum(0)
     return captured
 
 

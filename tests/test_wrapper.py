@@ -4,8 +4,6 @@ experts, and what is refused."""
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from safetensors.torch import load_file
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from ktconvert.native_quant.runtime.models import select
-from rig import isas
+from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, inputs, loaded, make, nothing_left, same  # noqa: F401
 
 Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,17 +56,21 @@ def test_signature_is_kt_kernels():
 
 
 def test_mask_may_be_left_out_and_nothing_else(packed_example):
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": 256}
-    threads = {"cpuinfer_threads": 2, "threadpool_count": 1, "chunked_prefill_size": 512, "method": "AMXINT8"}
-    wrapper = KTMoEWrapper(layer_idx=0, **sizes, **threads, weight_path=str(packed_example("int8", 1)))
-    assert not wrapper.gpu_experts_mask.any()
-    before_06 = KTMoEWrapper(layer_idx=0, **sizes, **threads, weight_path="x", num_gpu_experts=3)
+    given = {
+        "layer_idx": 0,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 256,
+        "moe_intermediate_size": 256,
+    }
+    given |= {"threadpool_count": 1, "chunked_prefill_size": 512, "method": "AMXINT8"}
+    threads = {"cpuinfer_threads": 2, "weight_path": "x"}
+    assert not KTMoEWrapper(**given, **threads | {"weight_path": str(packed_example("int8", 1))}).gpu_experts_mask.any()
+    before_06 = KTMoEWrapper(**given, **threads, num_gpu_experts=3)
     assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
-    assert not KTMoEWrapper(
-        layer_idx=0, **sizes, **threads, weight_path="x", num_gpu_experts=3, gpu_experts_mask=None
-    ).gpu_experts_mask.any()
+    assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
     with pytest.raises(TypeError, match="needs cpuinfer_threads, weight_path as well"):
-        KTMoEWrapper(layer_idx=0, **sizes, threadpool_count=1, chunked_prefill_size=512)
+        KTMoEWrapper(**given)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -119,24 +121,19 @@ def test_masked_experts_add_nothing_also_after_the_mask_changes(packed_example):
     mask = torch.zeros(EXPERTS, dtype=torch.bool)
     mask[[1, 4]] = True
     everything, masked = loaded(path), loaded(path, gpu_experts_mask=mask)
-    assert masked.num_gpu_experts == 2
-    assert same(
-        masked.forward(hidden, ids, weights), everything.forward(hidden, ids.masked_fill(mask[ids], -1), weights)
-    )
+    all_of_them = everything.forward(hidden, ids, weights)
+    without = everything.forward(hidden, ids.masked_fill(mask[ids], -1), weights)
+    assert masked.num_gpu_experts == 2 and same(masked.forward(hidden, ids, weights), without)
     masked.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))  # as SGLang does
-    assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
+    assert same(masked.forward(hidden, ids, weights), all_of_them)
     masked.gpu_experts_mask = mask  # a copy
     mask[:] = False
-    assert masked.num_gpu_experts == 2 and same(
-        masked.forward(hidden, ids, weights),
-        everything.forward(hidden, ids.masked_fill(masked.gpu_experts_mask[ids], -1), weights),
-    )
+    assert masked.num_gpu_experts == 2 and same(masked.forward(hidden, ids, weights), without)
     with pytest.raises(ValueError, match=r"gpu_experts_mask must have shape \(8,\)"):
         masked.gpu_experts_mask = torch.zeros(3)
     masked.gpu_experts_mask = None
-    assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
-    no_experts = torch.tensor([[-1, EXPERTS]] * 20)
-    assert not everything.forward(hidden, no_experts, weights).any()
+    assert same(masked.forward(hidden, ids, weights), all_of_them)
+    assert not everything.forward(hidden, torch.tensor([[-1, EXPERTS]] * 20), weights).any()
 
 
 @pytest.mark.filterwarnings("ignore:.*made for 2 NUMA parts")
@@ -384,13 +381,6 @@ def test_threadpool_count_takes_nodes_that_the_process_may_use(monkeypatch):
     assert make(cpuinfer_threads=4, threadpool_count=2, numa_nodes=[4, 1])._pool.nodes == (4, 1)
 
 
-def test_files_that_are_something_else(packed_example):
-    other = {"method": "AMXINT4", "num_experts": 16, "hidden_size": 512, "moe_intermediate_size": 512, "layer_idx": 2}
-    for name, value in other.items():
-        with pytest.raises(KtconvertError):
-            make(packed_example("int8", 1), **{name: value}).load_weights(None)
-
-
 def test_calls_out_of_order_and_of_wrong_shape(packed_example, stacked):
     empty = make()
     hidden, ids, weights = inputs(4)
@@ -423,11 +413,9 @@ def test_gpu_experts_masks():
     assert not generate_gpu_experts_masks(frequency, -1).any() and generate_gpu_experts_masks(frequency, 99).all()
 
 
-def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KTCONVERT_", "KT_KERNEL_"))}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=clean | environment
-    )
+def python(program: str, **environment: str) -> programs.Done:
+    clean = {name: "" for name in os.environ if name.startswith(("KTCONVERT_", "KT_KERNEL_"))}
+    return programs.python(program, **clean | environment)
 
 
 def test_kt_kernel_by_its_own_name():
@@ -475,7 +463,8 @@ SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernel
 def test_environment_chooses_the_instruction_set():
     unknown = "ValueError: KTCONVERT_ISA: 'sse9' is not a known instruction set"
     assert unknown in python(SHOW, KTCONVERT_ISA="sse9").stderr
-    assert python(SHOW, KTCONVERT_ISA="").stdout == f"{isas.chosen()}\n"
+    done = python(SHOW, KTCONVERT_ISA="")
+    assert (done.stdout, done.stderr) == (f"{isas.chosen()}\n", "")
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2", KTCONVERT_ISA="scalar").stdout == "scalar\n"
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{isas.chosen()}\n"  # kt-kernel skips it too
     names = {"avx2": "avx2", "avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vnni", "avx512_base": "avx512"}
@@ -485,11 +474,6 @@ def test_environment_chooses_the_instruction_set():
     if "amx" not in kernels.available_isas():
         refused = python(SHOW, KT_KERNEL_CPU_VARIANT="amx")
         assert "ValueError: KT_KERNEL_CPU_VARIANT: this machine does not offer 'amx'" in refused.stderr
-
-
-def test_debug_prints_the_choice_once():
     done = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA=" AVX2 ")
-    assert done.stdout == "avx2\n"
+    assert done.stdout == "avx2\n" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("ktconvert: computes with avx2 (KTCONVERT_ISA) of scalar, avx2")
-    assert done.stderr.count("\n") == 1
-    assert python(SHOW).stderr == ""

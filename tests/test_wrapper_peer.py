@@ -25,17 +25,12 @@ RUNS = [(1, 2, 0, False), (40, 2, 0, False), (24, 4, 2, True), (3, 2, 1, False),
 
 def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
     """What the program's layers gave."""
-    job = job | {"result": str(scratch / f"{module}.safetensors")}
-    path = scratch / f"{module}.json"
-    path.write_text(json.dumps(job))
-    done = subprocess.run(
-        [python, "-P", str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result, path = str(scratch / f"{module}.safetensors"), scratch / f"{module}.json"
+    path.write_text(json.dumps(job | {"result": result}))
+    command = [python, "-P", str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return load_file(job["result"])
+    return load_file(result)
 
 
 def inputs(path: Path, tokens: int, topk: int, mask: bool, **more: torch.Tensor) -> str:
