@@ -165,8 +165,7 @@ def test_the_largest_is_found_wherever_it_is(isa, k, offset):
     values[np.arange(n) % n, np.arange(n) % k] = 0xC2FE  # -127
     kernels.set_isa(isa)
     _, scale = quantize_pack(8, values, "bf16")
-    assert (scale == reference.row_scales(8, values)).all()
-    assert len(set(scale)) == 1
+    assert (scale == reference.row_scales(8, values)).all() and len(set(scale)) == 1
 
 
 @above_scalar
@@ -278,8 +277,7 @@ def test_infinite_scale_is_refused():
     options["scales"][0, 1] = np.inf
     with pytest.raises(kernels.NonFinite) as caught:
         quantize_pack(8, values, "fp8_e4m3", **options)
-    assert caught.value.row == 0
-    assert caught.value.column >= 128
+    assert caught.value.row == 0 and caught.value.column >= 128
 
 
 def one_after_the_other(terms: Any) -> Any:

@@ -56,12 +56,10 @@ def test_a_finished_run_lists_its_calls_in_order(shim, tmp_path):
     done = killpoint.run(python(PUBLISH, out), out, 0, shim, log)
     assert (done.returncode, done.stderr) == (0, "")
     calls = killpoint.calls(log)
-    assert [call.name for call in calls] == ORDER
-    assert killpoint.count(log) == len(ORDER)
+    assert [call.name for call in calls] == ORDER and killpoint.count(log) == len(ORDER)
     assert killpoint.killed_before(log) is None
     work = f"{out}.work"
-    assert calls[0] == ("mkdir", work, None)
-    assert calls[5] == ("rename", f"{work}/part", f"{work}/shard")
+    assert calls[0] == ("mkdir", work, None) and calls[5] == ("rename", f"{work}/part", f"{work}/shard")
     assert [call.path for call in calls if call.name == "fsync"] == [
         f"{work}/part",
         work,
@@ -146,8 +144,7 @@ def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, which):
     before = snapshot(root)
     command = python(PREPARE + CALLS[which], prepared)
     assert killpoint.run(command, root, 2, shim, log).returncode == killpoint.KILLED  # 1 is opening out/file
-    assert killpoint.killed_before(log).name == which.split()[0]
-    assert snapshot(root) == before
+    assert killpoint.killed_before(log).name == which.split()[0] and snapshot(root) == before
     done = killpoint.run(command, root, 0, shim, log)
     assert (done.returncode, done.stderr) == (0, "")
     assert [call.name for call in killpoint.calls(log)] == ["open", which.split()[0]]

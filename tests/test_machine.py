@@ -35,8 +35,7 @@ def two_sockets(root: Path) -> Path:
 
 def test_hyperthreads_are_not_cores(tmp_path):
     root = two_sockets(tmp_path)
-    assert machine.physical_cores(root, range(16)) == 8
-    assert machine.physical_cores(root, [0, 8, 1]) == 2
+    assert machine.physical_cores(root, range(16)) == 8 and machine.physical_cores(root, [0, 8, 1]) == 2
     assert machine.physical_cores(root, [0, 4]) == 2  # the same core_id, but in two packages
     assert machine.cores_with_hyperthreads(root, range(16)) == 8
     assert machine.cores_with_hyperthreads(root, range(8)) == 0
@@ -60,8 +59,7 @@ def test_nodes_with_cpus_only(tmp_path):
 
 def test_a_pool_per_node_that_has_a_thread(tmp_path):
     root = two_sockets(tmp_path)
-    assert machine.pool_count(root, range(16)) == 2
-    assert machine.pool_count(root, range(4)) == 1
+    assert machine.pool_count(root, range(16)) == 2 and machine.pool_count(root, range(4)) == 1
     quota = "sys/fs/cgroup/cpu.max"
     tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, quota: "100000 100000\n"})
     assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (1, 1)
@@ -89,10 +87,7 @@ def test_memory_of_nodes(tmp_path):
     assert machine.memory_nodes(root) == (0, 2, 3)
     assert machine.node_memory_available(root) == {node: (node << 30) + (11 << 10) for node in (0, 2, 3)}
     assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 2, 2, 3]
-
-
-def test_memory_that_a_cpuset_forbids(tmp_path):
-    root = four_nodes(tmp_path, allowed="0,3")
+    root = four_nodes(tmp_path, allowed="0,3")  # a cpuset forbids the others
     assert machine.memory_nodes(root) == (0, 3)
     assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 0, 0, 3]
 
@@ -125,30 +120,24 @@ def test_an_empty_machine_still_answers(tmp_path, files):
 
 
 def test_cgroup_v2_the_tightest_level_counts(tmp_path):
-    group = "sys/fs/cgroup"
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/user.slice/job\n",
-            "proc/self/mountinfo": V2,
-            "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n",
-            f"{group}/user.slice/cpu.max": "150000 100000\n",
-            f"{group}/user.slice/job/cpu.max": "max 100000\n",
-            f"{group}/user.slice/memory.max": f"{8 * GIB}\n",
-            f"{group}/user.slice/memory.current": f"{7 * GIB}\n",
-            f"{group}/user.slice/memory.stat": f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {2 * GIB}\n",
-            f"{group}/user.slice/job/memory.max": "max\n",
-            f"{group}/user.slice/job/memory.current": f"{GIB}\n",
-            f"{group}/user.slice/job/memory.events": "low 0\noom 2\noom_kill 1\n",
-            f"{group}/user.slice/memory.events": "oom_kill 9\n",
-        },
-    )
+    group = {
+        "user.slice/cpu.max": "150000 100000\n",
+        "user.slice/job/cpu.max": "max 100000\n",
+        "user.slice/memory.max": f"{8 * GIB}\n",
+        "user.slice/memory.current": f"{7 * GIB}\n",
+        "user.slice/memory.stat": f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {2 * GIB}\n",
+        "user.slice/job/memory.max": "max\n",
+        "user.slice/job/memory.current": f"{GIB}\n",
+        "user.slice/job/memory.events": "low 0\noom 2\noom_kill 1\n",
+        "user.slice/memory.events": "oom_kill 9\n",
+    }
+    files = {"proc/self/cgroup": "0::/user.slice/job\n", "proc/self/mountinfo": V2}
+    files["proc/meminfo"] = f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"
+    root = tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
     assert machine.cpu_quota(root) == 1.5
-    assert machine.allowed_cpus(root, range(16)) == 2
-    assert machine.physical_cores(root, range(16)) == 2
-    assert machine.memory_limit(root) == 8 * GIB
+    assert machine.allowed_cpus(root, range(16)) == machine.physical_cores(root, range(16)) == 2
+    assert (machine.memory_limit(root), machine.memory_total(root)) == (8 * GIB, 64 * GIB)
     assert machine.memory_available(root) == 6 * GIB  # 8 - (7 used - 5 of it page cache)
-    assert machine.memory_total(root) == 64 * GIB
     assert machine.oom_kills(root) == 1
 
 
@@ -171,10 +160,8 @@ def test_cgroup_v1(tmp_path, inside):
             f"{cpu}/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert machine.memory_limit(root) == 4 * GIB
-    assert machine.memory_available(root) == 2 * GIB
-    assert machine.allowed_cpus(root, range(16)) == 4
-    assert machine.oom_kills(root) == 3
+    assert machine.memory_limit(root) == 4 * GIB and machine.memory_available(root) == 2 * GIB
+    assert machine.allowed_cpus(root, range(16)) == 4 and machine.oom_kills(root) == 3
 
 
 def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
@@ -190,8 +177,7 @@ def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
             "proc/vmstat": "oom_kill 77\n",
         },
     )
-    assert machine.memory_limit(root) is None
-    assert machine.cpu_quota(root) is None
+    assert machine.memory_limit(root) is None and machine.cpu_quota(root) is None
     assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
 
 
@@ -212,11 +198,9 @@ def test_mount_points(tmp_path):
     root = tree(tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"})
     link = tmp_path / "link"
     link.symlink_to(target)
-    assert machine.is_mount_point(target, root)
-    assert machine.is_mount_point(link, root)
+    assert machine.is_mount_point(target, root) and machine.is_mount_point(link, root)
     assert not machine.is_mount_point(tmp_path, root)
-    assert not machine.is_mount_point(tmp_path / "absent", root)
-    assert machine.is_mount_point(Path("/"))
+    assert not machine.is_mount_point(tmp_path / "absent", root) and machine.is_mount_point(Path("/"))
     assert machine.is_mount_point(Path("/proc"))
 
 
@@ -224,8 +208,7 @@ def test_this_machine():
     assert 1 <= machine.physical_cores() <= machine.logical_cpus() == len(os.sched_getaffinity(0))
     assert 1 <= machine.allowed_cpus() <= machine.logical_cpus()
     assert 0 < machine.memory_available() <= machine.memory_total()
-    assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20)
-    assert machine.cpu_name()
+    assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20) and machine.cpu_name()
 
 
 def test_names_of_the_machine(tmp_path, monkeypatch):
@@ -241,8 +224,7 @@ def test_names_of_the_machine(tmp_path, monkeypatch):
 def test_which_processes_live():
     own = os.getpid()
     start = machine.process_start(own)
-    assert start > 0
-    assert machine.process_alive(own)
+    assert start > 0 and machine.process_alive(own)
     assert machine.process_alive(own, start)
     assert not machine.process_alive(own, start - 1)  # the number was another's before
     assert machine.process_alive(1)
@@ -251,5 +233,4 @@ def test_which_processes_live():
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not machine.process_alive(child.pid)  # a zombie
-    assert not machine.process_alive(child.pid)
-    assert machine.process_start(child.pid) == 0
+    assert not machine.process_alive(child.pid) and machine.process_start(child.pid) == 0

@@ -76,8 +76,7 @@ def test_pack_puts_each_code_where_the_format_says(bits, seed):
     codes[r, c] = 5
     weight = reference.pack(bits, codes)
     byte, shift = offset_of(bits, r, c, n, k)
-    assert weight[byte] == 5 << shift
-    assert np.count_nonzero(weight) == 1
+    assert weight[byte] == 5 << shift and np.count_nonzero(weight) == 1
 
 
 def test_every_amax_gives_the_specified_scale():
@@ -107,11 +106,9 @@ def test_subnormals_count_as_zero():
     )  # the largest is kept: its scale is normal; the subnormal would round to 1 if it counted
     bf16[2, :2] = 0x03F0, 0x8001
     codes, scale = reference.quantize(8, bf16)
-    assert not codes[0].any()
-    assert scale[0] == 0
+    assert not codes[0].any() and scale[0] == 0
     for row in (1, 2):
-        assert codes[row, 1] == 0
-        assert (codes[row, 0] == 127) == (scale[row] != 0)
+        assert codes[row, 1] == 0 and (codes[row, 0] == 127) == (scale[row] != 0)
 
 
 def test_fp16_and_fp8_decode_exactly():
@@ -128,8 +125,7 @@ def test_fp16_and_fp8_decode_exactly():
     ours = reference.bf16_to_f32(kernels.decode(matrix))[0]
     positive = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)]
     assert ours[:127].tolist() == positive[:127]
-    assert ours[128:255].tolist() == [-x for x in positive[:127]]
-    assert np.isnan(ours[[127, 255]]).all()
+    assert ours[128:255].tolist() == [-x for x in positive[:127]] and np.isnan(ours[[127, 255]]).all()
     assert max(positive[:127]) == 448
 
 
@@ -145,5 +141,4 @@ def test_rounding_to_bf16_is_to_the_nearest_even(values):
         keep = (neighbour >= 0) & (neighbour < 0x7F80) & np.isfinite(rounded)
         other = reference.bf16_to_f32((neighbour[keep] | bits[keep] & 0x8000).astype(np.uint16)).astype(np.float64)
         ours, theirs = np.abs(rounded[keep] - x[keep]), np.abs(other - x[keep])
-        assert (ours <= theirs).all()
-        assert (bits[keep][ours == theirs] % 2 == 0).all()
+        assert (ours <= theirs).all() and (bits[keep][ours == theirs] % 2 == 0).all()

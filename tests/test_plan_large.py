@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rig.safetensors import data_start
 from rig.scripts import benchmark
@@ -94,10 +96,8 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     packed = INTERMEDIATE * HIDDEN // 2
     # Two NUMA parts: gate and up split their rows, down splits its columns and so has all its row scales twice.
     scales = 4 * (INTERMEDIATE + INTERMEDIATE + 2 * HIDDEN)
-    assert len(headers) == SHARDS
-    assert report["model"]["layers"] == list(range(3, LAYERS))
-    assert report["model"]["experts"] == EXPERTS
-    assert report["model"]["dtypes"] == ["F8_E4M3"]
+    assert len(headers) == SHARDS and report["model"]["layers"] == list(range(3, LAYERS))
+    assert report["model"]["experts"] == EXPERTS and report["model"]["dtypes"] == ["F8_E4M3"]
     assert any("MTP" in note for note in report["notes"])
     assert len(report["units"]) == report["shards"] == MOE
     assert all(not unit["done"] for unit in report["units"])
@@ -107,8 +107,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     ]
     assert report["bytes_in"] == expert_tensors * (INTERMEDIATE * HIDDEN + scale_grid)
     assert report["bytes_out"] == MOE * EXPERTS * (3 * packed + scales)
-    assert report["disk_needed"] > report["bytes_out"]
-    assert report["peak_memory"] < 400 << 20
+    assert report["disk_needed"] > report["bytes_out"] and report["peak_memory"] < 400 << 20
 
     index = (model / "model.safetensors.index.json").stat().st_size
     expected = sum(headers.values()) + index
@@ -118,8 +117,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
         assert cached_bytes(path) <= size + READAHEAD, f"weights of {path.name} were read"
 
     assert run.dirtied is not None and run.dirtied < 1 << 20  # times of access are written, and count
-    assert list(tmp_path.iterdir()) == []
-    assert state(model) == before
+    assert list(tmp_path.iterdir()) == [] and state(model) == before
 
 
 def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
@@ -130,3 +128,40 @@ def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
     assert report["bytes_out"] == 3 * EXPERTS * each
     assert len(report["units"]) == 3 * -(-EXPERTS // (5_000_000_000 // each))
     assert all(unit["bytes_out"] <= 5_000_000_000 for unit in report["units"])
+
+
+scale_hosts, models = benchmark("scale_hosts"), benchmark("models")
+MODELS = {model.name: model for model in scale_hosts.MODELS}
+
+
+@pytest.mark.parametrize(("name", "method", "bits"), [("DeepSeek-V3.1", "int8", 8), ("Kimi-K2", "int4", 4)])
+def test_the_sizes_are_those_of_the_plan(name, method, bits, tmp_path, cli):
+    """Of headers and holes with two layers of experts in that model's shape."""
+    model = MODELS[name]
+    tensors, config = models.deepseek(5, model.experts)  # the first three are dense
+    models.write_model(tmp_path / "model", tensors, config, 4)
+    arguments = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
+    reported = cli("cpu", *arguments, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
+    [plan] = [event for line in reported if (event := json.loads(line))["event"] == "plan"]
+    assert len(plan["units"]) == 2
+    assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))
+
+
+numbers = st.floats(1e8, 1e12)
+
+
+@given(
+    layers=st.integers(1, 100),
+    rate=numbers,
+    link=numbers,
+    shared=numbers,
+    hosts=st.integers(1, 200),
+    between=st.floats(0, 1),
+)
+def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(layers, rate, link, shared, hosts, between):
+    model = scale_hosts.Model("any", 7168, 2048, 256, layers)
+    host = scale_hosts.Host({8: rate}, link, between, 1.0)
+    one, many, more = (scale_hosts.wall(model, 8, n, host, shared) for n in (1, hosts, 2 * hosts))
+    assert more <= many * (1 + 1e-9) <= one * (1 + 1e-9) ** 2 and many >= one / hosts * (1 - 1e-9)
+    moved = model.layers * (model.bytes_in + model.bytes_out(8))
+    assert many >= moved / shared and one >= max(moved / link, layers * host.seconds(model, 8))

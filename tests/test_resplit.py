@@ -100,8 +100,7 @@ def test_what_keeps_its_values_is_as_converted_again(method, old, new, tmp_path,
     else:
         assert ours.keys() == theirs.keys() and same(ours, theirs, "ffn_gate") and same(ours, theirs, "ffn_up")
         if old % new == 0:  # whole parts are put together: the largest scale is that of all columns
-            assert same(ours, theirs, "ffn_down", ".scale")
-            assert "rounded once more" in said
+            assert same(ours, theirs, "ffn_down", ".scale") and "rounded once more" in said
         elif new % old == 0:
             assert "all weights keep their values" in said
     assert f"| resplit from | {old} NUMA part" in (tmp_path / "new" / "README.md").read_text()
@@ -152,8 +151,7 @@ def test_everything_else_comes_along(tmp_path, cli, source, non_experts):
     config, before = (json.loads(files["config.json"] or b"") for files in (new, old))
     assert config["quantization_config"].pop("num_numa_nodes") == 6
     before["quantization_config"].pop("num_numa_nodes")
-    assert config == before
-    assert same(tensors(tmp_path / "new"), tensors(tmp_path / "old"), "embed")
+    assert config == before and same(tensors(tmp_path / "new"), tensors(tmp_path / "old"), "embed")
     cli("verify", tmp_path / "new", "--against", source, "--numa", 6, "--run")
 
 

@@ -120,8 +120,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path):
     inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
     text_said, speed = generating.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
-    assert "".join(notes) == text_said
-    assert (speed.prompt, speed.new) == (3, 3)
+    assert "".join(notes) == text_said and (speed.prompt, speed.new) == (3, 3)
     assert model.config.text_config.output_router_logits is False  # left over from training
 
 
@@ -136,8 +135,7 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
 @pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
 def test_what_cannot_be_run(example, options, kind, why):
     refused = call(example, *options).exception
-    assert type(refused) is kind
-    assert why in str(refused)
+    assert type(refused) is kind and why in str(refused)
 
 
 def test_models_that_cannot_be_loaded(tmp_path, example, weights):

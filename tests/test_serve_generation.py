@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models import generating, loading
 from ktconvert.pipeline.models.serving import server as serving
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted
+from rig.safetensors import edit_file
 from rig.served import PATIENCE, Served, free_port, served, started, with_template
 
 httpx = pytest.importorskip("httpx")
@@ -145,8 +147,7 @@ def test_two_clients_get_their_tokens_in_turns(server):
     first, second = (([i for i, t in enumerate(threads) if t == name]) for name in sorted(set(threads)))
     begin, end = max(first[0], second[0]), min(first[-1], second[-1])
     both = threads[begin : end + 1]
-    assert len(both) >= len(threads) - 4 > 20
-    assert all(a != b for a, b in pairwise(both))
+    assert len(both) >= len(threads) - 4 > 20 and all(a != b for a, b in pairwise(both))
 
 
 def test_a_seed_is_a_clients_own(server):
@@ -166,8 +167,7 @@ def test_a_seed_is_a_clients_own(server):
     assert draw(8) != alone
     with ThreadPoolExecutor(3) as clients:
         answers = list(clients.map(draw, (None, 7, 9)))
-    assert answers[1] == alone
-    assert answers[0] not in answers[1:]
+    assert answers[1] == alone and answers[0] not in answers[1:]
 
 
 def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
@@ -178,8 +178,7 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
     assert free.index(stop) == 10
     server.passes.clear()
     cut = ask.completions.create(**options, stop=["nowhere", stop]).choices[0]
-    assert (cut.text, cut.finish_reason) == (free[:10], "stop")
-    assert len(server.passes) < 20
+    assert (cut.text, cut.finish_reason) == (free[:10], "stop") and len(server.passes) < 20
     parts = [chunk.choices[0].text for chunk in ask.completions.create(**options, stop=[stop], stream=True)]
     assert "".join(parts) == free[:10]
 
@@ -251,14 +250,12 @@ def test_signals_end_the_server_in_the_midst_of_answers(example, tmp_path):
             for rest in (lambda: text.extend(stream), whole.result):
                 with pytest.raises((openai.APIError, httpx.HTTPError)):
                     rest()
-            assert 10 <= len(text) < LONG
-            assert not any(piece.choices[0].finish_reason for piece in text)
+            assert 10 <= len(text) < LONG and not any(piece.choices[0].finish_reason for piece in text)
             return process.wait(PATIENCE), log.read_text()
 
     with ThreadPoolExecutor(2) as servers:
         codes, logs = zip(*servers.map(end, (signal.SIGINT, signal.SIGTERM)), strict=True)
-    assert codes == (130, -signal.SIGTERM)
-    assert not any("Traceback" in log for log in logs)
+    assert codes == (130, -signal.SIGTERM) and not any("Traceback" in log for log in logs)
 
 
 def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
@@ -320,17 +317,12 @@ def test_converted_experts_and_whole_outputs(server, cli, example, tmp_path):
             assert answers(running, model, WORDS) == said
 
 
-def test_a_port_that_is_taken(cli, example):
+def test_a_server_that_cannot_be_started(cli, example, tmp_path):
     """Reported at once, not after minutes of loading."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = cli("serve", example, "--port", port, code=1)
-    assert done.stderr == (
-        f"ktconvert: 127.0.0.1:{port}: cannot listen there (Address already in use); choose --host and --port\n"
-    )
-
-
-def test_weights_that_do_not_fit(cli, example, tmp_path):
+    assert done.stderr.startswith(f"ktconvert: 127.0.0.1:{port}: cannot listen there (Address already in use); ")
     done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
     assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
 
@@ -338,20 +330,14 @@ def test_weights_that_do_not_fit(cli, example, tmp_path):
 @pytest.mark.parametrize("lacks", ["tokenizer", "tensor"])
 def test_a_model_of_which_a_part_is_missing(lacks, example, tmp_path):
     """Refused as `run` does: texts are not called empty, and weights are not made up."""
-    from safetensors.torch import load_file, save_file
-
     model = shutil.copytree(example, tmp_path / "model")
     if lacks == "tokenizer":
         for file in model.glob("tokenizer*"):
             file.unlink()
         expected = "has no tokenizer; put its files (tokenizer.json) beside config.json"
     else:
-        tensors = load_file(model / "model.safetensors")
-        del tensors["model.norm.weight"]
-        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
         expected = "lacks 1 tensors of its model, such as model.norm.weight; download it again"
-    choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
     for load in (serving.load, loading.load):
-        with pytest.raises(InputError) as refused:
-            load(choice)
-        assert str(refused.value) == f"{model}: {expected}"
+        with pytest.raises(InputError, match=re.escape(f"{model}: {expected}")):
+            load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))

@@ -65,8 +65,7 @@ def test_single_file_and_directory_without_index(sharded):
     (sharded / INDEX).unlink()
     assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
     alone = open_checkpoint(str(sharded / "model-00001-of-00002.safetensors"))
-    assert sorted(alone.tensors) == ["a", "b"]
-    assert alone.companions() == ["config.json"]
+    assert sorted(alone.tensors) == ["a", "b"] and alone.companions() == ["config.json"]
     (sharded / "config.json").unlink()
     (sharded / "private.txt").write_text("not the model's")
     assert alone.companions() == []
@@ -95,8 +94,7 @@ def test_scalars_and_empty_tensors(tmp_path):
     header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
     (tmp_path / "model.safetensors").write_bytes(encode(header, struct.pack("<f", 1.5)))
     source = open_checkpoint(tmp_path)
-    assert source.array("scalar") == 1.5
-    assert source.array("none").shape == (0, 3)
+    assert source.array("scalar") == 1.5 and source.array("none").shape == (0, 3)
     source.release(source.tensors["none"])
 
 
@@ -116,8 +114,7 @@ def test_a_weight_file_is_not_read_when_opened(tmp_path):
         f.write(text)
         f.truncate(len(text) + size)
     source = open_checkpoint(tmp_path)
-    assert source.tensors["a"].nbytes == size
-    assert source.array("a")[-1] == 0
+    assert source.tensors["a"].nbytes == size and source.array("a")[-1] == 0
 
 
 def resident(file: Path) -> int:
@@ -397,8 +394,7 @@ def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_cached_snapshot_of_links(cache):
     source = open_checkpoint("org/name")
     assert sorted(source.tensors) == ["a", "b", "c"] and source.config == {"hidden_size": 3}
-    assert source.shards[0].blob == f"{1:064x}"
-    assert source.array("b")[0, 0] == ord("b")
+    assert source.shards[0].blob == f"{1:064x}" and source.array("b")[0, 0] == ord("b")
     assert source.companions() == ["config.json"]
     for revision in ("main", COMMIT):
         assert open_checkpoint("org/name", revision).root == source.root

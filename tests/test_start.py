@@ -119,7 +119,6 @@ def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader
     os.close(writing)
     assert done.returncode == 5, done
     if stream == "stdout":
-        assert done.stderr.startswith("ktconvert: ")
-        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("ktconvert: ") and done.stderr.count("\n") == 1
     else:
         assert json.loads(done.stdout)["exit_code"] == 5

@@ -39,8 +39,7 @@ def test_a_conversion_that_was_killed(bench):
     assert (found["state"], found["done"], found["units"], found["making"]) == ("stopped", 2, 3, [])
     assert [share["units"] for share in found["by"].values()] == [2]
     said = bench.run("status", bench.output).stderr
-    assert "stopped: 2 of 3 units done" in said
-    assert f"`ktconvert resume {bench.output}` goes on" in said
+    assert "stopped: 2 of 3 units done" in said and f"`ktconvert resume {bench.output}` goes on" in said
     assert bench.run("resume", bench.output).returncode == 0
 
 
@@ -110,8 +109,7 @@ def test_a_conversion_that_runs(bench):
         assert "being made:" in bench.run("status", bench.output).stderr
         watching = [sys.executable, "-m", "ktconvert.pipeline.cli", "status", bench.output, "--watch"]
         with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as watch:
-            assert watch.stdout is not None
-            assert "cpu:" in watch.stdout.readline()
+            assert watch.stdout is not None and "cpu:" in watch.stdout.readline()
             running.send_signal(signal.SIGCONT)
             assert running.wait(conversion.TIMEOUT) == 0
             assert watch.stdout.read().endswith(f"{bench.output} is finished\n")
@@ -123,8 +121,7 @@ def test_a_conversion_that_runs(bench):
 
 def test_why_a_run_and_a_part_ended(bench):
     spoil(bench)
-    assert bench.cpu().returncode == 5
-    assert "layer 1" in status(bench)["ended"]
+    assert bench.cpu().returncode == 5 and "layer 1" in status(bench)["ended"]
     shutil.rmtree(bench.work)
     assert [bench.cpu("--part", part).returncode for part in ("1/3", "0/3")] == [5, 0]
     found = status(bench)

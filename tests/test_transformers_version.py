@@ -47,14 +47,9 @@ def test_the_pages_name_the_tested_versions(page):
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("4.57.6", refusal),
-        ("5.16.1", refusal),
-        ("5.17.0rc1", None),
-        ("5.17.0", None),
-        (f"{NEWEST[0]}.{NEWEST[1]}.9", None),
-        (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", newer),
-        ("10.0", newer),
-        ("unknown", None),
+        *((old, refusal) for old in ("4.57.6", "5.16.1")),
+        *((good, None) for good in ("5.17.0rc1", "5.17.0", f"{NEWEST[0]}.{NEWEST[1]}.9", "unknown")),
+        *((new, newer) for new in (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", "10.0")),
     ],
 )
 def test_what_is_said(version, said, tmp_path, monkeypatch):
@@ -63,11 +58,8 @@ def test_what_is_said(version, said, tmp_path, monkeypatch):
         assert (sentence() is not None) == (sentence is said)
     if said is not None:
         reported = said() or ""
-        assert (
-            reported.startswith(f"transformers {version} is ")
-            and TESTED in reported
-            and f"'transformers{BOUNDS}'" in reported
-        )
+        assert reported.startswith(f"transformers {version} is ")
+        assert TESTED in reported and f"'transformers{BOUNDS}'" in reported
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,42 @@
-"""`ktconvert verify`: a sound output passes, every kind of damage is reported by name, in our
-outputs and in kt-kernel's."""
+"""`ktconvert verify`, also with --run and with an executor's workers: a sound output passes, all damage is named, in our
+outputs and in kt-kernel's.
+"""
 
 import json
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_of
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime import smoke, weights
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify import item_checks, report
+from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
+from ktconvert.pipeline.verify.verify import verify
 from ktconvert.quantizers import ROW_GRIDS
+from ktconvert.quantizers.reference import bf16_to_f32
+from rig import conversion
 from rig.conversion import edit
 from rig.files import edit_json, rewrite
 from rig.safetensors import data_start, edit_file, edit_header, header_of, read_file
-from rig.verifying import accepted, failed, in_forms, made, problems, refused, verified
+from rig.verifying import accepted, failed, in_forms, made, problems, refused, row, verified
 
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = "model.safetensors.index.json"
@@ -391,3 +410,199 @@ def test_kt_kernels_own_bytes(method, case, tmp_path, write_safetensors, write_q
     accepted(
         convert(source, tmp_path / "ours", "--quant-method", method, "--threadpool-count", case[-1]), "--against", loose
     )
+
+
+def stored(output: Path, expert: int, projection: str, what: str) -> TensorInfo:
+    """Where a tensor of layer 0, NUMA part 1 lies."""
+    return next(
+        tensor
+        for (place, kind), tensor in open_output(output).tensors.items()
+        if (place.layer, place.expert, place.projection, place.numa, kind) == (0, expert, projection, 1, what)
+    )
+
+
+def overwrite(output: Path, tensor: TensorInfo, data: bytes, at: int = 0) -> None:
+    with (output / tensor.file).open("r+b") as file:
+        file.seek(tensor.start + at)
+        file.write(data)
+
+
+@pytest.mark.parametrize("name", SHAPES[:2])
+def test_a_conversion_computes(name, conversions):
+    report = verified(conversions[name], "--run")
+    assert report["code"] == 0 and report["ok"]
+    check = row(report, "run")
+    assert check["ok"] and "layer 0, 8 experts, 24 tokens: finite" in check["result"]
+    assert (
+        "(exact)" in check["result"] and "(default)" in check["result"] and f"at most {smoke.BOUND}" in check["result"]
+    )
+
+
+@pytest.mark.parametrize("isa", kernels.available_isas())
+def test_every_instruction_set_passes(isa, conversions):
+    try:
+        kernels.set_isa(isa)
+        result = smoke.smoke(conversions["int4-merged"], 1, 3, shared_pool(2))
+    finally:
+        kernels.set_isa(None)
+    assert not result.problems and result.error.keys() == {"exact", "default"}
+    assert all(0.001 < error < 0.05 for error in result.error.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "projection", "scale", "words"),
+    [
+        ("int8-loose", "down", 3e38, "not finite"),
+        ("int4-merged", "gate", 3e38, "not finite"),
+        ("int4-merged", "down", 1e9, "times the other experts'"),
+        ("int8-merged", "up", 1e12, "times the other experts'"),
+    ],
+)
+def test_a_huge_scale_is_found(name, projection, scale, words, copy):
+    output = without_manifest(copy(name))
+    overwrite(output, stored(output, 5, projection, "scale"), np.array([scale], "<f4").tobytes(), 4 * 7)
+    report = verified(output, "--run")
+    assert report["code"] == 6 and failed(report) == ["run"], "nothing else finds it"
+    assert words in row(report, "run")["problems"][0] and "expert 5" in row(report, "run")["problems"][0]
+    assert "convert it again" in report["message"]
+
+
+def test_what_kt_kernel_alone_can_compute(copy, cli):
+    output = without_manifest(copy("int8-loose"))
+    for path in output.rglob("*.kt"):
+        path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
+    assert "without --run" in cli("verify", output, "--run", code=3).stderr
+
+
+def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
+    matrices = random_experts(6, 256, 256, 3)
+    return weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
+
+
+def test_the_reference_is_the_mathematics(random_experts):
+    """In float64 from the BF16 weights: as near as INT8 weights are."""
+    experts, matrices = packed(random_experts)
+    gate, up, down = (bf16_to_f32(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
+    hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    inner = np.einsum("nh,eih->nei", hidden, gate)
+    inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
+    expected = np.einsum("nei,ehi->neh", inner, down)
+    computed = smoke.reference(experts, experts.linears, hidden, threads=2)
+    assert computed.shape == (3, 6, 256)
+    assert 0.001 < smoke.distance(computed, expected.astype(np.float32), (0, 1, 2)) < 0.02
+
+
+@pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
+def test_a_runtime_that_computes_wrong_is_found(wrong, conversions, monkeypatch):
+    forward = Experts.forward
+
+    def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
+        if wrong == "expert":
+            ids = np.where(ids == 4, 1, ids)
+        out = forward(self, hidden, np.ascontiguousarray(ids), weights, **rest)
+        if wrong == "panel":
+            out[:, 64:96] = 0
+        elif wrong == "token" and ids.shape[1] > 1:
+            out[2] = out[0]
+        elif wrong == "nan":
+            out[1, 1] = 0x7FC0
+        return out
+
+    monkeypatch.setattr(Experts, "forward", broken)
+    problems = smoke.smoke(conversions["int8-merged"], 0, 3, shared_pool(1)).problems
+    words = {"expert": "expert 4", "panel": "panel 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
+    assert any(words in problem for problem in problems), problems
+    assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)
+
+
+OUTPUTS = {
+    "merged": ("cpu",),
+    "loose": ("cpu", "--no-merge-safetensor"),
+    "mxfp4, all else kept": ("cpu", "--quant-method", "mxfp4", "--non-experts", "keep"),
+    "for the GPU": ("gpu", "--quant-method", "RTN"),
+}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
+
+
+def reported(chosen: VerifyInputs, workers: Executor | None) -> str:
+    return json.dumps(report.document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
+
+
+@pytest.mark.parametrize("which", OUTPUTS)
+def test_the_report_is_the_same(source, workers, tmp_path, cli, which):
+    output = tmp_path / "out"
+    command, *options = OUTPUTS[which]
+    cli(command, "-i", source, "-o", output, *options)
+    chosen = VerifyInputs(output, against=str(source), load=False, full=True)
+    assert '"ok": true' in reported(chosen, None)
+    assert reported(chosen, workers) == reported(chosen, None)
+    file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0x10
+    file.write_bytes(data)
+    assert '"ok": false' in reported(chosen, None)
+    assert reported(chosen, workers) == reported(chosen, None)
+    assert reported(replace(chosen, against=None), workers) == reported(replace(chosen, against=None), None)
+
+
+def test_against_another_output_and_of_a_dequantized_one(source, workers, tmp_path, cli):
+    merged, loose, whole = tmp_path / "merged", tmp_path / "loose", tmp_path / "whole"
+    cli("cpu", "-i", source, "-o", merged)
+    cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
+    cli("dequantize", source, whole)
+    for chosen in (VerifyInputs(merged, against=str(loose)), VerifyInputs(whole, against=str(source))):
+        assert '"ok": true' in reported(chosen, None)
+        assert reported(chosen, workers) == reported(chosen, None)
+
+
+def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
+    output, mine = tmp_path / "out", tmp_path / "mine"
+    shutil.copytree(source, mine)
+    cli("cpu", "-i", mine, "-o", output)
+    opened = open_inputs(VerifyInputs(output, against=str(mine)))
+    order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.files, 1)
+    failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
+    assert failure.kind == OutputError.__name__
+    assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
+    (mine / "model-00001-of-00003.safetensors").unlink()
+    order = replace(order, version=item_checks.tool_version())
+    check = item_checks.by_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
+    with pytest.raises(KtconvertError, match="the executor has lost it"):
+        list(check("hashes", [1], [1]))
+    failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
+    assert failure.kind == InputError.__name__
+    assert f"host {os.uname().nodename}: {mine}" in failure.sentence
+    opened.close()
+
+
+def test_a_worker_sees_what_was_put_in_place_since(tmp_path, cli):
+    output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
+    cli("cpu", "-i", mine, "-o", output)
+    chosen = VerifyInputs(output, against=str(mine), load=False)
+    with ThreadPoolExecutor(1) as worker:
+        assert '"ok": true' in reported(chosen, worker)
+        shard = mine / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 0x80
+        other = shard.with_name("other")
+        other.write_bytes(data)
+        other.rename(shard)
+        assert '"ok": false' in reported(chosen, None)
+        assert reported(chosen, worker) == reported(chosen, None)
+
+
+def test_on_the_command_line(source, tmp_path, cli):
+    output = tmp_path / "out"
+    cli("cpu", "-i", source, "-o", output)
+    line = ("verify", output, "--against", source, "--json")
+    assert cli(*line, "--executor", "dask:local:1").stdout == cli(*line).stdout
