@@ -54,11 +54,14 @@ def layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
     return Native("LLAMAFILE", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
 
 
+def about() -> dict[str, Any]:
+    return gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
+
+
 def made(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str, tuple[str, Any]]:
     """A file of one layer with experts of these types; changed: tensors by the part of the layer that they are of."""
     tensors = gguf.model([types], experts=E, hidden=H, width=I) | changed
-    about = gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
-    gguf.write(path, tensors, about)
+    gguf.write(path, tensors, about())
     return tensors
 
 
@@ -133,9 +136,8 @@ def test_other_names(names, pool, tmp_path):
     else:
         both = np.concatenate([parts["gate"][1], parts["up"][1]], axis=1)
         tensors |= {"blk.0.ffn_gate_up_exps.weight": ("Q4_K", both), "blk.0.ffn_down_exps.weight": parts["down"]}
-    about = gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
-    gguf.write(tmp_path / "other" / "m.gguf", tensors, about)
-    np.testing.assert_array_equal(forward(Experts.load(tmp_path / "other" / "m.gguf", 0, pool=pool), given), expected)
+    path = gguf.write(tmp_path / "other" / "m.gguf", tensors, about())
+    np.testing.assert_array_equal(forward(Experts.load(path, 0, pool=pool), given), expected)
 
 
 @pytest.mark.parametrize("folder", [False, True])

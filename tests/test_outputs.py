@@ -145,24 +145,16 @@ def of_fp8(bits: Any) -> Any:
 def kept(method: str, part: Matrix) -> list[Any]:
     """The tensors of a part whose codes and scales stay what they are."""
     if method == "fp8":
-        assert part.scales is not None
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
-        return [
-            panels.to_panels(np.ascontiguousarray(part.values)),
-            part.scales[row : row + n // 128, column : column + k // 128],
-        ]
+        scales = part.scales[row : row + n // 128, column : column + k // 128]  # type: ignore[index]
+        return [panels.to_panels(np.ascontiguousarray(part.values)), scales]
     scales = part.each_scale()[:, ::32]
     values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
-    return [
-        mxfp4.codes_to_panels(_e2m1(values)),
-        mxfp4.exponents_to_panels((np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)),
-    ]
-
-
-def _e2m1(values: Any) -> Any:
-    """Codes of numbers that E2M1 has."""
-    codes = np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8)
-    return codes | np.signbit(values).astype(np.uint8) << 3
+    codes = (
+        np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
+    )
+    exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)
+    return [mxfp4.codes_to_panels(codes), mxfp4.exponents_to_panels(exponents)]
 
 
 def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
@@ -233,10 +225,8 @@ def test_other_scales_are_rounded(name, tmp_path, cli, monkeypatch):
     method = "mxfp4"
     if name.startswith("FP8"):
         method, block = "fp8", tuple(map(int, name.removeprefix("FP8 of ").split("x")))
-        made = encodings.fp8(block, ".weight_scale_inv")
-        monkeypatch.setitem(
-            encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", made, encodings.fp8_config(block))
-        )
+        make, config = encodings.fp8(block, ".weight_scale_inv"), encodings.fp8_config(block)
+        monkeypatch.setitem(encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", make, config))
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
@@ -360,18 +350,16 @@ def test_the_runtime_computes_with_it(method, source, made, tmp_path):
 def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made, tmp_path):
     out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
     shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
-    before = shard.read_bytes()
-    other = next(f"KT_{other.upper()}" for other in METHODS if other != method)
+    before, other = shard.read_bytes(), next(f"KT_{other.upper()}" for other in METHODS if other != method)
 
     def refused(error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             Experts.load(out, 0)
 
-    says = "manifest says activation swiglu_limit, these settings say silu; give"
     for name, value, words in (
         ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
         ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
-        ("activation", "swiglu_limit", says),
+        ("activation", "swiglu_limit", "manifest says activation swiglu_limit, these settings say silu; give"),
     ):
         document = json.loads(about)
         document["model"][name] = value
@@ -383,9 +371,8 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made,
         edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
         refused(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
         rewrite(shard, before)
-    for harmed in (before[:-64], before[:100]):
-        rewrite(shard, harmed)
-        refused(InputError, rf"{shard.name}: .*; convert it again")
+    rewrite(shard, before[:-64])
+    refused(InputError, rf"{shard.name}: .*; convert it again")
     rewrite(shard, before)
     key = names(method, KT, 0, 1, "gate", 0)[0 if method == "bf16" else 1]
     damaged(out, key, 0, {"mxfp4": b"\xff", "fp8": b"\0\0\xc0\x7f", "bf16": b"\xc0\x7f"}[method])

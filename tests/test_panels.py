@@ -405,6 +405,16 @@ def test_codes_alone_are_put_into_panels(n, k, start, isa, rest):
     np.testing.assert_array_equal(codes, panels.to_panels(values))
 
 
+@pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
+def test_other_scales_are_rounded(group, factor):
+    """NVFP4 has the codes, and scales that MXFP4 has not."""
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 256, (64, 64), np.uint8)
+    scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
+    matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
+    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
+
+
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])
 def test_a_nan_among_codes_alone_is_refused(nan):
     values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)

@@ -193,22 +193,21 @@ def test_what_is_better_is_said(tmp_path, cli):
         cli("cpu", "-q", "-i", source, "-o", output, "--threadpool-count", numa)
     words = ("resplit", parts[2], tmp_path / "new", "--threadpool-count", 1)
     *_, plan = objects(cli(*words, "--against", source, "--dry-run", "--json"))
+    first, last = plan["notes"][0], plan["notes"][-1]
     assert not (tmp_path / "new").exists()
     said = objects(cli(*words, "--against", source, "--json"))
-    notes = [event["text"] for event in said if event["event"] == "note"]
-    assert set(plan["notes"]) <= set(notes)
+    assert set(plan["notes"]) <= {event["text"] for event in said if event["event"] == "note"}
     before, after, again = (down_error(cli, folder, source) for folder in (parts[2], tmp_path / "new", parts[1]))
     assert before < again < after
     reported = (
         f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
     )
-    assert reported in plan["notes"][-1]
-    assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in plan["notes"][-1]
-    assert "--scale" not in plan["notes"][-1]
+    assert reported in last and "--scale" not in last
+    assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in last
     done = next(event for event in said if event["event"] == "done")
     moved = done["stats"]["down_change"]["relative_error"]
-    assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in plan["notes"][0]
-    assert plan["notes"][0] in (tmp_path / "new" / "README.md").read_text()
+    assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in first
+    assert first in (tmp_path / "new" / "README.md").read_text()
 
 
 def test_the_command_that_converts_again_chooses_scales_in_the_same_way(source, tmp_path, cli):

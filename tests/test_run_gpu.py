@@ -260,24 +260,16 @@ def overwrite(folder: Path, pattern: str, value: int) -> int:
 
 @qwen
 def test_cold_experts_of_the_packed_model_are_not_read(case, tmp_path):
-    """With NaN in all their scales and codes, and an impossible shape, nothing changes."""
+    """With NaN in all their scales and codes, and an impossible shape, nothing changes; a hot one is refused."""
     spoilt = copied(case, tmp_path / "spoilt")
-    cold = "[3-7]"
-    assert overwrite(spoilt, rf".*\.experts\.{cold}\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
+    assert overwrite(spoilt, r".*\.experts\.[3-7]\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
     want = logits(load(case.packed, case.cold, num_gpu_experts=3))
     assert torch.equal(logits(load(spoilt, case.cold, num_gpu_experts=3)), want)
     with pytest.raises(InputError, match=r"experts\.3\.gate_proj\.weight_shape' says .* download it again"):
         load(spoilt, case.cold, num_gpu_experts=4)
-
-
-@qwen
-def test_scales_that_are_no_numbers(case, tmp_path):
-    spoilt = copied(case, tmp_path / "spoilt")
     assert overwrite(spoilt, r".*layers\.1\..*experts\.2\.down_proj\.weight_scale", 0x7FC0) == 1
-    load(spoilt, case.cold, num_gpu_experts=2)
-    with pytest.raises(
-        InputError, match=r"safetensors: tensor '.*layers\.1\..*\.2\.down_proj\.weight_scale': scale .* is nan"
-    ):
+    nan = r"safetensors: tensor '.*layers\.1\..*\.2\.down_proj\.weight_scale': scale .* is nan"
+    with pytest.raises(InputError, match=nan):
         load(spoilt, case.cold, num_gpu_experts=3)
 
 

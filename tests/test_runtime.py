@@ -78,22 +78,14 @@ Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64
 def make(random_experts: Any) -> Make:
     """Random experts with random tokens for them: (experts, hidden, ids, weights)."""
 
-    def construct(
-        method: str = "AMXINT8",
-        experts: int = 8,
-        hidden: int = 256,
-        width: int = 128,
-        tokens: int = 9,
-        topk: int = 3,
-        **options: Any,
-    ) -> Any:
+    def construct(method="AMXINT8", experts=8, hidden=256, width=128, tokens=9, topk=3, **options: Any) -> Any:
         rng = np.random.default_rng(hidden + width + tokens)
         layer = random_experts(experts, hidden, width)
         layer["up"][:, 3] += 0x200  # 16 times as large: an outlier, so that some rows of h have a remainder
         x = floats.to_bits(rng.standard_normal((tokens, hidden)))
         ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         weights = rng.random((tokens, topk)).astype(np.float32)
-        return Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, **options), x, ids, weights
+        return Experts.from_bf16(**layer, method=method, **options), x, ids, weights
 
     return construct
 
@@ -252,16 +244,9 @@ def test_an_expert_named_twice_counts_twice(make):
 
 def test_arrays_that_do_not_fit_are_refused(make):
     experts, x, ids, weights = make()
-    for wrong in (
-        (x[:, :-64], ids, weights),
-        (x[:-1], ids, weights),
-        (x, ids[:, :1], weights),
-        (x.view(np.int16), ids, weights),
-        (x, ids.astype(np.int32), weights),
-        (x, ids, weights.astype(np.float64)),
-        (x[:, ::-1], ids, weights),
-        (x, np.asfortranarray(ids), weights),
-    ):
+    shapes = (x[:, :-64], ids, weights), (x[:-1], ids, weights), (x, ids[:, :1], weights)
+    dtypes = (x.view(np.int16), ids, weights), (x, ids.astype(np.int32), weights), (x, ids, weights.astype(np.float64))
+    for wrong in (*shapes, *dtypes, (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)):
         with pytest.raises(ValueError, match=r"must (have|be)"):
             experts.forward(*wrong)
     with pytest.raises(ValueError, match="skip"):

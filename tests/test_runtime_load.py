@@ -214,30 +214,20 @@ def test_each_item_is_done_once(threads, count):
     assert sorted(done) == list(range(count))
 
 
-def test_no_item_begins_after_an_exception():
-    """A layer with a number that is not finite is refused at once."""
-    begun: list[int] = []
+@pytest.mark.parametrize("fails", [3, 1])
+def test_the_first_items_exception_is_raised_and_no_item_begins_after_it(fails):
+    """With two threads not that of the thread that failed first: here item 1 fails while item 0 is still at work."""
+    second_failed, begun = threading.Event(), []
 
     def work(item: int) -> None:
         begun.append(item)
-        if item == 3:
-            raise ValueError("the fourth")
-
-    with pytest.raises(ValueError, match="the fourth"):
-        in_parallel(work, range(100), 1)
-    assert begun == [0, 1, 2, 3]
-
-
-def test_the_first_items_exception_is_raised():
-    """Not that of the thread that failed first: here item 1 fails while item 0 is still at work."""
-    second_failed = threading.Event()
-
-    def work(item: int) -> None:
-        if item == 1:
+        if item == fails:
             second_failed.set()
-            raise ValueError("the second")
-        assert second_failed.wait(300)
-        raise ValueError("the first")
+            raise ValueError(f"item {item}")
+        if fails == 1:
+            assert second_failed.wait(300)
+            raise ValueError("item 0")
 
-    with pytest.raises(ValueError, match="the first"):
-        in_parallel(work, range(2), 2)
+    with pytest.raises(ValueError, match="item 3" if fails == 3 else "item 0"):
+        in_parallel(work, range(100 if fails == 3 else 2), 1 if fails == 3 else 2)
+    assert fails == 1 or begun == [0, 1, 2, 3]

@@ -183,31 +183,6 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
     assert "".join(parts) == free[:10]
 
 
-def test_cancelled_answers_leave_their_places_to_others(server):
-    """Whether they were begun or waited; and no more is computed for them."""
-    scheduler = server.scheduler
-    config = copy.deepcopy(scheduler.model.generation_config)
-    config.update(max_new_tokens=LONG, do_sample=False)
-
-    async def cancel() -> list[Any]:
-        inputs = scheduler.processor(WORDS, return_tensors="pt")
-        answers = [
-            asyncio.ensure_future(
-                scheduler.generate_non_streaming(scheduler.model, scheduler.processor, inputs, config, str(n))
-            )
-            for n in range(len(scheduler.threads) + 2)
-        ]
-        await asyncio.to_thread(server.until, lambda: server.running > 1)
-        for answer in answers:
-            answer.cancel()
-        return await asyncio.gather(*answers, return_exceptions=True)
-
-    assert {type(answer) for answer in asyncio.run(cancel())} == {asyncio.CancelledError}
-    server.until(lambda: not server.running)
-    body = {"prompt": WORDS, "max_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-
-
 def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
     """It is not waited for; who asked is told, in a stream too."""
     begun, released = threading.Event(), threading.Event()

@@ -108,14 +108,14 @@ def test_a_reader_that_is_gone_is_141(arguments, output, example, tmp_path):
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("reader", ["gone", "full"])
 def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
     if reader == "full":
+        os.close(writing)
         writing = os.open("/dev/full", os.O_WRONLY)
-    else:
-        reading, writing = os.pipe()
-        os.close(reading)
     command = [*KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    done = subprocess.run(command, text=True, timeout=TIMEOUT, **(streams | {stream: writing}))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: writing}
+    done = subprocess.run(command, text=True, timeout=TIMEOUT, **streams)
     os.close(writing)
     assert done.returncode == 5, done
     if stream == "stdout":

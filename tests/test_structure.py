@@ -36,19 +36,7 @@ ABOVE = {
     "stages": {"plans", "cli"},
     "cli": set[str](),
 }
-HEAVY = {
-    "torch",
-    "huggingface_hub",
-    "rich",
-    "transformers",
-    "llmcompressor",
-    "gguf",
-    "accelerate",
-    "datasets",
-    "matplotlib",
-    "dask",
-    "distributed",
-}
+HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
 # modules import them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest")} | {

@@ -167,12 +167,29 @@ def test_a_text_of_ones_own(converted, example, tmp_path):
     assert verified(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
+@loads
+def test_what_cannot_be_loaded_is_noted(copy, converted, example, monkeypatch):
+    output = copy("W4A16")
+    edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
+    report = verified(rewrite(output, lambda _: None))
+    assert report["ok"] and any(
+        note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
+    )
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
+    report = verified(converted["W4A16"], "--against", example)
+    assert report["ok"] and report["predictions"] is None
+    each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
+    assert [note[: len(each)] for note in report["notes"]] == [each]
+    monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
+    report = verified(converted["W4A16"], "--against", example)
+    assert report["ok"] and result_of(report, "reload") == "not checked"
+    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
+
+
 def test_another_method_and_numa_parts(converted):
     report = verified(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
-    assert (
-        report["code"] == 6
-        and "--quant-method w8a16 was given, the weights have the sizes of W4A16" in report["message"]
-    )
+    said = "--quant-method w8a16 was given, the weights have the sizes of W4A16"
+    assert report["code"] == 6 and said in report["message"]
     assert verified(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
     report = verified(converted["W4A16"], "--numa", 1)
     assert report["code"] == 2 and "has no NUMA parts" in report["message"]
@@ -189,9 +206,8 @@ def test_codes_of_gptq_need_not_be_those_of_rounding(copy, example):
     assert len(problems(against_source(output, example), "source")) == 48, "it says that it is RTN"
     report = against_source(rewrite(output, lambda _: None, quant_method="GPTQ"), example)
     assert report["ok"], report["message"]
-    assert result_of(report, "source").startswith(
-        "48 linears have the scales of rounding to nearest, and errors of at most 1."
-    )
+    said = "48 linears have the scales of rounding to nearest, and errors of at most 1."
+    assert result_of(report, "source").startswith(said)
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
 
 
@@ -309,40 +325,9 @@ def test_a_source_that_is_no_whole_model(tmp_path, write_qwen, random_experts):
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
     report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"] and report["predictions"] is None
-    assert any(
-        "transformers finds no tensor for " in note and "the same as of the source" in note for note in report["notes"]
-    )
+    lacks = [note for note in report["notes"] if "transformers finds no tensor for " in note]
+    assert lacks and "the same as of the source" in lacks[0]
     assert "predictions were not compared: the output cannot be loaded whole" in report["notes"]
-
-
-@loads
-def test_models_that_do_not_fit(converted, example, monkeypatch):
-    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
-    report = verified(converted["W4A16"], "--against", example)
-    assert report["ok"] and report["predictions"] is None
-    (note,) = report["notes"]
-    assert note.startswith(
-        "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
-    )
-
-
-@loads
-def test_a_model_that_transformers_does_not_know(copy, example):
-    output = copy("W4A16")
-    edit_json(
-        output / "config.json", lambda config: config.update({"model_type": "of_tomorrow", "architectures": ["X"]})
-    )
-    report = verified(rewrite(output, lambda _: None))
-    assert report["ok"] and any(
-        note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
-    )
-
-
-def test_without_transformers(converted, example, monkeypatch):
-    monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
-    report = verified(converted["W4A16"], "--against", example)
-    assert report["ok"] and result_of(report, "reload") == "not checked"
-    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
 
 @loads

@@ -202,23 +202,19 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
     ours, inputs = Gptq(form), Inputs()
     walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
-    better = 0
+    assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
         linear = model.linear(layer, expert, projection)
         nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*linear.shape)]
         form.quantize(linear, nearest)
         assert np.array_equal(form.scales(stored[-1], *linear.shape), form.scales(nearest[-1], *linear.shape))
         assert not np.array_equal(stored[0], nearest[0])
-        values = torch.from_numpy(form.decode(stored, *linear.shape)).bfloat16()
-        assert torch.equal(values, getattr(ours.values[layer, expert], projection))
+        numbers, rounded = (torch.from_numpy(form.decode(each, *linear.shape)) for each in (stored, nearest))
+        assert torch.equal(numbers.bfloat16(), getattr(ours.values[layer, expert], projection))
         h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
         x = bf16.to_tensor(kernels.decode(linear)).float()
-        losses = [
-            float(torch.einsum("ni,ij,nj->", error, h, error))
-            for error in (x - torch.from_numpy(form.decode(s, *linear.shape)) for s in (stored, nearest))
-        ]
-        better += losses[0] < losses[1]
-    assert len(ours.stored) == 2 * 8 * len(PROJECTIONS) and better == len(ours.stored)
+        ours_lost, lost = (float(torch.einsum("ni,ij,nj->", x - y, h, x - y)) for y in (numbers, rounded))
+        assert ours_lost < lost, (layer, expert, projection)
 
 
 class Inputs:
