@@ -276,9 +276,7 @@ def to_v2(stored: dict[str, Any], quantization: Quantization) -> None:
 VERSIONS: dict[str, Change] = {"gptq": lambda stored, quantization: None, "gptq_v2": to_v2}
 
 
-def in_its_own_file(
-    name: str, folder: Path, said: Quantization | None = None, version: str = "gptq", **kept: Any
-) -> Path:
+def in_its_own_file(name: str, folder: Path, said: Quantization | None = None, version="gptq", **kept: Any) -> Path:
     """A library's file with a quantize_config.json, what the library says or `said`; kept: what config.json still says."""
     moved: Quantization = {}
 
@@ -349,9 +347,7 @@ def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path, written,
     assert [path.name for path in (tmp_path / "two-out").glob("quant*")] == ["quantize_config.source.json"]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ENCODINGS if name.startswith(("ct 4", "ct 8", "ct W", "gptq", "awq"))]
-)
+@pytest.mark.parametrize("name", [n for n in ENCODINGS if n.startswith(("ct 4", "ct 8", "ct W", "gptq", "awq"))])
 def test_without_a_config_the_shapes_decide(name, tmp_path):
     """Where they can: the width of compressed-tensors' codes is no shape, nor is how GPTQ stores zero points."""
     folder, values = write(name, tmp_path, lambda _, quantization: quantization.clear())
@@ -377,9 +373,7 @@ def test_widths_that_only_the_groups_tell(tmp_path):
         assert (kernels.decode(model.linear(0, 1, "down")) == values[1, "down"]).all()
 
 
-Spoil = Callable[
-    [Stored, Quantization, str], Any
-]  # tensors, quantization_config, what the names of one weight begin with
+Spoil = Callable[[Stored, Quantization, str], Any]  # tensors, quantization_config, how one weight's names begin
 
 
 def config(**keys: Any) -> Spoil:

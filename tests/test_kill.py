@@ -96,9 +96,7 @@ CASES = {
     "no locks": Case("cpu", "tiny", locks=False, threads=1),
     "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, locks=False, links=False, threads=1),
     "mount point": Case("cpu", "tiny", mounted=True, threads=1),
-    "mount point, loose, no hard links": Case(
-        "cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1
-    ),
+    "mounted, loose, no links": Case("cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1),
     "mount point, overwrite": Case("cpu", "tiny", mounted=True, over=True, threads=1),
     "mount point, overwrite, no hard links": Case("cpu", "tiny", mounted=True, over=True, links=False, threads=1),
     "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), links=False, threads=1),

@@ -198,9 +198,7 @@ def test_a_code_that_is_none_is_named(made, tmp_path):
     method, loose, _ = made
     shutil.copytree(loose, tmp_path / "loose")
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
-    rewrite(
-        file, file.read_bytes()[:-1] + b"\x88"[: 1 if method == "MOE_INT4" else 0] + b"\x80"[method == "MOE_INT4" :]
-    )
+    rewrite(file, file.read_bytes()[:-1] + b"\x88"[: method == "MOE_INT4"] + b"\x80"[method == "MOE_INT4" :])
     with pytest.raises(InputError, match=f"{file.name}: layer 0, expert 1, up_proj, NUMA part 1, weight: the code at"):
         Experts.load(tmp_path / "loose", 0)
 
@@ -208,9 +206,7 @@ def test_a_code_that_is_none_is_named(made, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_plain_layout_is_written(method, source, tmp_path, cli):
     def refused(code: int, *options: object) -> str:
-        said: str = cli(
-            "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code
-        ).stderr
+        said = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code).stderr
         return said
 
     for options in ((), ("--layout", "numa"), ("--layout", "kt")):

@@ -54,9 +54,7 @@ def made(source: Path, cli: Any) -> Made:
 
 NUMA1, NUMA2, KT = ("--threadpool-count", 1), ("--threadpool-count", 2), ("--layout", "kt")
 WAYS = [*((method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)), ("rawint4", KT)]
-every_way = pytest.mark.parametrize(
-    ("method", "how"), WAYS, ids=lambda part: part if isinstance(part, str) else part[1]
-)
+every_way = pytest.mark.parametrize(("method", "how"), WAYS, ids=lambda p: p if isinstance(p, str) else p[1])
 
 
 def parts_of(how: tuple[Any, ...]) -> int:
@@ -91,9 +89,7 @@ def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection
     return [base, f"{base}_scale_inv"][: 1 if method == "bf16" else 2]
 
 
-def check(
-    out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[[Matrix], list[Any]]
-) -> None:
+def check(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[..., Any]) -> None:
     """Every tensor, and no other."""
     tensors = bits_of(read_folder(out))
     for layer in model.layers:
@@ -337,9 +333,7 @@ def test_killed_and_resumed_to_the_same_bytes(name, method, how, source, tmp_pat
 def test_the_runtime_computes_with_it(method, source, made, tmp_path):
     """The same bits as with these experts packed on the spot."""
     model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
-    stacks = (
-        np.stack([reference.decode(model.linear(1, e, p)) for e in range(model.shape(1)[0])]) for p in PROJECTIONS
-    )
+    stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
     expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
     assert ours.method == method.upper()
     call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)

@@ -142,9 +142,7 @@ def errors_of(
 
         ours = floats.forward(stored, bits(hidden), ids.numpy(), weights.numpy())
         theirs = forward(python, scratch, 1, numa, "AMXINT4", out).double().numpy()
-        errors[scale] = tuple(
-            float(np.linalg.norm(each - expected) / np.linalg.norm(expected)) for each in (ours, theirs)
-        )
+        errors[scale] = tuple(np.linalg.norm(each - expected) / np.linalg.norm(expected) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     return errors
 

@@ -1,7 +1,6 @@
 """Where a conversion cannot begin or go on: what lies at the output, a full disk, another process. What the user had is
 untouched, the reason is one sentence with its exit code, and the unfinished conversion can be resumed."""
 
-import contextlib
 import json
 import os
 import resource
@@ -385,29 +384,6 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
     done = conversion.ktconvert("resume", output) if limit else convert(source, output)
     assert done.returncode == 0, done.stderr
     assert which == "a companion" or conversion.tree(output) == expected
-
-
-@pytest.mark.parametrize("what", ["the disk", "its limit"])
-def test_what_is_full_during_the_run(larger, output, what, request):
-    source, expected = larger
-    prefix: list[str] = []
-    inside = output
-    if what == "the disk":
-        mounts = request.getfixturevalue("mounts")
-        mounts.mount("-t", "tmpfs", "-o", "size=100m", "tmpfs", output.parent)
-        prefix, inside = mounts.prefix, mounts.seen(output)
-    filler = inside.with_name("filler")
-    with conversion.held(source, inside, output=output, prefix=prefix) as process:
-        if what == "the disk":
-            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                while file.write(bytes(4096)):
-                    pass
-        else:
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        continued(process, 4, "ktconvert: ", "No space left on device" if what == "the disk" else "File too large")
-    assert not inside.exists()
-    filler.unlink(missing_ok=True)
-    succeeded(conversion.ktconvert("resume", output, prefix=prefix), inside, expected)
 
 
 FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--overwrite", "--delete-others")}

@@ -153,9 +153,7 @@ def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
 
 def test_against_the_source(against):
     found, facts = against
-    assert [row[:1] + row[2:] for row in found.tables["Checks"][1:]] == [
-        [c["name"], c["result"]] for c in facts["checks"]
-    ]
+    assert [r[:1] + r[2:] for r in found.tables["Checks"][1:]] == [[c["name"], c["result"]] for c in facts["checks"]]
     head, *rows = found.tables["Error against the source"]
     for error in facts["errors"]:
         at = head.index(error["projection"])
@@ -304,9 +302,7 @@ def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
     old = f"an older page, {publish.MARK}"
     page.write_text(old)
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "verify", str(output), "--report", str(page)]
-    done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True)
     assert done.returncode == 4 and str(page.parent) in done.stderr and "Traceback" not in done.stderr
     assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
@@ -315,9 +311,7 @@ def test_the_templates_are_in_the_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
     here = tmp_path / "ktconvert" / "pipeline" / "ui"
-    assert {path.name for path in TEMPLATES.iterdir() if path.suffix in (".html", ".css")} < {
-        path.name for path in here.iterdir()
-    }
+    assert {p.name for p in TEMPLATES.iterdir() if p.suffix in (".html", ".css")} < {p.name for p in here.iterdir()}
 
 
 Made = Callable[[int, int], str]

@@ -265,9 +265,7 @@ def test_parts_are_rearranged_by_the_definition(form, data):
         axis = 1
         for (_, stored), expected in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
             assert np.array_equal(stored[0], expected[0]) and np.array_equal(stored[1].view(np.float32), expected[1])
-    before, after = (
-        np.concatenate([form.decode(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
-    )
+    before, after = (np.concatenate([form.decode(s, p.n, p.k) for p, s in side], axis) for side in (old, new))
     if axis == 0 or not rearrange.rounds_again(form, old_count, new_count):
         assert np.array_equal(before, after)
     else:

@@ -406,9 +406,7 @@ def test_an_expert_that_is_missing(case, tmp_path, lost):
 
 @qwen
 def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
-    with pytest.raises(
-        UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, the model 8 of 128"
-    ):
+    with pytest.raises(UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, the model"):
         load(case.packed, case.cold, num_gpu_experts=1, gpu_experts=spoken_by["w4"])
 
     config = json.loads((case.packed / "config.json").read_text())["quantization_config"]

@@ -171,9 +171,7 @@ def test_no_circles_in_c(tmp_path, monkeypatch):
         used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
     assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
     files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
-    headers = {
-        path.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', path.read_text())) for path in CSRC.rglob("*.h")
-    }
+    headers = {p.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', p.read_text())) for p in CSRC.rglob("*.h")}
     for graph in (files, headers):
         assert sum(map(len, graph.values())) > 50
         try:

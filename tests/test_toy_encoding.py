@@ -60,9 +60,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
         plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
     made = ((name, tmp_path_factory.mktemp(name) / "model") for name in ("toy", "plain"))
-    return tuple(
-        checkpoint(folder, {"toy": stored, "plain": plain}[name], num_hidden_layers=2) for name, folder in made
-    )
+    return tuple(checkpoint(at, {"toy": stored, "plain": plain}[name], num_hidden_layers=2) for name, at in made)
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])

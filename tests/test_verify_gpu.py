@@ -135,9 +135,7 @@ def test_what_was_rounded(kind, converted, example):
     assert report["ok"] and report["notes"] == [], report["message"]
     assert result_of(report, "options") == f"{kind}, as given"
     assert result_of(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
-    assert (
-        result_of(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
-    )
+    assert result_of(report, "source").startswith("144 tensors quantized again: the same bytes; 21 other")
     predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
     assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
@@ -172,9 +170,7 @@ def test_what_cannot_be_loaded_is_noted(copy, converted, example, monkeypatch):
     output = copy("W4A16")
     edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
     report = verified(rewrite(output, lambda _: None))
-    assert report["ok"] and any(
-        note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
-    )
+    assert report["ok"] and any("not loaded: transformers cannot build it: " in note for note in report["notes"])
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
     report = verified(converted["W4A16"], "--against", example)
     assert report["ok"] and report["predictions"] is None
@@ -289,9 +285,7 @@ def test_mixtral_with_the_usual_names(tmp_path):
     assert failed(report) == ["reload"]
     messages = problems(report, "reload")
     assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in messages
-    assert any(
-        "has no place for model.layers.1." in problem and "down_proj.weight_packed" in problem for problem in messages
-    )
+    assert any("has no place for model.layers.1." in p and "down_proj.weight_packed" in p for p in messages)
 
 
 def test_fp8_that_was_left(copy):

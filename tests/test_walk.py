@@ -110,9 +110,7 @@ def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int
             x = hidden[(ids == expert).any(1)] if routed else hidden
             gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
             for which, read in (("gate_up", x), ("down", module.act_fn(gate) * up)):
-                tokens, total = captured.get(
-                    (layer, expert, which), (0, torch.zeros(read.shape[1], dtype=torch.float64))
-                )
+                tokens, total = captured.get((layer, expert, which), (0, torch.zeros(read.shape[1]).double()))
                 captured[layer, expert, which] = tokens + len(read), total + read.double().abs().sum(0)
     return captured
 

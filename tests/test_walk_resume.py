@@ -23,9 +23,7 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
 UNITS = ("samples", "layer-000", "layer-001", "layer-002", "imatrix", "counts", "statistics")
 OTHER_MACHINE = ("--cpuinfer-threads", "2")
 SHAPES = dict.fromkeys(range(3), (4, 128, 128))
-two_cores = pytest.mark.skipif(
-    conversion.CORES < 2, reason="needs two cores, to compute with another number of threads"
-)
+two_cores = pytest.mark.skipif(conversion.CORES < 2, reason="needs two cores: another number of threads")
 
 
 def gpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
@@ -54,9 +52,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", params=CHAINS)
-def attempts(
-    request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Attempts]:
+def attempts(request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     arguments, stage = CHAINS[request.param]
     with conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base:
         yield Attempts(base, servers, arguments, stage, UNITS)

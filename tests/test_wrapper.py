@@ -248,9 +248,7 @@ class Plain:
 def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, tokens):
     path = packed_example("int8", 1)
     KTMoEWrapper.exact = True
-    layers = [
-        loaded(path, layer_idx=layer, max_deferred_experts_per_token=defer if layer == 0 else 0) for layer in (0, 1)
-    ]
+    layers = [loaded(path, layer_idx=layer, max_deferred_experts_per_token=defer * (layer == 0)) for layer in (0, 1)]
     plain = Plain(path, 2)
     for turn in range(3):
         hidden, ids, weights = inputs(tokens, seed=10 * turn + tokens)
