@@ -1,0 +1,184 @@
+"""The runtime's background jobs: what they keep alive, what they refuse, and what a fork does to them."""
+
+from pathlib import Path
+
+from rig import shims
+from rig.programs import printed
+
+# What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
+# a second.
+SLOW_LAYER = """
+import gc, os, threading, time
+import numpy as np
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+
+rng = np.random.default_rng(0)
+bf16 = lambda *shape: (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+pool = Pool(3)
+experts = Experts.from_bf16(bf16(8, 256, 512), bf16(8, 256, 512), bf16(8, 512, 256), method="AMXINT8", pool=pool)
+call = bf16(4000, 512), rng.integers(0, 8, (4000, 4)), rng.random((4000, 4), np.float32)
+small = tuple(array[:64].copy() for array in call)
+expected, small_expected = experts.forward(*call), experts.forward(*small)
+out = np.zeros_like(expected)
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+def wait_for_threads(count):
+    while len(os.listdir("/proc/self/task")) != count:
+        time.sleep(0.01)
+
+def refused(kind, work):
+    try:
+        work()
+    except kind as error:
+        return str(error)
+"""
+
+
+def run(script: str, preload: Path | None = None) -> str:
+    return printed(SLOW_LAYER + script, preload=preload)
+
+
+def test_a_job_keeps_what_it_reads():
+    run("""
+job = experts.submit(*call, out=out)
+experts.close()
+gc.collect()
+job.wait()
+assert np.array_equal(out, expected)
+out[:] = 0
+job.submit()
+job.wait()
+assert np.array_equal(out, expected)
+""")
+
+
+def test_closed_experts_and_pools_refuse():
+    out = run("""
+job = experts.submit(*call, out=out)
+pool.close()
+job.wait()
+assert np.array_equal(out, expected)
+job.submit()
+print(refused(ValueError, job.wait))
+print(refused(ValueError, lambda: experts.submit(*call, out=out).wait()))
+print(refused(ValueError, lambda: experts.forward(*call)))
+experts.close()
+print(refused(ValueError, lambda: experts.forward(*call)))
+print(refused(ValueError, lambda: experts.submit(*call, out=out)))
+""")
+    assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again\n"
+
+
+def test_experts_can_be_closed_during_a_forward():
+    run("""
+thread = threading.Thread(target=lambda: experts.forward(*call, out=out))
+thread.start()
+time.sleep(0.02)
+experts.close()
+gc.collect()
+thread.join()
+assert np.array_equal(out, expected) or not out.any()  # done, or refused
+""")
+
+
+def test_a_pending_job_does_not_follow_into_a_forked_child():
+    run("""
+def work():
+    sentence = refused(RuntimeError, jobs[-1].wait)
+    jobs.pop()  # freed without waiting
+    jobs[-1].submit()
+    jobs[-1].wait()
+    return "forked before this was computed" in sentence and np.array_equal(out, expected)
+
+jobs = [experts.submit(*call, out=out) for _ in range(4)]
+in_child(work)
+jobs[-1].wait()
+assert np.array_equal(out, expected)
+""")
+
+
+def test_threads_of_a_forked_child_take_turns(tmp_path):
+    """Two that find a pool without threads at once: one of them starts them."""
+    slow = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <unistd.h>
+        int pthread_mutex_init(void *mutex, const void *attributes) {
+            usleep(20000);
+            return ((int (*)(void *, const void *))dlsym(RTLD_NEXT, "pthread_mutex_init"))(mutex, attributes);
+        }
+    """
+    script = """
+def work():
+    results = []
+    barrier = threading.Barrier(4)
+
+    def one():
+        barrier.wait()
+        results.extend(experts.forward(*small) for _ in range(3))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_for_threads(3)
+    return len(results) == 12 and all(np.array_equal(one, small_expected) for one in results)
+
+in_child(work)
+"""
+    run(script, shims.build(tmp_path, "slow", slow))
+
+
+def test_threads_that_could_not_be_started_are_tried_again():
+    run("""
+import resource
+
+def work():
+    done = threading.Event()
+    for _ in range(20):  # stacks that the parent's threads left would do without new memory
+        threading.Thread(target=done.wait).start()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+    sentences = [refused(ResourceError, lambda: experts.forward(*small)) for _ in range(2)]
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    good = np.array_equal(experts.forward(*small), small_expected)
+    done.set()
+    wait_for_threads(3)
+    return good and None not in sentences
+
+in_child(work)
+""")
+
+
+def test_ids_that_change_meanwhile_do_no_harm(tmp_path):
+    """They are read once. The shim changes them while a forward sorts what it read: a second look
+    would find more tokens."""
+    changing = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <stdlib.h>
+        void qsort(void *base, size_t count, size_t size, int (*compare)(const void *, const void *)) {
+            ((void (*)(void *, size_t, size_t, void *))dlsym(RTLD_NEXT, "qsort"))(base, count, size, compare);
+            const char *address = getenv("IDS");
+            for (long i = 0; address && i < 10000; i++) ((long *)strtoul(address, NULL, 10))[i] = 0;
+        }
+    """
+    script = """
+tokens, ids, weights = bf16(10_000, 512), np.full((10_000, 1), -1), np.ones((10_000, 1), np.float32)
+experts = Experts(experts.packed, pool=Pool(2))  # a pool that has no memory yet
+os.environ["IDS"] = str(ids.ctypes.data)
+assert not experts.forward(tokens, ids, weights).any()
+assert not ids.any()
+"""
+    run(script, shims.build(tmp_path, "changing", changing))
