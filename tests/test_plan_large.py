@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rig.safetensors import data_start
 from rig.scripts import benchmark
@@ -145,23 +143,3 @@ def test_the_sizes_are_those_of_the_plan(name, method, bits, tmp_path, cli):
     [plan] = [event for line in reported if (event := json.loads(line))["event"] == "plan"]
     assert len(plan["units"]) == 2
     assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))
-
-
-numbers = st.floats(1e8, 1e12)
-
-
-@given(
-    layers=st.integers(1, 100),
-    rate=numbers,
-    link=numbers,
-    shared=numbers,
-    hosts=st.integers(1, 200),
-    between=st.floats(0, 1),
-)
-def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(layers, rate, link, shared, hosts, between):
-    model = scale_hosts.Model("any", 7168, 2048, 256, layers)
-    host = scale_hosts.Host({8: rate}, link, between, 1.0)
-    one, many, more = (scale_hosts.wall(model, 8, n, host, shared) for n in (1, hosts, 2 * hosts))
-    assert more <= many * (1 + 1e-9) <= one * (1 + 1e-9) ** 2 and many >= one / hosts * (1 - 1e-9)
-    moved = model.layers * (model.bytes_in + model.bytes_out(8))
-    assert many >= moved / shared and one >= max(moved / link, layers * host.seconds(model, 8))
