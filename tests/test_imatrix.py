@@ -3,8 +3,6 @@
 llama.cpp made its files from the same statistics of tests' example model: 2 layers, 8 experts, 256 columns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct
@@ -79,10 +77,7 @@ def small_binary(calls: int = 7, tail: bytes = b"") -> bytes:
     return binary(records, tail)
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
-
-def test_llama_cpp_files_agree() -> None:
+def test_llama_cpp_files_agree():
     """The GGUF holds sums and counts, the .dat means times calls of them: the means are equal but for rounding."""
     by_form = {form: open_imatrix(path, "small", SHAPES) for form, path in FILES.items()}
     for layer in SHAPES:
@@ -93,15 +88,11 @@ def test_llama_cpp_files_agree() -> None:
                 ours, old = (each.importance(layer, expert, projection) for each in by_form.values())
                 assert ours is not None and old is not None and ours.shape == (256,)
                 np.testing.assert_allclose(ours, old, rtol=3e-7)
-    assert [by_form[form].sha256 for form in FILES] == [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.values()
-    ]
+    assert [by_form[f].sha256 for f in FILES] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in FILES.values()]
 
 
-@pytest.mark.parametrize(
-    "tail", [None, b"", struct.pack("<ii", 62, 3) + b"x.y", struct.pack("<i", 62) + bytes(4)], ids=repr
-)
-def test_statistics_are_read(tmp_path: Path, tail: bytes | None) -> None:
+@pytest.mark.parametrize("tail", [None, b"", struct.pack("<ii", 62, 3) + b"x.y", struct.pack("<i", 62) + bytes(4)])
+def test_statistics_are_read(tmp_path, tail):
     """By gguf-py, or in the old form with and without what newer files have at their end."""
     path = tmp_path / "i"
     if tail is None:
@@ -122,20 +113,20 @@ def test_statistics_are_read(tmp_path: Path, tail: bytes | None) -> None:
                 np.testing.assert_allclose(ours.importance(layer, expert, projection), mean, rtol=rtol)
 
 
-def test_no_calls_are_no_counts(tmp_path: Path) -> None:
+def test_no_calls_are_no_counts(tmp_path):
     path = tmp_path / "i.dat"
     path.write_bytes(small_binary(0))
     assert open_imatrix(path, "small", SMALL).unreached(3) == (0, 1, 2)
 
 
-def test_fused_gate_and_up(tmp_path: Path) -> None:
+def test_fused_gate_and_up(tmp_path):
     names = {"gate": "blk.{}.ffn_gate_up_exps.weight", "down": NAMES["down"]}
     ours = open_imatrix(small_gguf(tmp_path / "i.gguf", names=names), "small", SMALL)
     for projection in PARTS:
         np.testing.assert_array_equal(ours.read(4, projection), sums_of(4, projection))
 
 
-def test_a_tensor_for_each_expert(tmp_path: Path) -> None:
+def test_a_tensor_for_each_expert(tmp_path):
     """Models of before experts were stored together, in both forms; expert 1 was never reached."""
     records = [
         (f"blk.{layer}.ffn_{projection}.{expert}.weight", sums_of(layer, projection)[expert], int(COUNTS[expert]))
@@ -155,10 +146,7 @@ def test_a_tensor_for_each_expert(tmp_path: Path) -> None:
     refused(by_gguf_py(tmp_path / "j.gguf", tensors), "expert 2 of layer 4, up")
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
-def test_writing_what_was_read(tmp_path: Path) -> None:
+def test_writing_what_was_read(tmp_path):
     """Back from llama.cpp's file come its tensors, and the same keys byte for byte."""
     theirs, path = open_imatrix(FILES["gguf"], "small", SHAPES), tmp_path / "i.gguf"
 
@@ -180,7 +168,7 @@ def test_writing_what_was_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor.data, their.data)
 
 
-def test_many_layers_and_one_expert(tmp_path: Path) -> None:
+def test_many_layers_and_one_expert(tmp_path):
     """Sizes that are no multiple of the alignment, ggml's rank of tensors with one row, names in llama.cpp's order."""
     shapes = {layer: (1, 3, 5) if layer % 2 else (3, 8, 4) for layer in range(1, 12)}
 
@@ -199,13 +187,10 @@ def test_many_layers_and_one_expert(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.sums[layer, projection].counts, COUNTS[: shapes[layer][0]])
 
 
-def test_sums_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+def test_sums_that_are_not_finite_are_not_written(tmp_path):
     sums = LayerSums(COUNTS, np.full((3, 8), np.inf, np.float32), np.zeros((3, 4), np.float32))
     with pytest.raises(InputError, match="layer 3"):
         write_imatrix(tmp_path / "i.gguf", {3: SMALL[3]}, lambda _: sums, datasets=[], chunks=1, chunk_size=1)
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(path: Path, *words: str, shapes: Any = SMALL) -> None:
@@ -217,21 +202,18 @@ def refused(path: Path, *words: str, shapes: Any = SMALL) -> None:
         assert word in text, text
 
 
-@pytest.mark.parametrize("form", FILES)
-@pytest.mark.parametrize(
-    ("shapes", "words"),
-    [
-        ({0: (8, 256, 256)}, ("layers 0-1", "the model M in layers 0;")),
-        (dict.fromkeys(range(3), (8, 256, 256)), ("layers 0-1", "the model M in layers 0-2;")),
-        ({0: (8, 256, 256), 1: (9, 256, 256)}, ("blk.1", "layer 1 of the model M has 9 experts of 256 columns")),
-        ({0: (8, 256, 512), 1: (8, 256, 512)}, ("blk.0.ffn_down", "layer 0 of the model M has 8 experts of 512")),
-    ],
-)
-def test_another_model(form: str, shapes: Any, words: tuple[str, ...]) -> None:
-    refused(FILES[form], *words, shapes=shapes)
+def test_another_model():
+    for form in FILES:
+        for shapes, *words in (
+            ({0: (8, 256, 256)}, "layers 0-1", "the model M in layers 0;"),
+            (dict.fromkeys(range(3), (8, 256, 256)), "layers 0-1", "the model M in layers 0-2;"),
+            ({0: (8, 256, 256), 1: (9, 256, 256)}, "blk.1", "layer 1 of the model M has 9 experts of 256 columns"),
+            (dict.fromkeys(range(2), (8, 256, 512)), "blk.0.ffn_down", "layer 0 of the model M has 8 experts of 512"),
+        ):
+            refused(FILES[form], *words, shapes=shapes)
 
 
-def test_layers_beside_the_models(tmp_path: Path) -> None:
+def test_layers_beside_the_models(tmp_path):
     """Statistics of the MTP layer may be there."""
     both = small_gguf(tmp_path / "i.gguf")
     refused(both, "layers 3-4", "in layers 3;", shapes={3: SMALL[3]})
@@ -253,7 +235,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_bad_gguf(tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
+def test_bad_gguf(tmp_path, change, words):
     refused(small_gguf(tmp_path / "i.gguf", change=change), words)
 
 
@@ -277,19 +259,19 @@ def test_bad_gguf(tmp_path: Path, change: Callable[[dict[str, Any]], Any], words
         (b"GGUF" + bytes(40), "version 0"),
     ],
 )
-def test_bad_binary(tmp_path: Path, data: bytes, words: str) -> None:
+def test_bad_binary(tmp_path, data, words):
     path = tmp_path / "i.dat"
     path.write_bytes(data)
     with pytest.raises(KtconvertError, match=words):
         open_imatrix(path, "the model M", SMALL)
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder(tmp_path):
     refused(tmp_path / "none.gguf", "cannot be opened")
     refused(tmp_path, "not a regular file")
 
 
-def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_used(tmp_path):
     path = small_gguf(tmp_path / "i.gguf")
     ours = open_imatrix(path, "small", SMALL)
     os.utime(path, (1, 1))
@@ -300,9 +282,7 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["gguf", "dat"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_damaged_files_are_refused_in_one_sentence(
-    tmp_path_factory: pytest.TempPathFactory, form: str, data: st.DataObject
-) -> None:
+def test_damaged_files_are_refused_in_one_sentence(tmp_path_factory, form, data):
     """Cut at any byte: refused. Any bytes changed: refused, or finite values of the right sizes are read."""
     folder = tmp_path_factory.mktemp("damaged")
     path = folder / f"i.{form}"

@@ -1,7 +1,5 @@
 """Real conversions interrupted while they run: Ctrl-C once and twice, SIGTERM, an input that is edited meanwhile."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -25,9 +23,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_once_it_finishes_the_layers_in_flight(
-    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_interrupted_once_it_finishes_the_layers_in_flight(larger, tmp_path, number, code):
     source, expected = larger
     output = tmp_path / "out"
     with conversion.held(source, output) as process:
@@ -35,14 +31,12 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
-    assert "finishing the layers in flight" in stderr
-    assert f"ktconvert resume {output}" in stderr
+    assert "finishing the layers in flight" in stderr and f"ktconvert resume {output}" in stderr
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
     started = [r.unit for r in records if isinstance(r, journal.Start)]
     assert sorted(r.unit for r in journal.finished(records).values()) == sorted(started)
-    assert 0 < len(started) < 5
-    assert isinstance(records[-1], journal.End)
+    assert 0 < len(started) < 5 and isinstance(records[-1], journal.End)
     assert str(records[-1].why).startswith(f"stopped by {number.name}")
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
@@ -52,7 +46,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     assert conversion.names(tmp_path) == ["out"]
 
 
-def test_interrupted_with_several_outputs_each_goes_on(larger: tuple[Path, Any], tmp_path: Path) -> None:
+def test_interrupted_with_several_outputs_each_goes_on(larger, tmp_path):
     source, expected = larger
     outputs = [tmp_path / "out-int4", tmp_path / "out-mxfp4"]
     options = ("--quant-method", "int4,mxfp4")
@@ -71,9 +65,7 @@ def test_interrupted_with_several_outputs_each_goes_on(larger: tuple[Path, Any],
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_twice_it_stops_at_once(
-    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_interrupted_twice_it_stops_at_once(larger, tmp_path, number, code):
     """Though no layer comes to its end."""
     source, expected = larger
     output = tmp_path / "made" / "out"
@@ -115,9 +107,7 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_at_the_very_end_is_no_other_one(
-    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_second_signal_at_the_very_end_is_no_other_one(larger, tmp_path, number, code):
     """No traceback, and the exit code of the first."""
     command = [sys.executable, "-c", TO_THE_END, str(int(number)), "cpu", "-i", larger[0], "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
@@ -126,16 +116,15 @@ def test_a_second_signal_at_the_very_end_is_no_other_one(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_program_that_was_interrupted_has_its_own_handlers_back(number: signal.Signals) -> None:
+def test_a_program_that_was_interrupted_has_its_own_handlers_back(number):
     before = signal.getsignal(number)
     with StopFlag().installed() as stop:
         os.kill(os.getpid(), number)
-    assert stop.number == number
-    assert signal.getsignal(number) == before
+    assert stop.number == number and signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
-def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_path: Path, name: str) -> None:
+def test_an_input_edited_during_the_run_stops_it(larger, tmp_path, name):
     source, expected = larger
     output, file = tmp_path / "out", source / name
     times = file.stat()

@@ -1,14 +1,9 @@
-"""The runtime's background jobs: what they keep alive, what they refuse, and what happens to them
-when the process forks."""
+"""The runtime's background jobs: what they keep alive, what they refuse, and what a fork does to them."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from rig import shims
+from rig.programs import printed
 
 # What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
 # a second.
@@ -50,14 +45,10 @@ def refused(kind, work):
 
 
 def run(script: str, preload: Path | None = None) -> str:
-    env = {**os.environ, **({"LD_PRELOAD": str(preload)} if preload else {})}
-    command = [sys.executable, "-c", SLOW_LAYER + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
-    return done.stdout
+    return printed(SLOW_LAYER + script, preload=preload)
 
 
-def test_a_job_keeps_what_it_reads() -> None:
+def test_a_job_keeps_what_it_reads():
     run("""
 job = experts.submit(*call, out=out)
 experts.close()
@@ -71,7 +62,7 @@ assert np.array_equal(out, expected)
 """)
 
 
-def test_closed_experts_and_pools_refuse() -> None:
+def test_closed_experts_and_pools_refuse():
     out = run("""
 job = experts.submit(*call, out=out)
 pool.close()
@@ -88,7 +79,7 @@ print(refused(ValueError, lambda: experts.submit(*call, out=out)))
     assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again\n"
 
 
-def test_experts_can_be_closed_during_a_forward() -> None:
+def test_experts_can_be_closed_during_a_forward():
     run("""
 thread = threading.Thread(target=lambda: experts.forward(*call, out=out))
 thread.start()
@@ -100,7 +91,7 @@ assert np.array_equal(out, expected) or not out.any()  # done, or refused
 """)
 
 
-def test_a_pending_job_does_not_follow_into_a_forked_child() -> None:
+def test_a_pending_job_does_not_follow_into_a_forked_child():
     run("""
 def work():
     sentence = refused(RuntimeError, jobs[-1].wait)
@@ -116,7 +107,7 @@ assert np.array_equal(out, expected)
 """)
 
 
-def test_threads_of_a_forked_child_take_turns(tmp_path: Path) -> None:
+def test_threads_of_a_forked_child_take_turns(tmp_path):
     """Two that find a pool without threads at once: one of them starts them."""
     slow = """
         #define _GNU_SOURCE
@@ -149,7 +140,7 @@ in_child(work)
     run(script, shims.build(tmp_path, "slow", slow))
 
 
-def test_threads_that_could_not_be_started_are_tried_again() -> None:
+def test_threads_that_could_not_be_started_are_tried_again():
     run("""
 import resource
 
@@ -170,7 +161,7 @@ in_child(work)
 """)
 
 
-def test_ids_that_change_meanwhile_do_no_harm(tmp_path: Path) -> None:
+def test_ids_that_change_meanwhile_do_no_harm(tmp_path):
     """They are read once. The shim changes them while a forward sorts what it read: a second look
     would find more tokens."""
     changing = """

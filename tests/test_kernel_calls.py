@@ -1,11 +1,6 @@
 """How the kernels are called: wrong arguments, the choice of an instruction set, and files that cannot be read."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +9,7 @@ import pytest
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
+from rig.programs import python
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +69,14 @@ BAD_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_CALLS)
-def test_wrong_arguments_are_refused(what: str) -> None:
+def test_wrong_arguments_are_refused(what):
     pack(**good())
     with pytest.raises(ValueError) as caught:
         pack(**(good() | BAD_CALLS[what]))
     assert str(caught.value)
 
 
-def test_isa_can_be_chosen() -> None:
+def test_isa_can_be_chosen():
     assert kernels.available_isas()[0] == "scalar"
     for name in kernels.available_isas():
         kernels.set_isa(name)
@@ -94,7 +90,7 @@ def test_isa_can_be_chosen() -> None:
             kernels.set_isa(name)
 
 
-def test_every_family_ends_in_scalar() -> None:
+def test_every_family_ends_in_scalar():
     families: dict[str, list[int]] = {}
     for family, name in kernels.KERNELS:
         families.setdefault(family, []).append(kernels.ISAS.index(name))
@@ -150,10 +146,8 @@ with tempfile.NamedTemporaryFile() as file:
         ("default", -7, "", ""),
     ],
 )
-def test_sigbus_of_others_goes_where_it_went_before(disposition: str, code: int, output: str, text: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", FOREIGN_SIGBUS, disposition], capture_output=True, text=True, check=False, timeout=300
-    )
+def test_sigbus_of_others_goes_where_it_went_before(disposition, code, output, text):
+    ran = python(FOREIGN_SIGBUS, disposition)
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
 
 
@@ -176,10 +170,8 @@ files.map(paths[-1], 8192)[5000]
 """
 
 
-def test_any_number_of_files_can_be_mapped(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", MANY_FILES, tmp_path], capture_output=True, text=True, check=False, timeout=300
-    )
+def test_any_number_of_files_can_be_mapped(tmp_path):
+    ran = python(MANY_FILES, tmp_path)
     assert (ran.returncode, ran.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
@@ -187,6 +179,6 @@ def test_any_number_of_files_can_be_mapped(tmp_path: Path) -> None:
     ("whose", "code", "text"),
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
-def test_unreadable_page_is_explained(whose: str, code: int, text: str) -> None:
-    ran = subprocess.run([sys.executable, "-c", SIGBUS_PROGRAM, whose], capture_output=True, text=True, check=False)
+def test_unreadable_page_is_explained(whose, code, text):
+    ran = python(SIGBUS_PROGRAM, whose)
     assert (ran.returncode, ran.stderr) == (code, text)

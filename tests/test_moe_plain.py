@@ -2,8 +2,6 @@
 set; converted, merged, rearranged, damaged, computed; bytes that no manifest calls plain stay opaque.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -56,11 +54,8 @@ def quantized(bits: int, values: Any) -> tuple[Any, Any]:
     return weight, scale
 
 
-# --- the numbers ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_are_rounded_halves_away_from_zero(bits: int) -> None:
+def test_codes_are_rounded_halves_away_from_zero(bits):
     """The formula in fractions."""
     values = difficult(128, 128)
     codes, scales = moe_plain.quantize(bits, values)
@@ -76,7 +71,7 @@ def test_codes_are_rounded_halves_away_from_zero(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_order_is_that_of_kt_kernels_source(bits: int) -> None:
+def test_the_order_is_that_of_kt_kernels_source(bits):
     n, k = 16, 128
     codes = np.random.default_rng(0).integers(-7, 8, (n, k)).astype(np.int8)
     weight = moe_plain.pack(bits, codes)
@@ -92,7 +87,7 @@ def test_the_order_is_that_of_kt_kernels_source(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_isa_equals_the_definition(bits: int) -> None:
+def test_every_isa_equals_the_definition(bits):
     for n, k in ((128, 128), (128, 384)):
         values = difficult(n, k)
         codes, scales = moe_plain.quantize(bits, values)
@@ -106,15 +101,12 @@ def test_every_isa_equals_the_definition(bits: int) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_not_finite_is_named(bits: int) -> None:
+def test_what_is_not_finite_is_named(bits):
     values = difficult(128, 128)
     values[70, 9] = 0x7F80
     with pytest.raises(kernels.NonFinite) as caught:
         quantized(bits, values)
     assert (caught.value.row, caught.value.column) == (70, 9)
-
-
-# --- outputs --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +131,7 @@ def forward(experts: Experts) -> Any:
     return experts.forward(hidden, ids, weights)
 
 
-def test_outputs_hold_the_definition(source: Path, made: tuple[str, Path, Path], cli: Any) -> None:
+def test_outputs_hold_the_definition(source, made, cli):
     method, loose, merged = made
     bits = FORMATS[method].encoding.grid.bits
     stored, weights = bits_of(read_folder(merged)), bits_of(read_folder(source))
@@ -159,7 +151,7 @@ def test_outputs_hold_the_definition(source: Path, made: tuple[str, Path, Path],
     cli("verify", merged, "--quant-method", "int8", code=6)
 
 
-def test_it_is_computed_as_the_codes_say(source: Path, made: tuple[str, Path, Path]) -> None:
+def test_it_is_computed_as_the_codes_say(source, made):
     """From files as from tensors, and by the arithmetic of AMXINT4 and AMXINT8."""
     method, loose, merged = made
     weights = bits_of(read_folder(source))
@@ -180,14 +172,14 @@ def test_it_is_computed_as_the_codes_say(source: Path, made: tuple[str, Path, Pa
         expected.save(loose / "saved")
 
 
-def test_another_number_of_parts(source: Path, made: tuple[str, Path, Path], tmp_path: Path, cli: Any) -> None:
+def test_another_number_of_parts(source, made, tmp_path, cli):
     method, _, merged = made
     cli("resplit", merged, tmp_path / "one", "--threadpool-count", 1)
     cli("verify", tmp_path / "one", "--against", source, "--run")
     assert json.loads(cli("inspect", tmp_path / "one", "--json").stdout)["method"] == method
 
 
-def test_without_a_manifest_the_bytes_are_opaque(made: tuple[str, Path, Path], tmp_path: Path, cli: Any) -> None:
+def test_without_a_manifest_the_bytes_are_opaque(made, tmp_path, cli):
     """They may be in AOCL's order."""
     method, *folders = made
     for number, folder in enumerate(folders):
@@ -202,23 +194,19 @@ def test_without_a_manifest_the_bytes_are_opaque(made: tuple[str, Path, Path], t
         Experts.load(tmp_path / "merged", 0)
 
 
-def test_a_code_that_is_none_is_named(made: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_a_code_that_is_none_is_named(made, tmp_path):
     method, loose, _ = made
     shutil.copytree(loose, tmp_path / "loose")
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
-    rewrite(
-        file, file.read_bytes()[:-1] + b"\x88"[: 1 if method == "MOE_INT4" else 0] + b"\x80"[method == "MOE_INT4" :]
-    )
+    rewrite(file, file.read_bytes()[:-1] + b"\x88"[: method == "MOE_INT4"] + b"\x80"[method == "MOE_INT4" :])
     with pytest.raises(InputError, match=f"{file.name}: layer 0, expert 1, up_proj, NUMA part 1, weight: the code at"):
         Experts.load(tmp_path / "loose", 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_the_plain_layout_is_written(method: str, source: Path, tmp_path: Path, cli: Any) -> None:
+def test_only_the_plain_layout_is_written(method, source, tmp_path, cli):
     def refused(code: int, *options: object) -> str:
-        said: str = cli(
-            "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code
-        ).stderr
+        said = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code).stderr
         return said
 
     for options in ((), ("--layout", "numa"), ("--layout", "kt")):

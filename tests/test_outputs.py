@@ -2,8 +2,6 @@
 numbers of the definition, or those of a source that has them already; killed, resumed, damaged, computed with, refused.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -56,9 +54,7 @@ def made(source: Path, cli: Any) -> Made:
 
 NUMA1, NUMA2, KT = ("--threadpool-count", 1), ("--threadpool-count", 2), ("--layout", "kt")
 WAYS = [*((method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)), ("rawint4", KT)]
-every_way = pytest.mark.parametrize(
-    ("method", "how"), WAYS, ids=lambda part: part if isinstance(part, str) else part[1]
-)
+every_way = pytest.mark.parametrize(("method", "how"), WAYS, ids=lambda p: p if isinstance(p, str) else p[1])
 
 
 def parts_of(how: tuple[Any, ...]) -> int:
@@ -93,9 +89,7 @@ def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection
     return [base, f"{base}_scale_inv"][: 1 if method == "bf16" else 2]
 
 
-def check(
-    out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[[Matrix], list[Any]]
-) -> None:
+def check(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[..., Any]) -> None:
     """Every tensor, and no other."""
     tensors = bits_of(read_folder(out))
     for layer in model.layers:
@@ -109,11 +103,8 @@ def check(
     assert not tensors
 
 
-# --- the numbers --------------------------------------------------------------------------------------------------------
-
-
 @every_way
-def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Path, made: Made, cli: Any) -> None:
+def test_output_is_the_definition(method, how, source, made, cli):
     out, said = made(method, *how)
     assert (KEPT.format("BF16") in said) == (method == "bf16") and "rounds twice" not in said and "int8" not in said
     assert ("AVX2 alone" in said) == (method == "rawint4")
@@ -127,7 +118,7 @@ def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Pat
     assert opened.shapes == dict.fromkeys((0, 1), (2, 256, 256)) and opened.fmt == FORMATS[name.upper()]
 
 
-def test_rows_of_an_output_are_decoded_alone() -> None:
+def test_rows_of_an_output_are_decoded_alone():
     for method, form in ((method, FORMATS[method.upper()].encoding) for method in METHODS):
         bits = conversion.bf16(np.random.default_rng(2), 256, 128)
         packed = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in defined(method, NUMA1, bits)]
@@ -150,27 +141,19 @@ def of_fp8(bits: Any) -> Any:
 def kept(method: str, part: Matrix) -> list[Any]:
     """The tensors of a part whose codes and scales stay what they are."""
     if method == "fp8":
-        assert part.scales is not None
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
-        return [
-            panels.to_panels(np.ascontiguousarray(part.values)),
-            part.scales[row : row + n // 128, column : column + k // 128],
-        ]
+        scales = part.scales[row : row + n // 128, column : column + k // 128]  # type: ignore[index]
+        return [panels.to_panels(np.ascontiguousarray(part.values)), scales]
     scales = part.each_scale()[:, ::32]
     values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
-    return [
-        mxfp4.codes_to_panels(_e2m1(values)),
-        mxfp4.exponents_to_panels((np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)),
-    ]
+    codes = (
+        np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
+    )
+    exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)
+    return [mxfp4.codes_to_panels(codes), mxfp4.exponents_to_panels(exponents)]
 
 
-def _e2m1(values: Any) -> Any:
-    """Codes of numbers that E2M1 has."""
-    codes = np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8)
-    return codes | np.signbit(values).astype(np.uint8) << 3
-
-
-def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
+def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
     """Codes, -8 among them, and scales, bit for bit."""
     folder, _ = encodings.write("ct 4", tmp_path / "model")
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
@@ -187,7 +170,7 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["int4", "mxfp4", "rawint4"])
-def test_a_linear_of_more_codes_than_are_chosen_at_once(method: str, tmp_path: Path, cli: Any) -> None:
+def test_a_linear_of_more_codes_than_are_chosen_at_once(method, tmp_path, cli):
     """They are packed as one linear: weight_shape of RAWINT4 has no share for some of the rows."""
     source = conversion.checkpoint(tmp_path / "source", layers=1, experts=1, hidden=1024, width=384)
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, "--scale", "mse", *NUMA1)
@@ -201,7 +184,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in SAME.items() for name in names])
-def test_codes_and_scales_are_kept(method: str, name: str, tmp_path: Path, cli: Any) -> None:
+def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
     """`verify` finds that no number was changed, and the plan says so."""
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
@@ -221,7 +204,7 @@ def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
     assert {layer["relative_error"] for layer in report["errors"]} == {0.0}
 
 
-def test_mxfp4_of_gguf(cli: Any, tmp_path: Path) -> None:
+def test_mxfp4_of_gguf(cli, tmp_path):
     about = ggml.about(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
     for method, words in (
@@ -234,14 +217,12 @@ def test_mxfp4_of_gguf(cli: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["FP8 of 128x64", "FP8 of 1x256", "FP8 of 256x256", "modelopt NVFP4"])
-def test_other_scales_are_rounded(name: str, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scales_are_rounded(name, tmp_path, cli, monkeypatch):
     method = "mxfp4"
     if name.startswith("FP8"):
         method, block = "fp8", tuple(map(int, name.removeprefix("FP8 of ").split("x")))
-        made = encodings.fp8(block, ".weight_scale_inv")
-        monkeypatch.setitem(
-            encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", made, encodings.fp8_config(block))
-        )
+        make, config = encodings.fp8(block, ".weight_scale_inv"), encodings.fp8_config(block)
+        monkeypatch.setitem(encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", make, config))
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
@@ -251,10 +232,7 @@ def test_other_scales_are_rounded(name: str, tmp_path: Path, cli: Any, monkeypat
     cli("verify", tmp_path / "out", "--against", folder, "--full")
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_said_of_the_layout_of_kt_kernel(source: Path, made: Made, cli: Any, tmp_path: Path) -> None:
+def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
     """Without its manifest such an output is a checkpoint: nothing else tells it from one."""
     for method in METHODS:
         out, said = made(method, *KT, *NUMA2)
@@ -267,22 +245,10 @@ def test_what_is_said_of_the_layout_of_kt_kernel(source: Path, made: Made, cli: 
     assert not is_output(tmp_path / "copy")
 
 
-def test_what_kt_kernel_could_do_is_not_advised(made: Made, cli: Any) -> None:
+def test_what_kt_kernel_could_do_is_not_advised(made, cli):
     said = cli("verify", made("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
     assert "; load it as MXFP4, 2 NUMA part" in said
     assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
-
-
-def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any) -> None:
-    """What was written once is the source of the next conversion."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    shutil.copytree(made("fp8", *KT)[0], first, ignore=shutil.ignore_patterns("manifest.json"))
-    config = json.loads((first / "config.json").read_text()) | {"quantization_config": encodings.fp8_config((128, 128))}
-    del config["transformers_weights"]
-    rewrite(first / "config.json", json.dumps(config))
-    said = cli("cpu", "-i", first, "-o", second, "--quant-method", "fp8", *KT).stderr
-    assert KEPT.format("FP8") in said
-    assert read_folder(first) == read_folder(second)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +272,7 @@ def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
 )
-def test_refusals(code: int, text: str, options: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any) -> None:
+def test_refusals(code, text, options, source, tmp_path, cli):
     done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
     assert text in done.stderr
 
@@ -335,9 +301,7 @@ def damaged(out: Path, key: str, at: int, to: bytes) -> None:
 
 
 @pytest.mark.parametrize(("method", "how", "which", "at", "to", "words"), DAMAGE)
-def test_damage_is_found(
-    method: str, how: tuple[Any, ...], which: int, at: int, to: bytes, words: str, made: Made, tmp_path: Path, cli: Any
-) -> None:
+def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli):
     key = names(method, how, 0, 1, "up", 0)[which]
     out = Path(shutil.copytree(made(method, *how)[0], tmp_path / "out"))
     damaged(out, key, at, to)
@@ -359,24 +323,17 @@ def test_damage_is_found(
         ("", "rawint4", KT),
     ],
 )
-def test_killed_and_resumed_to_the_same_bytes(
-    name: str, method: str, how: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_killed_and_resumed_to_the_same_bytes(name, method, how, source, tmp_path, cli):
     given = encodings.write(name, tmp_path / "model")[0] if name else source
     command = [*conversion.KTCONVERT, "cpu", "-i", given, "-q", "--quant-method", method, *map(str, how), "-o"]
     killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 1 / 2)
 
 
-# --- our runtime, and the layout of kt-kernel ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_computes_with_it(method: str, source: Path, made: Made, tmp_path: Path) -> None:
+def test_the_runtime_computes_with_it(method, source, made, tmp_path):
     """The same bits as with these experts packed on the spot."""
     model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
-    stacks = (
-        np.stack([reference.decode(model.linear(1, e, p)) for e in range(model.shape(1)[0])]) for p in PROJECTIONS
-    )
+    stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
     expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
     assert ours.method == method.upper()
     call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
@@ -384,21 +341,19 @@ def test_the_runtime_computes_with_it(method: str, source: Path, made: Made, tmp
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method: str, made: Made, tmp_path: Path) -> None:
+def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made, tmp_path):
     out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
     shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
-    before = shard.read_bytes()
-    other = next(f"KT_{other.upper()}" for other in METHODS if other != method)
+    before, other = shard.read_bytes(), next(f"KT_{other.upper()}" for other in METHODS if other != method)
 
     def refused(error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             Experts.load(out, 0)
 
-    says = "manifest says activation swiglu_limit, these settings say silu; give"
     for name, value, words in (
         ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
         ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
-        ("activation", "swiglu_limit", says),
+        ("activation", "swiglu_limit", "manifest says activation swiglu_limit, these settings say silu; give"),
     ):
         document = json.loads(about)
         document["model"][name] = value
@@ -410,9 +365,8 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method: str, 
         edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
         refused(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
         rewrite(shard, before)
-    for harmed in (before[:-64], before[:100]):
-        rewrite(shard, harmed)
-        refused(InputError, rf"{shard.name}: .*; convert it again")
+    rewrite(shard, before[:-64])
+    refused(InputError, rf"{shard.name}: .*; convert it again")
     rewrite(shard, before)
     key = names(method, KT, 0, 1, "gate", 0)[0 if method == "bf16" else 1]
     damaged(out, key, 0, {"mxfp4": b"\xff", "fp8": b"\0\0\xc0\x7f", "bf16": b"\xc0\x7f"}[method])

@@ -5,8 +5,6 @@ A golden file of hashes (tests/golden/outputs.json). `KTCONVERT_WRITE_GOLDEN=1 p
 writes it anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -100,12 +98,12 @@ def compare(golden: dict[str, Any], case: str, actual: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bytes(case: str, example: Path, tmp_path: Path, golden: dict[str, Any]) -> None:
+def test_the_same_bytes(case, example, tmp_path, golden):
     command, *options = CASES[case].split()
     compare(golden, case, hashes_of(command, example, tmp_path / "output", *options))
 
 
-def test_the_same_bytes_merged(example: Path, tmp_path: Path, golden: dict[str, Any]) -> None:
+def test_the_same_bytes_merged(example, tmp_path, golden):
     loose, merged = tmp_path / "loose", tmp_path / "merged"
     cpu.main(["-i", str(example), "-o", str(loose), "-q", "--no-merge-safetensor"], standalone_mode=False)
     # the times of files are no part of the fingerprint, their sizes are
@@ -113,7 +111,7 @@ def test_the_same_bytes_merged(example: Path, tmp_path: Path, golden: dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["W4A16", "W8A16"])
-def test_the_same_chain(kind: str, example: Path, golden: dict[str, Any]) -> None:
+def test_the_same_chain(kind, example, golden):
     pytest.importorskip("llmcompressor")
     asked = {"cpuinfer_threads": 2, "force_cpu": True, "max_gpu_memory": None, "allow_machine_change": False}
     settings = {**CALIBRATED, "quant_type": kind}

@@ -2,8 +2,6 @@
 MXFP4 already keeps its codes and scales.
 """
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from fractions import Fraction
@@ -65,9 +63,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert (one == other).all()
 
 
-# --- drawn --------------------------------------------------------------------------------------------------------------
-
-
 def any_bits(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
     """Any finite BF16 numbers, subnormal ones and -0 among them."""
     values = rng.integers(0, 1 << 16, shape, np.uint16)
@@ -101,17 +96,12 @@ def blocks(draw: st.DrawFn) -> Bits:
     return (magnitudes | rng.integers(0, 2, 32) << 15).astype(np.uint16)
 
 
-# --- the kernels --------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150)
 @given(
     method=st.sampled_from(list(MULTIPLES)), n=st.integers(1, 5), k=st.integers(1, 5), turned=st.booleans(), isa=ISAS,
     make=st.sampled_from((any_bits, near_each_other, plain)), data=st.data(),
 )  # fmt: skip
-def test_every_kernel_is_the_definition(
-    method: str, n: int, k: int, turned: bool, isa: str, make: Callable[..., Bits], data: st.DataObject
-) -> None:
+def test_every_kernel_is_the_definition(method, n, k, turned, isa, make, data):
     rng, unit = np.random.default_rng(data.draw(st.integers(0, 99))), MULTIPLES[method]
     values = make((n * unit, k * unit), rng)
     if method == "MXFP4":
@@ -128,7 +118,7 @@ def test_every_kernel_is_the_definition(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "f32", "fp8_e4m3"])
 @pytest.mark.parametrize("grid", FLOAT_GRIDS.values(), ids=lambda grid: grid.name)
-def test_golden_bytes(grid: Any, kind: str) -> None:
+def test_golden_bytes(grid, kind):
     """Red after a change to the numbers: raise the grid's version and run `make golden`."""
     if not (path := FOLDER / f"{grid.name}.v{grid.version}.{kind}.safetensors").exists():
         pytest.skip(f"{grid.name} has no golden file of this kind")
@@ -151,7 +141,7 @@ def quantized(form: Any, matrix: Matrix) -> list[Bits]:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("method", MULTIPLES)
 @pytest.mark.parametrize("row", [0, 15, 31, 32, 127, 128, 255])
-def test_numbers_that_are_not_finite_are_named(method: str, row: int) -> None:
+def test_numbers_that_are_not_finite_are_named(method, row):
     values = np.ones((256, 256), np.float32)
     values[row, 191] = np.nan
     values[255, 3] = np.inf
@@ -161,12 +151,12 @@ def test_numbers_that_are_not_finite_are_named(method: str, row: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (64, 80)])
-def test_wrong_sizes_are_refused(n: int, k: int) -> None:
+def test_wrong_sizes_are_refused(n, k):
     with pytest.raises(ValueError, match="must be multiples of 32"):
         packed("MXFP4", Matrix(np.zeros((n, k), np.float32), F32))
 
 
-def test_element_is_where_the_format_says() -> None:
+def test_element_is_where_the_format_says():
     """FORMAT.md's formulas, element by element."""
     n, k = 64, 96
     rng = np.random.default_rng(0)
@@ -187,10 +177,7 @@ def test_element_is_where_the_format_says() -> None:
     assert (mxfp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
 
-# --- the definition of FP8 ----------------------------------------------------------------------------------------------
-
-
-def test_codes_are_the_nearest_with_ties_to_even() -> None:
+def test_codes_are_the_nearest_with_ties_to_even():
     """Against all 127 magnitudes, not by the formula; and what PyTorch makes of them."""
     torch = pytest.importorskip("torch")
     grid = E4M3[:127].astype(np.float64)
@@ -201,8 +188,7 @@ def test_codes_are_the_nearest_with_ties_to_even() -> None:
     nearest = distance == distance.min(axis=1, keepdims=True)
     even = np.arange(127) % 2 == 0
     expected = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
-    assert (fp8.codes_of(x) == expected).all()
-    assert (fp8.codes_of(-x) == expected + 0x80).all()
+    assert (fp8.codes_of(x) == expected).all() and (fp8.codes_of(-x) == expected + 0x80).all()
     assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
     x = x[x <= 448]
     assert (fp8.codes_of(x) == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
@@ -212,7 +198,7 @@ def test_codes_are_the_nearest_with_ties_to_even() -> None:
     ("amax", "scale"),
     [(0, 1.0), (0x3F80, np.float32(1) / np.float32(448)), (0x43E0, 1.0), (0x0001, 2.0**-126), (0x7F7F, None)],
 )
-def test_scales(amax: int, scale: float | None) -> None:
+def test_scales(amax, scale):
     """1 for zeros; 448 / 448; the smallest one, and the largest."""
     bits = np.zeros((128, 128), np.uint16)
     bits[77, 3] = amax | 0x8000
@@ -221,8 +207,6 @@ def test_scales(amax: int, scale: float | None) -> None:
     assert scales[0, 0] == np.float32(expected) == fp8.block_scales(bits)[0, 0]
     assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
 
-
-# --- the definition of MXFP4 --------------------------------------------------------------------------------------------
 
 VALUES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
@@ -246,13 +230,10 @@ def by_hand(block: Bits) -> tuple[int, list[int]]:
 
 
 @given(block=blocks())
-def test_the_definition_is_the_rule(block: Bits) -> None:
+def test_the_definition_is_the_rule(block):
     codes, exponents = mxfp4.quantize(block[None])
     assert (int(exponents[0, 0]), codes[0].tolist()) == by_hand(block)
     assert np.isfinite(mxfp4.dequantize(codes, exponents)).all()
-
-
-# --- what is FP8 or MXFP4 already ---------------------------------------------------------------------------------------
 
 
 def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
@@ -265,7 +246,7 @@ def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 3), k=st.integers(1, 3), seed=st.integers(0, 9), turned=st.booleans(), isa=ISAS)
-def test_codes_and_scales_in_the_same_blocks_are_kept(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+def test_codes_and_scales_in_the_same_blocks_are_kept(n, k, seed, turned, isa):
     codes, scales = stored_fp8(128 * (n + 1), 128 * (k + 1), seed)
     whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
     made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)), isa)
@@ -273,7 +254,7 @@ def test_codes_and_scales_in_the_same_blocks_are_kept(n: int, k: int, seed: int,
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_nan_among_kept_codes_is_named(turned: bool) -> None:
+def test_a_nan_among_kept_codes_is_named(turned):
     codes, scales = stored_fp8(256, 256, 0)
     codes[130, 77] = 0xFF
     with pytest.raises(kernels.NonFinite) as raised:
@@ -294,7 +275,7 @@ def written(matrix: Matrix) -> npt.NDArray[np.float32]:
     return form.decode(out, *matrix.shape)
 
 
-def test_scales_that_are_not_positive_lose_no_number() -> None:
+def test_scales_that_are_not_positive_lose_no_number():
     codes, scales = stored_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
     numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
@@ -302,7 +283,7 @@ def test_scales_that_are_not_positive_lose_no_number() -> None:
     assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
-def test_kept_numbers_must_be_finite() -> None:
+def test_kept_numbers_must_be_finite():
     codes, scales = stored_fp8(256, 256, 1)
     scales[1, 1] = 3e38
     codes[128:, 128:] = 0
@@ -315,7 +296,7 @@ def test_kept_numbers_must_be_finite() -> None:
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
-def test_scales_that_make_numbers_infinite(name: str) -> None:
+def test_scales_that_make_numbers_infinite(name):
     """Only with the codes of their own block, here the second of the second row."""
     codes, scales = stored_fp8(256, 384, 1)
     form = FORMATS[name].encoding
@@ -331,7 +312,7 @@ def test_scales_that_make_numbers_infinite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
-def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: str) -> None:
+def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name):
     form, (n, k) = FORMATS[name].encoding, (1024, 1024)
     codes, scales = stored_fp8(n, k, 1)
     codes[:128, :128] = 0x38  # 1
@@ -353,7 +334,7 @@ def peak_memory(run: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
+def test_memory_of_mxfp4_is_that_of_some_rows():
     """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
     form, values = encodings_of_mxfp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
     out = quantized(form, Matrix(values, BF16))
@@ -382,9 +363,7 @@ def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
     columns=st.sampled_from(((0, 320), (64, 256), (256, 320))),
     isa=ISAS,
 )
-def test_codes_and_exponents_stay(
-    kind: str, seed: int, rows: tuple[int, int], columns: tuple[int, int], isa: str
-) -> None:
+def test_codes_and_exponents_stay(kind, seed, rows, columns, isa):
     rng = np.random.default_rng(seed)
     codes, exponents = rng.integers(0, 16, (128, 320), np.uint8), rng.integers(0, 255, (128, 10), np.uint8)
     exponents[7], exponents[9] = 0, 254
@@ -398,7 +377,7 @@ def test_codes_and_exponents_stay(
 
 @pytest.mark.parametrize("kind", ["fp4", "ggml"])
 @pytest.mark.parametrize(("code", "exponent"), [(6, 253), (15, 253), (4, 254), (12, 254)])
-def test_what_is_infinite_as_bf16_is_refused(kind: str, code: int, exponent: int) -> None:
+def test_what_is_infinite_as_bf16_is_refused(kind, code, exponent):
     codes, exponents = np.zeros((64, 64), np.uint8), np.full((64, 2), 120, np.uint8)
     codes[33, 40], exponents[33, 1] = code, exponent
     with pytest.raises(kernels.NonFinite) as raised:
@@ -406,21 +385,14 @@ def test_what_is_infinite_as_bf16_is_refused(kind: str, code: int, exponent: int
     assert (raised.value.row, raised.value.column) == (33, 40)
 
 
-@pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
-def test_other_scales_are_rounded(group: int, factor: int) -> None:
-    """NVFP4 has the codes, and scales that MXFP4 has not."""
-    rng = np.random.default_rng(2)
-    codes = rng.integers(0, 256, (64, 64), np.uint8)
-    scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
-    matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
-    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
-
-
-# --- codes alone, for scales of other blocks ---------------------------------------------------------------------------
-
-
-@given(n=st.sampled_from((32, 160)), k=st.sampled_from((32, 64, 352)), start=st.integers(0, 3), isa=ISAS, rest=...)
-def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, rest: bool) -> None:
+@given(
+    n=st.sampled_from((32, 160)),
+    k=st.sampled_from((32, 64, 352)),
+    start=st.integers(0, 3),
+    isa=ISAS,
+    rest=st.booleans(),
+)
+def test_codes_alone_are_put_into_panels(n, k, start, isa, rest):
     """Also columns of a wider matrix, from any address on."""
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
@@ -433,15 +405,25 @@ def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, r
     np.testing.assert_array_equal(codes, panels.to_panels(values))
 
 
+@pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
+def test_other_scales_are_rounded(group, factor):
+    """NVFP4 has the codes, and scales that MXFP4 has not."""
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 256, (64, 64), np.uint8)
+    scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
+    matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
+    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
+
+
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])
-def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
+def test_a_nan_among_codes_alone_is_refused(nan):
     values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
     values[33, 95] = nan
     with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
         kernels.reorder_fp8(values, codes)
 
 
-def test_codes_alone_that_do_not_fit_are_refused() -> None:
+def test_codes_alone_that_do_not_fit_are_refused():
     values, codes = np.zeros((32, 64), np.uint8), np.empty((1, 32 * 64), np.uint8)
     wrong = [(values[:, ::2], codes, "contiguous"), (values.view(np.int8), codes, "uint8")]
     for codes_given, out, message in (

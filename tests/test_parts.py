@@ -1,12 +1,8 @@
 """--part R/N: processes that share the units of a conversion, without any engine."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.part import parse
 from ktconvert.pipeline.engine.paths import locate
 from rig import conversion, killpoint
-from rig.bench import CONVERSIONS, SHARD, Bench
+from rig.bench import CONVERSIONS, SHARD
 
 PARTED = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
 
@@ -38,7 +34,7 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1
         ("env", SLURM, ""),
     ],
 )
-def test_a_part_is_a_number_of_a_count(text: str, environment: dict[str, str], expected: str) -> None:
+def test_a_part_is_a_number_of_a_count(text, environment, expected):
     """Given, or by the environment; "" is refused."""
     if expected:
         part = parse(text, environment)
@@ -49,7 +45,7 @@ def test_a_part_is_a_number_of_a_count(text: str, environment: dict[str, str], e
 
 
 @pytest.mark.parametrize("which", PARTED)
-def test_three_parts_at_once_make_what_one_process_makes(bench: Bench, which: str) -> None:
+def test_three_parts_at_once_make_what_one_process_makes(bench, which):
     fresh = bench.base / "fresh"
     command, *rest = CONVERSIONS[which]
     assert bench.run(command, "-i", bench.source, "-o", fresh, *rest).returncode == 0
@@ -57,13 +53,12 @@ def test_three_parts_at_once_make_what_one_process_makes(bench: Bench, which: st
     parts = [subprocess.Popen([*line, "--part", f"{n}/3"], stderr=subprocess.PIPE, text=True) for n in range(3)]
     said = [part.communicate(timeout=300)[1] for part in parts]
     assert [part.returncode for part in parts] == [0, 0, 0], said
-    assert any("`ktconvert resume " in text for text in said)
-    assert not bench.output.exists()
+    assert any("`ktconvert resume " in text for text in said) and not bench.output.exists()
     assert bench.run("resume", bench.output).returncode == 0
     bench.finished_as(conversion.tree(fresh))
 
 
-def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
+def test_a_missing_part_is_named_and_can_be_made_later(bench):
     expected = bench.fresh()
     for part in ("0/3", "2/3"):
         assert bench.cpu("--part", part).returncode == 0
@@ -76,7 +71,7 @@ def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-def test_a_bit_that_flipped_in_what_a_part_made(bench: Bench) -> None:
+def test_a_bit_that_flipped_in_what_a_part_made(bench):
     expected = bench.fresh()
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
@@ -87,15 +82,14 @@ def test_a_bit_that_flipped_in_what_a_part_made(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-def test_a_plan_shows_what_parts_have_made(bench: Bench) -> None:
+def test_a_plan_shows_what_parts_have_made(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     said = bench.run("resume", bench.output, "--dry-run").stderr
-    assert "3 units, 1 to run" in said
-    assert said.count("(made, to be recorded)") == 2
+    assert "3 units, 1 to run" in said and said.count("(made, to be recorded)") == 2
 
 
 @pytest.mark.parametrize("how", [("resume", "--verify-inputs"), ("cpu", "--overwrite")])
-def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench: Bench, how: tuple[str, str]) -> None:
+def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench, how):
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     conversion.edit(bench.source / SHARD)
@@ -106,13 +100,13 @@ def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench: Bench,
     assert conversion.differing(conversion.tree(bench.output), bench.fresh(*how[1:])) == []
 
 
-def test_a_plan_is_not_shown_where_it_would_be_refused(bench: Bench) -> None:
+def test_a_plan_is_not_shown_where_it_would_be_refused(bench):
     for wrong in (("--part", "9/2"), ("--executor", "mpi"), ("--part", "0/2", "--executor", "dask:local:1")):
         refused = bench.cpu(*wrong, "--dry-run")
         assert (refused.returncode, wrong[0] in refused.stderr) == (2, True)
 
 
-def test_any_other_count_goes_on(bench: Bench) -> None:
+def test_any_other_count_goes_on(bench):
     """What no part has made can be made here."""
     expected = bench.fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
@@ -123,7 +117,7 @@ def test_any_other_count_goes_on(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-def test_parts_add_to_layers_that_were_there(bench: Bench) -> None:
+def test_parts_add_to_layers_that_were_there(bench):
     expected = {}
     for which in ("alone", "parts"):
         assert bench.cpu("--no-merge-safetensor", "--layers", "0").returncode == 0
@@ -142,7 +136,7 @@ def test_parts_add_to_layers_that_were_there(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-def test_a_chain_has_no_parts(example: Path, tmp_path: Path, cli: Any) -> None:
+def test_a_chain_has_no_parts(example, tmp_path, cli):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 50)
     calibration = ("--dataset", text, "--num-calibration-samples", "2", "--max-sequence-length", "16", "--force-cpu")
@@ -153,18 +147,16 @@ def test_a_chain_has_no_parts(example: Path, tmp_path: Path, cli: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_other_options_are_refused(bench: Bench) -> None:
+def test_other_options_are_refused(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     other = bench.cpu("--part", "1/2", "--quant-method", "int8")
-    assert other.returncode == 7
-    assert "--quant-method was int4, is int8" in other.stderr
+    assert other.returncode == 7 and "--quant-method was int4, is int8" in other.stderr
     both = bench.cpu("--part", "1/2", "--executor", "dask:local:2")
-    assert both.returncode == 2
-    assert "give one of them" in both.stderr
+    assert both.returncode == 2 and "give one of them" in both.stderr
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench, step: int) -> None:
+def test_a_part_that_is_killed_anywhere_is_made_again(bench, step):
     expected = bench.fresh()
     assert bench.cpu("--part", "1/2").returncode == 0
     n = 0
@@ -179,12 +171,11 @@ def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench, step: int) -
         if again.returncode == 0:  # it was killed after the last unit
             bench.finished_as(expected)
             return
-    assert n > 10
-    assert bench.run("resume", bench.output).returncode == 0
+    assert n > 10 and bench.run("resume", bench.output).returncode == 0
     bench.finished_as(expected)
 
 
-def test_attempts_that_cannot_be_understood_are_made_again(bench: Bench) -> None:
+def test_attempts_that_cannot_be_understood_are_made_again(bench):
     expected = bench.fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     records = sorted((bench.work / "attempts").glob("*.json"))

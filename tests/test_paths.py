@@ -1,9 +1,6 @@
 """Every option and argument that names a path: an empty one is refused, and never taken for the current directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -27,7 +24,7 @@ def parameters() -> list[tuple[str, str]]:
     return pairs
 
 
-def test_every_command_takes_a_path() -> None:
+def test_every_command_takes_a_path():
     assert {name for name, _ in parameters()} == set(COMMANDS)
 
 
@@ -37,7 +34,7 @@ NO_PATHS = {"": "is empty; give a path", "~nobody-here/x": "no home directory", 
 
 @pytest.mark.parametrize("typed", NO_PATHS)
 @pytest.mark.parametrize(("name", "wrong"), parameters())
-def test_what_can_be_no_path_is_refused(name: str, wrong: str, typed: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_can_be_no_path_is_refused(name, wrong, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     command = group.get_command(click.Context(group), name)
@@ -54,7 +51,7 @@ def test_what_can_be_no_path_is_refused(name: str, wrong: str, typed: str, tmp_p
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
 
-def test_bytes_are_no_text(tmp_path: Path, monkeypatch: Any) -> None:
+def test_bytes_are_no_text(tmp_path, monkeypatch):
     """Any file may be called so; what is no path, is written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name in COMMANDS:
@@ -87,9 +84,7 @@ def test_bytes_are_no_text(tmp_path: Path, monkeypatch: Any) -> None:
         (("cpu", "-i", "EXAMPLE", "-o", "missing/.."), 7),
     ],
 )
-def test_a_folder_beside_which_nothing_can_lie(
-    words: tuple[str, ...], code: int, example: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_folder_beside_which_nothing_can_lie(words, code, example, tmp_path, monkeypatch):
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "here")

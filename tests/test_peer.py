@@ -1,12 +1,11 @@
-"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, and computes with ours what it
-computes with its own.
+"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, computes with ours what it computes
+with its own, and one program (tests/rig/layers.py) has the same bits with it and with ktconvert.native_quant.
 
 KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer` makes one in build/peer.
 """
 
-from __future__ import annotations
-
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant.runtime.experts import Experts
-from rig import floats
+from rig import floats, hf
 from rig.golden import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,13 +32,10 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
 
 def run_peer(python: str, scratch: Path, **job: object) -> None:
     """Let the peer do one job, in a process of its own: its thread pool is a singleton that keeps the first T."""
-    path = scratch / "job.json"
-    path.write_text(
-        json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job)
-    )
-    done = subprocess.run(
-        [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
-    )
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK}
+    (scratch / "job.json").write_text(json.dumps(sizes | job))
+    command = [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(scratch / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
@@ -65,71 +61,43 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
-    source = load_file(MODEL / "model.safetensors")
+def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, method, numa):
+    source, name = load_file(MODEL / "model.safetensors"), f"AMX{method.upper()}"
     theirs, loose, merged = tmp_path / "theirs", tmp_path / "loose", tmp_path / "merged"
     theirs.mkdir()
+    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
     for layer in (0, 1):
         experts = f"model.layers.{layer}.mlp.experts"
         stacked = {
             p: torch.stack([source[f"{experts}.{e}.{p}_proj.weight"] for e in range(EXPERTS)]).contiguous()
             for p in ("gate", "up", "down")
         }
-        save_file(stacked, tmp_path / "weights.safetensors")
-        run_peer(
-            peer_python,
-            tmp_path,
-            do="write",
-            layer=layer,
-            numa=numa,
-            method=f"AMX{method.upper()}",
-            weights=str(tmp_path / "weights.safetensors"),
-            folder=str(theirs),
-        )
+        save_file(stacked, stored["weights"])
+        run_peer(peer_python, tmp_path, do="write", layer=layer, numa=numa, method=name, **stored)
     convert(loose, method, numa, "--no-merge-safetensor")
     convert(merged, method, numa)
     ours, want = kt_files(loose), kt_files(theirs)
-    assert len(want) == 2 * EXPERTS * 3 * numa * 2
-    assert ours.keys() == want.keys()
+    assert len(want) == 2 * EXPERTS * 3 * numa * 2 and ours.keys() == want.keys()
     assert [name for name in want if ours[name] != want[name]] == []
 
     save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
     for layer in (0, 1):
-        outs = []
-        for folder in (merged, loose, theirs):
-            outs.append(
-                forward(peer_python, tmp_path, layer, numa, f"AMX{method.upper()}", folder).view(torch.int16).numpy()
-            )
-        assert np.any(outs[0])
-        assert np.array_equal(outs[0], outs[2])
-        assert np.array_equal(outs[1], outs[2])
+        outs = [forward(peer_python, tmp_path, layer, numa, name, folder) for folder in (merged, loose, theirs)]
+        assert outs[0].any() and all(torch.equal(out.view(torch.int16), outs[2].view(torch.int16)) for out in outs)
 
 
 @pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
-def test_peer_writes_our_backward_matrices(
-    tmp_path: Path, peer_python: str, numa: int, hidden: int, width: int, write_qwen: Any, random_experts: Any
-) -> None:
+def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, width, write_qwen, random_experts):
     """BF16, every file; more than a block of 256 rows and of 1792 columns, and parts of blocks."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     stacked = random_experts(2, hidden, width)
     source = write_qwen(tmp_path / "in", {0: stacked})
     weights = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in stacked.items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    run_peer(
-        peer_python,
-        tmp_path,
-        do="write_backward",
-        layer=0,
-        numa=numa,
-        experts=2,
-        hidden=hidden,
-        intermediate=width,
-        method="AMXBF16_SFT",
-        weights=str(tmp_path / "weights.safetensors"),
-        folder=str(theirs),
-    )
-    options = ("--no-merge-safetensor", "--save-backward-weights")
-    convert(ours, "bf16", numa, *options, source=source)
+    sizes = {"layer": 0, "numa": numa, "experts": 2, "hidden": hidden, "intermediate": width}
+    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
+    run_peer(peer_python, tmp_path, do="write_backward", method="AMXBF16_SFT", **sizes, **stored)
+    convert(ours, "bf16", numa, "--no-merge-safetensor", "--save-backward-weights", source=source)
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
@@ -174,15 +142,13 @@ def errors_of(
 
         ours = floats.forward(stored, bits(hidden), ids.numpy(), weights.numpy())
         theirs = forward(python, scratch, 1, numa, "AMXINT4", out).double().numpy()
-        errors[scale] = tuple(
-            float(np.linalg.norm(each - expected) / np.linalg.norm(expected)) for each in (ours, theirs)
-        )
+        errors[scale] = tuple(np.linalg.norm(each - expected) / np.linalg.norm(expected) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     return errors
 
 
 @pytest.mark.parametrize(("layer", "method"), [(0, "AMXINT4"), (1, "BF16")])
-def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path: Path, peer_python: str, layer: int, method: str) -> None:
+def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path, peer_python, layer, method):
     """Asked to load a layer of an output with a method per layer, and by its very method, it fails and computes nothing."""
     convert(tmp_path / "out", "int4", 1, "--method-map", "1=bf16")
     save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
@@ -192,7 +158,7 @@ def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path: Path, peer_python: s
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
+def test_peer_computes_with_scales_of_least_error(tmp_path, peer_python, numa):
     """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
     weights say: less than by the largest values.
     """
@@ -206,23 +172,14 @@ def read_by_experts(text: str) -> dict[str, torch.Tensor]:
     """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
     import transformers
 
-    from ktconvert.native_quant.runtime.hf_modules import find_experts
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = hf.complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     ids = transformers.AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt")["input_ids"]
-    seen: list[Any] = []
-    place = next(place for place in find_experts(model) if place.layer == 1)
-    model.get_submodule(place.name).register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
-    with torch.inference_mode():
-        model(ids, use_cache=False)
-    hidden, chosen, weights = seen[0]
+    hidden, chosen, weights, _ = hf.heard(model, ids)[1]
     return {"hidden": hidden.clone(), "ids": chosen.long().clone(), "weights": weights.float().clone()}
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_compensated_codes(tmp_path: Path, peer_python: str, numa: int) -> None:
+def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
     """The same of `--scale gptq`, on text that was not calibrated with."""
     pytest.importorskip("llmcompressor")
     text = (ROOT / "examples" / "heldout.txt").read_text()
@@ -261,9 +218,7 @@ def in_float64(out: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
         ("RAWINT4", "mse", 0.015),
     ],
 )
-def test_peer_computes_with_its_native_layout(
-    tmp_path: Path, peer_python: str, method: str, scale: str, near: float, numa: int
-) -> None:
+def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, near, numa):
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out, inputs = tmp_path / "out", inputs_of(6, 8)
     convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale)
@@ -273,7 +228,7 @@ def test_peer_computes_with_its_native_layout(
     assert np.linalg.norm(theirs - expected) < near * np.linalg.norm(expected)
 
 
-def test_one_directory_for_cpu_and_gpu(tmp_path: Path, peer_python: str) -> None:
+def test_one_directory_for_cpu_and_gpu(tmp_path, peer_python):
     """`gpu --group-size 32` as the real kt-kernel's RAWINT4 loads it, as our runtime does, which is no farther from float64 on
     the same numbers, and as transformers loads the model: the same files."""
     pytest.importorskip("compressed_tensors")
@@ -292,3 +247,89 @@ def test_one_directory_for_cpu_and_gpu(tmp_path: Path, peer_python: str) -> None
     verify = [*program, "verify", str(out), "--against", str(MODEL)]
     done = subprocess.run(verify, check=True, timeout=300, capture_output=True, text=True)
     assert "has a place for every routed expert" in done.stdout and "KL divergence" in done.stdout
+
+
+SIZES: dict[str, Any] = {"experts": EXPERTS, "intermediate": 256}
+# Both layers of the bundled model: tokens, experts per token, what the first defers, whether some experts are on a GPU.
+RUNS = [(1, 2, 0, False), (40, 2, 0, False), (24, 4, 2, True), (3, 2, 1, False), (4, 2, 2, False)]
+
+
+def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
+    """What the program's layers gave."""
+    result, path = str(scratch / f"{module}.safetensors"), scratch / f"{module}.json"
+    path.write_text(json.dumps(job | {"result": result}))
+    command = [python, "-P", str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return load_file(result)
+
+
+def inputs(path: Path, tokens: int, topk: int, mask: bool, **more: torch.Tensor) -> str:
+    g = torch.Generator().manual_seed(100 * tokens + topk)
+    tensors = {
+        "hidden": torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16),
+        "ids": torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :topk].contiguous(),
+        "weights": torch.rand(tokens, topk, generator=g),
+    }
+    if mask:
+        more["mask"] = torch.arange(EXPERTS) % 3 == 1
+    save_file(tensors | more, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_the_same_program_gives_the_same_bits(tmp_path, peer_python, cli, example, method, parts):
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q")
+    runs = {
+        f"{tokens}": {
+            "inputs": inputs(tmp_path / f"{tokens}.safetensors", tokens, topk, mask),
+            "deferred": [deferred, 0],
+        }
+        for tokens, topk, deferred, mask in RUNS
+    }
+    job = SIZES | {"numa": parts, "folder": str(out), "save": False, "method": f"AMX{method.upper()}", "runs": runs}
+    theirs = program(peer_python, "kt_kernel", job, tmp_path)
+    ours = program(sys.executable, "ktconvert.native_quant", job, tmp_path)
+    assert ours.keys() == theirs.keys() and len(ours) == len(RUNS) * 2 * 2
+    different = {name: int((ours[name].view(torch.int16) != theirs[name].view(torch.int16)).sum()) for name in ours}
+    assert not any(different.values()), different
+    assert all(bool(tensor.any()) for name, tensor in ours.items() if not name.startswith("4.") or name.endswith(".1"))
+
+
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python, method):
+    g = torch.Generator().manual_seed(3)
+    shapes = {"gate": (EXPERTS, 256, 256), "up": (EXPERTS, 256, 256), "down": (EXPERTS, 256, 256)}
+    weights = {f"0.{name}": (torch.randn(shape, generator=g) / 16).to(torch.bfloat16) for name, shape in shapes.items()}
+    folders = {module: tmp_path / module for module in ("kt_kernel", "ktconvert.native_quant")}
+    results = {}
+    for module, folder in folders.items():
+        folder.mkdir()
+        runs = {"5": {"inputs": inputs(tmp_path / "5.safetensors", 5, 2, False, **weights), "deferred": [0]}}
+        job = SIZES | {"numa": 2, "folder": str(folder), "save": True, "method": f"AMX{method.upper()}", "runs": runs}
+        results[module] = program(peer_python if module == "kt_kernel" else sys.executable, module, job, tmp_path)
+    theirs, ours = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in folders.values())
+    assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
+    left, right = (result["5.0.0"].view(torch.int16) for result in results.values())
+    assert torch.equal(left, right)
+
+
+@pytest.mark.long
+def test_the_benchmark_compares_what_kt_kernel_has(tmp_path, peer_python):
+    """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
+    words = "--quick --isa avx2 --shapes small --methods int4 bf16 --tokens 1 --threads 1 --layers 1 --loads 0"
+    figures = tmp_path / "figures.json"
+    script = ROOT / "benchmarks" / "forward.py"
+    done = subprocess.run(
+        [sys.executable, script, *words.split(), "--peer", peer_python, "--dir", tmp_path, "--json", figures],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"^kt-kernel has no .*int4.* on this CPU$", done.stdout, re.MULTILINE)
+    cells = {cell["method"]: cell for cell in json.loads(figures.read_text())["cells"]}
+    assert set(cells["int4"]["figures"]) == {"ours"}
+    assert set(cells["bf16"]["figures"]) == {"ours", "kt"} and cells["bf16"]["distance"] < 0.02

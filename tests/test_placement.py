@@ -3,24 +3,19 @@
 The kernel's answers are real. That there is a second node is made up: it is never the one asked for.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.runtime import blocks
-from ktconvert.pipeline.cli.conversion import cpu
 from rig import shims
+from rig.conversion import here
+from rig.programs import printed, python
 
 needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")
 
@@ -89,8 +84,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
     """The policies of the blocks, the warnings and the result of PROGRAM."""
-    env = {**os.environ, "LD_PRELOAD": str(shim), **env}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, output], env=env, capture_output=True, text=True, timeout=300)
+    done = python(PROGRAM, output, preload=shim, **env)
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
     assert done.returncode == 0, done.stderr
@@ -104,7 +98,7 @@ def plain(shim: Path, output: Path) -> tuple[list[str], list[str], Any]:
 
 
 @needs_mbind
-def test_weights_prefer_the_node_of_the_pool(plain: tuple[list[str], list[str], Any]) -> None:
+def test_weights_prefer_the_node_of_the_pool(plain):
     assert plain[:2] == (["prefer:0"] * 3, [])
 
 
@@ -112,37 +106,30 @@ def test_weights_prefer_the_node_of_the_pool(plain: tuple[list[str], list[str], 
 @pytest.mark.parametrize(
     ("mode", "policy"), [(MPOL_PREFERRED, "prefer:0"), (MPOL_BIND, "bind:0"), (MPOL_INTERLEAVE, "interleave:0")]
 )
-def test_a_policy_that_the_user_set_stays(
-    mode: str, policy: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
-) -> None:
+def test_a_policy_that_the_user_set_stays(mode, policy, shim, output, plain):
     assert loaded(shim, output, MEMBIND=mode) == ([policy] * 3, [], plain[2])
 
 
 @pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
-def test_a_kernel_that_refuses_is_reported_once(
-    deny: str, call: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
-) -> None:
-    policies, reported, out = loaded(shim, output, DENY=deny)
+def test_a_kernel_that_refuses_is_reported_once(deny, call, shim, output, plain):
+    policies, [reported], out = loaded(shim, output, DENY=deny)
     assert (policies, out) == (["default"] * 3, plain[2])
-    assert (
-        len(reported) == 1 and "(mbind: Operation not permitted;" in reported[0] and "--cap-add SYS_NICE" in reported[0]
-    )
+    assert "(mbind: Operation not permitted;" in reported and "--cap-add SYS_NICE" in reported
 
 
-def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:
+def test_doctor_reports_a_kernel_that_refuses(shim, cli):
     code = (
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
     )
-    env = {**os.environ, "LD_PRELOAD": str(shim), "DENY": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.stdout.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
+    said = python(code, preload=shim, DENY="0").stdout
+    assert said.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
     assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
 
 
 @needs_mbind
 @pytest.mark.parametrize(("mode", "is_bound"), [(MPOL_PREFERRED, False), (MPOL_BIND, True)])
-def test_memory_that_is_bound_to_a_node_is_that_nodes(mode: str, is_bound: bool, shim: Path) -> None:
+def test_memory_that_is_bound_to_a_node_is_that_nodes(mode, is_bound, shim):
     code = """
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import blocks
@@ -150,9 +137,7 @@ machine.memory_nodes = lambda root=None: (0, 1)
 machine.node_memory_available = lambda: {0: 1 << 20, 1: 1 << 50}
 print(blocks.memory_available() == 1 << 20)
 """
-    env = {**os.environ, "LD_PRELOAD": str(shim), "MEMBIND": mode}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{is_bound}\n"
+    assert printed(code, preload=shim, MEMBIND=mode) == f"{is_bound}\n"
 
 
 @pytest.mark.parametrize(
@@ -169,14 +154,12 @@ print(blocks.memory_available() == 1 << 20)
         (3, (0, 1), [(0,), (1,), (0,)]),
     ],
 )
-def test_parts_belong_to_the_nodes_of_their_threads(
-    parts: int, nodes: tuple[int, ...], homes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: tuple(range(4)))
     assert [placement.nodes_of(part, parts, nodes) for part in range(parts)] == homes
 
 
-def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortages_are_counted_by_node(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     gib = 1 << 30
     left = {0: 12 * gib, 1: 8 * gib}
@@ -188,23 +171,19 @@ def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("left", "is_short"), [(1 << 30, False), (1 << 20, True)])
-def test_the_plan_of_a_conversion_counts_by_node(
-    left: int, is_short: bool, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_path, monkeypatch):
     for name in ("numa_nodes", "memory_nodes"):
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
     monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
-    options = ("-o", str(tmp_path / "out"), "--quant-method", "int8", "--threadpool-count", "2", "--dry-run")
-    done = CliRunner().invoke(cpu, ["-i", str(example), *options])
+    done = here(
+        "cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run"
+    )
     assert done.exit_code == 0, done.output
-    notes = [
-        line for line in done.stderr.splitlines() if "does not fit its NUMA nodes (node 1 has 0.00 GiB left" in line
-    ]
-    assert len(notes) == is_short, done.stderr
+    assert done.stderr.count("does not fit its NUMA nodes (node 1 has 0.00 GiB left") == is_short, done.stderr
 
 
 @needs_mbind
-def test_a_shortage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortage_is_reported_once(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\): the rest lies on other"):
         blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
@@ -214,7 +193,7 @@ def test_a_shortage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_mbind
-def test_pages_are_placed_and_gathered() -> None:
+def test_pages_are_placed_and_gathered():
     node = machine.memory_nodes()[0]
     block = np.frombuffer(bytearray(1 << 22), np.uint8)
     start = -block.ctypes.data % 4096

@@ -1,8 +1,6 @@
 """A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it
 writes nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap
@@ -84,7 +82,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*"))
 
 
-def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model: Path) -> None:
+def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     output = tmp_path / "never-made"
     bare, _ = plan(ROOT / "examples" / "qwen3-moe-small", output)  # what Python and the libraries read
     headers = header_bytes(model)
@@ -96,10 +94,8 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     packed = INTERMEDIATE * HIDDEN // 2
     # Two NUMA parts: gate and up split their rows, down splits its columns and so has all its row scales twice.
     scales = 4 * (INTERMEDIATE + INTERMEDIATE + 2 * HIDDEN)
-    assert len(headers) == SHARDS
-    assert report["model"]["layers"] == list(range(3, LAYERS))
-    assert report["model"]["experts"] == EXPERTS
-    assert report["model"]["dtypes"] == ["F8_E4M3"]
+    assert len(headers) == SHARDS and report["model"]["layers"] == list(range(3, LAYERS))
+    assert report["model"]["experts"] == EXPERTS and report["model"]["dtypes"] == ["F8_E4M3"]
     assert any("MTP" in note for note in report["notes"])
     assert len(report["units"]) == report["shards"] == MOE
     assert all(not unit["done"] for unit in report["units"])
@@ -109,8 +105,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     ]
     assert report["bytes_in"] == expert_tensors * (INTERMEDIATE * HIDDEN + scale_grid)
     assert report["bytes_out"] == MOE * EXPERTS * (3 * packed + scales)
-    assert report["disk_needed"] > report["bytes_out"]
-    assert report["peak_memory"] < 400 << 20
+    assert report["disk_needed"] > report["bytes_out"] and report["peak_memory"] < 400 << 20
 
     index = (model / "model.safetensors.index.json").stat().st_size
     expected = sum(headers.values()) + index
@@ -120,25 +115,31 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
         assert cached_bytes(path) <= size + READAHEAD, f"weights of {path.name} were read"
 
     assert run.dirtied is not None and run.dirtied < 1 << 20  # times of access are written, and count
-    assert list(tmp_path.iterdir()) == []
-    assert state(model) == before
+    assert list(tmp_path.iterdir()) == [] and state(model) == before
 
 
-def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path: Path, model: Path) -> None:
-    _, report = plan(
-        model,
-        tmp_path / "never-made",
-        "--layers",
-        "3-4,60",
-        "--quant-method",
-        "int8",
-        "--max-shard-size",
-        "5GB",
-    )
+def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
+    options = ("--layers", "3-4,60", "--quant-method", "int8", "--max-shard-size", "5GB")
+    _, report = plan(model, tmp_path / "never-made", *options)
     assert report["model"]["layers"] == [3, 4, 60]
     each = 3 * INTERMEDIATE * HIDDEN + 4 * (2 * INTERMEDIATE + 2 * HIDDEN)
     assert report["bytes_out"] == 3 * EXPERTS * each
-    per_layer = -(-EXPERTS // (5_000_000_000 // each))
-    assert len(report["units"]) == 3 * per_layer
+    assert len(report["units"]) == 3 * -(-EXPERTS // (5_000_000_000 // each))
     assert all(unit["bytes_out"] <= 5_000_000_000 for unit in report["units"])
-    assert list(tmp_path.iterdir()) == []
+
+
+scale_hosts, models = benchmark("scale_hosts"), benchmark("models")
+MODELS = {model.name: model for model in scale_hosts.MODELS}
+
+
+@pytest.mark.parametrize(("name", "method", "bits"), [("DeepSeek-V3.1", "int8", 8), ("Kimi-K2", "int4", 4)])
+def test_the_sizes_are_those_of_the_plan(name, method, bits, tmp_path, cli):
+    """Of headers and holes with two layers of experts in that model's shape."""
+    model = MODELS[name]
+    tensors, config = models.deepseek(5, model.experts)  # the first three are dense
+    models.write_model(tmp_path / "model", tensors, config, 4)
+    arguments = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
+    reported = cli("cpu", *arguments, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
+    [plan] = [event for line in reported if (event := json.loads(line))["event"] == "plan"]
+    assert len(plan["units"]) == 2
+    assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))

@@ -1,13 +1,7 @@
-"""The runtime's threads: shared by callers, left behind by fork(), joined at exit, asleep when
-there is nothing to do."""
+"""The runtime's threads: shared by callers, joined at exit, asleep when there is nothing to do."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +16,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import shims
 from rig.pools import grouped
+from rig.programs import python
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +33,12 @@ def call() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("nodes", [[10_000], [-1], [0, 0], [], "0", ["0"], [0.0]], ids=str)
-def test_nodes_that_are_none(nodes: Any) -> None:
+def test_nodes_that_are_none(nodes):
     with pytest.raises(ValueError, match=re.escape(f"some of {list(machine.numa_nodes())}, not {nodes!r}")):
         Pool(2, numa_nodes=nodes)
 
 
-def test_wrappers_with_different_pools_coexist(layer: list[Any], call: tuple[Any, ...]) -> None:
+def test_wrappers_with_different_pools_coexist(layer, call):
     pools = [Pool(1), Pool(3), grouped(4, 2)]
     experts = [Experts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
     expected = experts[0].forward(*call)
@@ -65,7 +60,7 @@ def test_wrappers_with_different_pools_coexist(layer: list[Any], call: tuple[Any
     np.testing.assert_array_equal(experts[0].forward(*call), expected)
 
 
-def test_background_jobs_run_in_order_and_again(layer: list[Any], call: tuple[Any, ...]) -> None:
+def test_background_jobs_run_in_order_and_again(layer, call):
     experts = Experts.from_bf16(*layer, method="AMXINT4", pool=Pool(2))
     x, ids, weights = call
     outs = [np.zeros_like(x) for _ in range(8)]
@@ -83,22 +78,22 @@ def test_background_jobs_run_in_order_and_again(layer: list[Any], call: tuple[An
     np.testing.assert_array_equal(outs[0], experts.forward(x2, ids, weights))
 
 
-def test_threads_are_joined_at_exit_and_take_no_signals() -> None:
-    script = """
+def test_threads_are_joined_at_exit_and_take_no_signals():
+    done = python("""
 import os, signal, threading
 from ktconvert.native_quant.runtime.pool import Pool
 pool = Pool(4)
 names = [t for t in os.listdir("/proc/self/task") if int(t) != os.getpid()]
 blocked = [next(l.split()[1] for l in open(f"/proc/self/task/{t}/status") if l.startswith("SigBlk")) for t in names]
 print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+""")
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
 
 
-def test_an_unreadable_page_is_reported_in_every_thread(packed_example: Any, tmp_path: Path) -> None:
+def test_an_unreadable_page_is_reported_in_every_thread(packed_example, tmp_path):
     out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
-    script = f"""
+    shard = out / "model-00001-of-00002.safetensors"
+    done = python(f"""
 import os, sys, numpy as np
 from pathlib import Path
 from ktconvert.native_quant import sigbus
@@ -106,15 +101,14 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 sigbus.guard_sigbus("%s: became shorter")
 experts = Experts.load({str(out)!r}, 0, memory="map", pool=Pool(4))
-os.truncate({str(out / "model-00001-of-00002.safetensors")!r}, 8192)
+os.truncate({str(shard)!r}, 8192)
 ids = np.tile(np.arange(8), (64, 1))
 experts.forward(np.zeros((64, 256), np.uint16), ids, np.ones((64, 8), np.float32))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (5, f"{out}/model-00001-of-00002.safetensors: became shorter\n")
+""")
+    assert (done.returncode, done.stderr) == (5, f"{shard}: became shorter\n")
 
 
-def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_example: Any, tmp_path: Path) -> None:
+def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_example, tmp_path):
     """Outside of the commands: the process goes on, and layers in other files compute as before."""
     out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     shard = out / "model-00001-of-00002.safetensors"
@@ -144,7 +138,7 @@ del experts
 open({str(shard)!r}, "wb").write(whole)
 assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = python(script)
     assert (done.returncode, done.stderr) == (0, "")
     lost = (
         f"InputError {shard}: became shorter or could not be read after layer 0 was loaded; put the file back or check "
@@ -155,19 +149,19 @@ assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any
     assert not list(tmp_path.glob("saved/_layer*"))
 
 
-def test_idle_threads_sleep(layer: list[Any], call: tuple[Any, ...]) -> None:
+def test_idle_threads_sleep(layer, call):
     experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(4))
     experts.forward(*call)
 
-    def asleep() -> bool:
+    def running() -> int:
         states = []
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # one of another test's, which ended just now
                 states.append((task / "stat").read_text().rsplit(")", 1)[1].split()[0])
-        return states.count("R") <= 1
+        return states.count("R")
 
     until = time.monotonic() + 300
-    while not asleep():
+    while running() > 1:
         assert time.monotonic() < until, "threads without work keep running"
         time.sleep(0.01)
 
@@ -196,30 +190,27 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("most", range(4))
-def test_a_conversion_without_threads_can_be_resumed(
-    most: int, few: dict[str, str], cli: Any, example: Path, tmp_path: Path
-) -> None:
+def test_a_conversion_without_threads_can_be_resumed(most, few, cli, example, tmp_path):
     options = ("--quant-method", "int8", "--cpuinfer-threads", 2, "-q")
     failed = cli("cpu", "-i", example, "-o", tmp_path / "out", *options, code=4, env=few | {"MOST_THREADS": str(most)})
     assert failed.stderr.startswith(SENTENCE) and failed.stderr.count("\n") == 1
     cli("resume", tmp_path / "out", "-q")
 
 
-PROGRAMS = {
-    "pool": "from ktconvert.native_quant.runtime.pool import Pool; Pool(3)",
-    "bandwidth": "from ktconvert.native_quant.runtime.benchmark import read_bandwidth; read_bandwidth(3)",
-}
-
-
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        ("pool", "ResourceError: the system starts no more threads"),
-        ("bandwidth", "RuntimeError: can't start new thread"),
+        (
+            "from ktconvert.native_quant.runtime.pool import Pool; Pool(3)",
+            "ResourceError: the system starts no more threads",
+        ),
+        (
+            "from ktconvert.native_quant.runtime.benchmark import read_bandwidth; read_bandwidth(3)",
+            "RuntimeError: can't start new thread",
+        ),
     ],
+    ids=["pool", "bandwidth"],
 )
-def test_the_runtime_ends_without_threads(program: str, sentence: str, few: dict[str, str]) -> None:
-    env = {**os.environ, **few, "MOST_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAMS[program]]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+def test_the_runtime_ends_without_threads(program, sentence, few):
+    done = python(program, **few, MOST_THREADS="1")
     assert done.returncode == 1 and sentence in done.stderr

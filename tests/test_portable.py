@@ -1,7 +1,5 @@
 """Without x86: what lies outside csrc/arch/x86 and the files of its instruction sets needs nothing but standard C."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -26,18 +24,16 @@ def neutral() -> list[Path]:
     return [path for path in files if not X86_ISAS & set(path.stem.split("_"))]
 
 
-def test_x86_stands_in_its_own_files() -> None:
+def test_x86_stands_in_its_own_files():
     assert len(neutral()) > 30
+    x86 = r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+"
     for path in neutral():
-        code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        match = re.search(
-            r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+", code
-        )
+        match = re.search(x86, re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL))
         assert match is None, f"{path.relative_to(ROOT)}: {match[0]}"
 
 
 @pytest.mark.parametrize("arch", ["x86", "generic"])
-def test_an_sdist_holds_the_files_of_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
     """Setuptools puts an extension's sources and what it depends on into an sdist."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("KTCONVERT_ARCH", arch)
@@ -56,7 +52,7 @@ assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
 """
 
 
-def test_another_architecture_converts_to_the_same_bytes(tmp_path: Path) -> None:
+def test_another_architecture_converts_to_the_same_bytes(tmp_path):
     """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is
     there to be included."""
     absent = tmp_path / "absent"

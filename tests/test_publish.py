@@ -1,17 +1,12 @@
 """Files and folders that appear on file systems which refuse what they could do without: direct
 writes, swaps of two names."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rig import shims
+from rig.programs import python
 
 # Direct writes fail, but not before all threads have begun one.
 REFUSED_AT_WRITE = """
@@ -31,50 +26,25 @@ REFUSED_AT_WRITE = """
     ssize_t pwrite(int fd, const void *data, size_t count, off_t offset) { return pwrite64(fd, data, count, offset); }
 """
 
-# As tmpfs before Linux 6.6: O_DIRECT is refused when the file has been made already.
+# As tmpfs before Linux 6.6: O_DIRECT (0x4000) is refused when the file has been made already; F_SETFL is 4.
 REFUSED_AT_OPEN = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
     #include <errno.h>
-    #include <fcntl.h>
-    #include <stdarg.h>
     #include <unistd.h>
-    int open64(const char *path, int flags, ...) {
-        va_list more;
-        va_start(more, flags);
-        int mode = va_arg(more, int), fd;
-        va_end(more);
-        fd = ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, "open64"))(path, flags & ~O_DIRECT, mode);
-        if (fd < 0 || !(flags & O_DIRECT)) return fd;
+    static int refused(void) { errno = EINVAL; return -1; }
+    int open64(const char *path, int flags, int mode) {
+        int fd = ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, "open64"))(path, flags & ~0x4000, mode);
+        if (fd < 0 || !(flags & 0x4000)) return fd;
         close(fd);
-        errno = EINVAL;
-        return -1;
+        return refused();
     }
-    int open(const char *path, int flags, ...) {
-        va_list more;
-        va_start(more, flags);
-        int mode = va_arg(more, int);
-        va_end(more);
-        return open64(path, flags, mode);
-    }
-    int fcntl64(int fd, int command, ...) {
-        va_list more;
-        va_start(more, command);
-        void *argument = va_arg(more, void *);
-        va_end(more);
-        if (command == F_SETFL && (long)argument & O_DIRECT) {
-            errno = EINVAL;
-            return -1;
-        }
+    int open(const char *path, int flags, int mode) { return open64(path, flags, mode); }
+    int fcntl64(int fd, int command, long argument) {
+        if (command == 4 && argument & 0x4000) return refused();
         return ((int (*)(int, int, ...))dlsym(RTLD_NEXT, "fcntl64"))(fd, command, argument);
     }
-    int fcntl(int fd, int command, ...) {
-        va_list more;
-        va_start(more, command);
-        void *argument = va_arg(more, void *);
-        va_end(more);
-        return fcntl64(fd, command, argument);
-    }
+    int fcntl(int fd, int command, long argument) { return fcntl64(fd, command, argument); }
 """
 
 WRITE = """
@@ -100,14 +70,12 @@ assert digest == publish.sha256_file(path)
 
 def runs(program: str, path: Path, shim: Path | None = None) -> None:
     """This program ends well, with a shim if there is one."""
-    env = {**os.environ, **({"LD_PRELOAD": str(shim)} if shim else {})}
-    command = [sys.executable, "-c", program, path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = python(program, path, preload=shim)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
-def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
+def test_direct_writes_may_be_refused(code, tmp_path):
     runs(WRITE, tmp_path / "file", shims.build(tmp_path, "refusing", code))
 
 
@@ -125,7 +93,7 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 """
 
 
-def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, read_tree: Any) -> None:
+def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path, read_tree):
     runs(SAVE, tmp_path, shims.refusing(tmp_path, "EINVAL", "renameat2"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
@@ -146,7 +114,7 @@ assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b"
 
 
 @pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
-def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
+def test_a_name_is_given_once(tmp_path, missing):
     runs(NEW, tmp_path, shims.refusing(tmp_path, "EPERM", *missing) if missing else None)
 
 
@@ -182,7 +150,7 @@ assert not Path(sys.argv[1]).exists()
 """
 
 
-def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path: Path) -> None:
+def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "gone").touch()

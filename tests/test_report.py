@@ -2,10 +2,7 @@
 elsewhere.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -151,14 +148,9 @@ def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
     return made
 
 
-# --- the page says what the JSON says -------------------------------------------------------------
-
-
-def test_against_the_source(against: tuple[Page, dict[str, Any]]) -> None:
+def test_against_the_source(against):
     found, facts = against
-    assert [row[:1] + row[2:] for row in found.tables["Checks"][1:]] == [
-        [c["name"], c["result"]] for c in facts["checks"]
-    ]
+    assert [r[:1] + r[2:] for r in found.tables["Checks"][1:]] == [[c["name"], c["result"]] for c in facts["checks"]]
     head, *rows = found.tables["Error against the source"]
     for error in facts["errors"]:
         at = head.index(error["projection"])
@@ -178,15 +170,7 @@ def test_against_the_source(against: tuple[Page, dict[str, Any]]) -> None:
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
 
 
-def test_only_some_experts_are_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
-    source = write_qwen(tmp_path / "source", {0: random_experts(20, 256, 256)})
-    made(cpu, "-i", source, "-o", tmp_path / "out")
-    found, facts = report(tmp_path / "out", tmp_path / "r.html", "--against", source)
-    assert sorted(e for _, e in found.maps["Error against the source", "up"]) == [i * 20 // 8 for i in range(8)]
-    assert facts["errors"][0]["experts"] == 8 and "Measured on 8 experts of each layer" in found.words
-
-
-def test_the_worst_row(output: Path, example: Path, against: tuple[Page, dict[str, Any]]) -> None:
+def test_the_worst_row(output, example, against):
     """It is the one that the NumPy definition finds, counted in its part."""
     found, _ = against
     source, packed = read_folder(example), read_folder(output)
@@ -208,7 +192,7 @@ def test_the_worst_row(output: Path, example: Path, against: tuple[Page, dict[st
         assert (part, row, error) == (str(numa), str(at), percent(float(largest)))
 
 
-def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path) -> None:
+def test_scales_without_a_source(output, statistics, tmp_path):
     found, facts = report(output, tmp_path / "r.html", "--statistics", statistics)
     assert "Error against the source" not in found.words and facts["errors"] == []
     stored = read_folder(output)
@@ -229,7 +213,7 @@ def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
-def test_other_outputs(method: str, options: list[str], example: Path, tmp_path: Path) -> None:
+def test_other_outputs(method, options, example, tmp_path):
     made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
     assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
@@ -237,7 +221,7 @@ def test_other_outputs(method: str, options: list[str], example: Path, tmp_path:
         assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
 
 
-def test_whole_models(example: Path, tmp_path: Path) -> None:
+def test_whole_models(example, tmp_path):
     made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA part" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
@@ -247,7 +231,7 @@ def test_whole_models(example: Path, tmp_path: Path) -> None:
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
 
 
-def test_scales_of_each_form(random_experts: Any) -> None:
+def test_scales_of_each_form(random_experts):
     """As many as the format has, and those by which it dequantizes: no number is larger than its scale allows."""
     bits = random_experts(1, 256, 256)["gate"][0]
     for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "KT_MXFP4", "KT_FP8", "W4A16", "W8A16"):
@@ -262,10 +246,7 @@ def test_scales_of_each_form(random_experts: Any) -> None:
         assert scales.size * (form.grid.group or 256) ** (2 if "FP8" in name else 1) == 256 * 256, name
 
 
-# --- names, damage, refusals ----------------------------------------------------------------------
-
-
-def test_names_are_text(output: Path, tmp_path: Path) -> None:
+def test_names_are_text(output, tmp_path):
     named = tmp_path / "<script>alert(1)<!--\"'&amp;"
     shutil.copytree(output, named)
     (named / "<img src=x onerror=alert(2)>.safetensors").touch()
@@ -275,45 +256,22 @@ def test_names_are_text(output: Path, tmp_path: Path) -> None:
     assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
 
 
-def test_names_that_are_no_text(output: Path, tmp_path: Path) -> None:
-    named = tmp_path / os.fsdecode(b"INT4-\xff")
-    shutil.copytree(output, named)
-    found, _ = report(named, tmp_path / "r.html")
-    assert "INT4-\\udcffverified" in found.words
-
-
-def test_a_checkpoint_and_another_output(output: Path, example: Path, tmp_path: Path) -> None:
-    found, facts = report(example, tmp_path / "a.html", "--run")
-    assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
-    found, _ = report(output, tmp_path / "b.html", "--against", output)
-    assert {heading for heading, _ in found.maps} == {"Median scale of each expert"}
-
-
-@pytest.fixture
-def damaged(output: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
-    return Path(shutil.copytree(output, tmp_path / "damaged"))
-
-
-def test_strange_scales(damaged: Path, tmp_path: Path) -> None:
+def test_strange_scales(output, example, tmp_path):
+    damaged = Path(shutil.copytree(output, tmp_path / "damaged"))
     header, start = header_of(damaged / FIRST), data_start(damaged / FIRST)
     with (damaged / FIRST).open("r+b") as shard:
-        for name, values in (("blk.0.ffn_up_exps.3.numa.0.scale", [np.nan, -1]), ("blk.0.ffn_up_exps.5.numa.0.scale", [0] * 128),
-                             ("blk.0.ffn_up_exps.5.numa.1.scale", [0] * 128)):  # fmt: skip
-            shard.seek(start + header[name]["data_offsets"][0])
+        for which, values in (("3.numa.0", [np.nan, -1]), ("5.numa.0", [0] * 128), ("5.numa.1", [0] * 128)):
+            shard.seek(start + header[f"blk.0.ffn_up_exps.{which}.scale"]["data_offsets"][0])
             shard.write(np.array(values, np.float32).tobytes())
     found, _ = report(damaged, tmp_path / "r.html", code=6)
     assert "256 zeros, 2 that are negative or not finite" in found.words and "not a positive number" in found.words
     assert found.maps["Median scale of each expert", "up"][0, 5] == "nan"
-
-
-def test_missing_files(damaged: Path, example: Path, tmp_path: Path) -> None:
     (damaged / FIRST).unlink()
     found, _ = report(damaged, tmp_path / "r.html", "--against", example, code=6)
     assert f"{FIRST} is missing" in found.words and not found.maps
 
 
-def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path: Path) -> None:
+def test_refusals_come_before_any_work(output, statistics, tmp_path):
     page, old = tmp_path / "r.html", f"an older page, {publish.MARK}"
     page.write_text("my own page")
     assert f"{page}: lies there already" in refused(OutputError, output, "--report", page)
@@ -335,29 +293,23 @@ def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path:
     assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
 
 
-def test_the_page_is_written_whole_or_not_at_all(output: Path, tmp_path: Path) -> None:
+def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
     """The system allows no file as large as the page: the old one stays, and nothing else is left."""
     page = tmp_path / "r.html"
     old = f"an older page, {publish.MARK}"
     page.write_text(old)
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "verify", str(output), "--report", str(page)]
-    done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True)
     assert done.returncode == 4 and str(page.parent) in done.stderr and "Traceback" not in done.stderr
     assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_the_templates_are_in_the_package(tmp_path: Path) -> None:
+def test_the_templates_are_in_the_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
     here = tmp_path / "ktconvert" / "pipeline" / "ui"
-    assert {path.name for path in TEMPLATES.iterdir() if path.suffix in (".html", ".css")} < {
-        path.name for path in here.iterdir()
-    }
+    assert {p.name for p in TEMPLATES.iterdir() if p.suffix in (".html", ".css")} < {p.name for p in here.iterdir()}
 
-
-# --- large models, browsers -----------------------------------------------------------------------
 
 Made = Callable[[int, int], str]
 
@@ -385,7 +337,7 @@ def large(whole: Report) -> Made:
     return make
 
 
-def test_pages_of_large_models_are_small(large: Made) -> None:
+def test_pages_of_large_models_are_small(large):
     text = large(58, 256)
     found = Page(text)
     assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
@@ -395,7 +347,7 @@ def test_pages_of_large_models_are_small(large: Made) -> None:
     assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
 
 
-def test_in_a_browser(output: Path, example: Path, statistics: Path, large: Made, tmp_path: Path) -> None:
+def test_in_a_browser(output, example, statistics, large, tmp_path):
     """No error, no request, nothing wider than the window, text that stands out; light and dark, narrow and wide."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     browser_at = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,8 +1,6 @@
 """`ktconvert resplit`: an output for another number of NUMA parts. What keeps its values has the bytes of a fresh
 conversion; what is rounded once more follows the definition of NUMERICS.md, and the plan says by how much."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
-from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
@@ -84,18 +81,13 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
     return bool(mine) and mine == other and all(a[name].tobytes() == b[name].tobytes() for name in mine)
 
 
-# ---- against a fresh conversion --------------------------------------------------------------------------------------
-
-
 def no_weight_changed(folder: Path, before: Path) -> bool:
     """Whether only what says how it was made differs."""
     return {*conversion.differing(conversion.tree(folder), conversion.tree(before))} == {"README.md", "manifest.json"}
 
 
 @pytest.mark.parametrize(("method", "old", "new"), PAIRS + PANELS)
-def test_what_keeps_its_values_is_as_converted_again(
-    method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
-) -> None:
+def test_what_keeps_its_values_is_as_converted_again(method, old, new, tmp_path, cli, converted, source):
     """Of panels, blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
     before, fresh = converted(method, old), converted(method, new)
     said = cli("resplit", before, tmp_path / "new", "--threadpool-count", new)
@@ -108,8 +100,7 @@ def test_what_keeps_its_values_is_as_converted_again(
     else:
         assert ours.keys() == theirs.keys() and same(ours, theirs, "ffn_gate") and same(ours, theirs, "ffn_up")
         if old % new == 0:  # whole parts are put together: the largest scale is that of all columns
-            assert same(ours, theirs, "ffn_down", ".scale")
-            assert "rounded once more" in said
+            assert same(ours, theirs, "ffn_down", ".scale") and "rounded once more" in said
         elif new % old == 0:
             assert "all weights keep their values" in said
     assert f"| resplit from | {old} NUMA part" in (tmp_path / "new" / "README.md").read_text()
@@ -119,7 +110,7 @@ def test_what_keeps_its_values_is_as_converted_again(
 
 
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
-def test_there_and_back_changes_no_weight(options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any) -> None:
+def test_there_and_back_changes_no_weight(options, tmp_path, cli, converted):
     """Parts that were split share their scales, so that putting them together again loses nothing. Nor does the same
     number of parts change any."""
     before, three, back = converted("int4", 1, *options), tmp_path / "three", tmp_path / "back"
@@ -131,7 +122,7 @@ def test_there_and_back_changes_no_weight(options: tuple[str, ...], tmp_path: Pa
     assert no_weight_changed(tmp_path / "same", three)
 
 
-def test_loose_files_with_backward_matrices(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+def test_loose_files_with_backward_matrices(tmp_path, cli, converted, source):
     """Of the transposes, it is gate and up whose parts are columns. A merge keeps account of it."""
     before = converted("int8", 4, "--no-merge-safetensor", "--save-backward-weights")
     cli("resplit", before, tmp_path / "new", "--threadpool-count", 2)
@@ -146,7 +137,7 @@ def test_loose_files_with_backward_matrices(tmp_path: Path, cli: Any, converted:
 
 
 @pytest.mark.parametrize("non_experts", ["copy", "keep"])
-def test_everything_else_comes_along(tmp_path: Path, cli: Any, source: Path, non_experts: str) -> None:
+def test_everything_else_comes_along(tmp_path, cli, source, non_experts):
     options = ("--non-experts", non_experts, "--quant-method", "int8", "--layers", "1")
     (tmp_path / "in").mkdir()
     shutil.copytree(source, tmp_path / "in" / "model")
@@ -160,12 +151,11 @@ def test_everything_else_comes_along(tmp_path: Path, cli: Any, source: Path, non
     config, before = (json.loads(files["config.json"] or b"") for files in (new, old))
     assert config["quantization_config"].pop("num_numa_nodes") == 6
     before["quantization_config"].pop("num_numa_nodes")
-    assert config == before
-    assert same(tensors(tmp_path / "new"), tensors(tmp_path / "old"), "embed")
+    assert config == before and same(tensors(tmp_path / "new"), tensors(tmp_path / "old"), "embed")
     cli("verify", tmp_path / "new", "--against", source, "--numa", 6, "--run")
 
 
-def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> None:
+def test_an_output_of_kt_kernel(tmp_path, cli, converted):
     """No manifest, no metadata, no index: the bytes say what it is."""
     from safetensors.numpy import load_file, save_file
 
@@ -178,7 +168,7 @@ def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> Non
     cli("verify", tmp_path / "new")
 
 
-def test_panels_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> None:
+def test_panels_that_cannot_be_cut(tmp_path, cli, converted):
     whole = converted("fp8", 1, "--layout", "kt")
     assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
     thirds = converted("fp8", 3)
@@ -190,56 +180,49 @@ def test_panels_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> 
     assert ".scales in model-00001" in said and "is nan" in said
 
 
-# ---- another rounding ------------------------------------------------------------------------------------------------
-
-
 def down_error(cli: Any, output: Path, source: Path) -> float:
     """Of all experts, as verify measures it; resplit measures the same where a layer has one expert."""
     (report,) = objects(cli("verify", output, "--against", source, "--full", "--json"))
     return float(next(e["relative_error"] for e in report["errors"] if e["projection"] == "down"))
 
 
-def test_what_is_better_is_said(tmp_path: Path, cli: Any) -> None:
+def test_what_is_better_is_said(tmp_path, cli):
     source = conversion.checkpoint(tmp_path / "model", layers=1, experts=1)
     parts = {1: tmp_path / "one", 2: tmp_path / "two"}
     for numa, output in parts.items():
         cli("cpu", "-q", "-i", source, "-o", output, "--threadpool-count", numa)
     words = ("resplit", parts[2], tmp_path / "new", "--threadpool-count", 1)
     *_, plan = objects(cli(*words, "--against", source, "--dry-run", "--json"))
+    first, last = plan["notes"][0], plan["notes"][-1]
     assert not (tmp_path / "new").exists()
     said = objects(cli(*words, "--against", source, "--json"))
-    notes = [event["text"] for event in said if event["event"] == "note"]
-    assert set(plan["notes"]) <= set(notes)
+    assert set(plan["notes"]) <= {event["text"] for event in said if event["event"] == "note"}
     before, after, again = (down_error(cli, folder, source) for folder in (parts[2], tmp_path / "new", parts[1]))
     assert before < again < after
     reported = (
         f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
     )
-    assert reported in plan["notes"][-1]
-    assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in plan["notes"][-1]
-    assert "--scale" not in plan["notes"][-1]
+    assert reported in last and "--scale" not in last
+    assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in last
     done = next(event for event in said if event["event"] == "done")
     moved = done["stats"]["down_change"]["relative_error"]
-    assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in plan["notes"][0]
-    assert plan["notes"][0] in (tmp_path / "new" / "README.md").read_text()
+    assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in first
+    assert first in (tmp_path / "new" / "README.md").read_text()
 
 
-def test_the_command_that_converts_again_chooses_scales_in_the_same_way(source: Path, tmp_path: Path, cli: Any) -> None:
+def test_the_command_that_converts_again_chooses_scales_in_the_same_way(source, tmp_path, cli):
     cli("cpu", "-q", "-i", source, "-o", tmp_path / "mse", "--scale", "mse")
     words = ("resplit", tmp_path / "mse", tmp_path / "new", "--threadpool-count", 1, "--against", source)
     *_, plan = objects(cli(*words, "--dry-run", "--json"))
     assert " --quant-method int4 --threadpool-count 1 --scale mse" in plan["notes"][-1]
 
 
-def test_what_is_as_good_is_said(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+def test_what_is_as_good_is_said(tmp_path, cli, converted, source):
     words = ("resplit", converted("int8", 2), tmp_path / "new", "--threadpool-count", 2, "--dry-run")
     assert "resplit is as good" in cli(*words, "--against", source)
     other = conversion.checkpoint(tmp_path / "other", layers=2, experts=1, hidden=HIDDEN, width=WIDTH, seed=1)
     assert "is not that of" in cli(*words, "--against", other, code=5)
     assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5)
-
-
-# ---- the definition --------------------------------------------------------------------------------------------------
 
 
 def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
@@ -257,7 +240,7 @@ def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[
 @pytest.mark.parametrize("form", [AMXINT4, AMXINT8], ids=lambda form: form.name)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObject) -> None:
+def test_parts_are_rearranged_by_the_definition(form, data):
     legal = [1, 2, 3, 6] if form.grid.bits == 4 else [1, 2, 3, 4, 6]
     old_count, new_count = data.draw(st.sampled_from(legal)), data.draw(st.sampled_from(legal))
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
@@ -282,9 +265,7 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
         axis = 1
         for (_, stored), expected in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
             assert np.array_equal(stored[0], expected[0]) and np.array_equal(stored[1].view(np.float32), expected[1])
-    before, after = (
-        np.concatenate([form.decode(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
-    )
+    before, after = (np.concatenate([form.decode(s, p.n, p.k) for p, s in side], axis) for side in (old, new))
     if axis == 0 or not rearrange.rounds_again(form, old_count, new_count):
         assert np.array_equal(before, after)
     else:
@@ -293,10 +274,7 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
         assert (np.abs(before.astype(np.float64) - after) <= bound * (1 + 1e-6) + 2.0**-149).all()
 
 
-# ---- cut off, changed, refused ---------------------------------------------------------------------------------------
-
-
-def test_an_edited_input_is_noticed(bench: Any) -> None:
+def test_an_edited_input_is_noticed(bench):
     old = bench.base / "old"
     assert bench.cpu(output=old).returncode == 0
     words = ("resplit", old, bench.output, "--threadpool-count", "1", "--cpuinfer-threads", "1")
@@ -315,7 +293,7 @@ def test_an_edited_input_is_noticed(bench: Any) -> None:
     conversion.refused(bench.run(*words[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
 
 
-def test_what_cannot_be_rearranged_is_refused(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+def test_what_cannot_be_rearranged_is_refused(tmp_path, cli, converted, source):
     new = tmp_path / "new"
 
     def refused(old: Path, code: int, *words: str, numa: int = 2, options: tuple[str, ...] = ()) -> None:
@@ -342,7 +320,7 @@ def test_what_cannot_be_rearranged_is_refused(tmp_path: Path, cli: Any, converte
     cli("resplit", loose, new, "--threadpool-count", 2, "--max-memory", "1MB", code=4)
 
 
-def test_numbers_that_no_conversion_gives_are_refused(tmp_path: Path, cli: Any, converted: Any) -> None:
+def test_numbers_that_no_conversion_gives_are_refused(tmp_path, cli, converted):
     """A scale that is not finite, and a code below the smallest, where they would be rounded."""
     for what, data, words in (
         ("scale", np.float32("nan").tobytes(), "the scale of row 0 is nan"),

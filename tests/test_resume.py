@@ -1,6 +1,6 @@
-"""From what lies beside the output: a torn journal, a damaged plan, how the last run died."""
-
-from __future__ import annotations
+"""Resumed from what lies beside the output: a torn journal, a damaged plan, layers that are there; and what survives a
+power cut.
+"""
 
 import json
 import re
@@ -18,9 +18,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.engine import journal
 from rig import conversion, killpoint
-from rig.bench import LAYERS, Bench
-
-# ---- the journal and the plan ----------------------------------------------------------------------------------------
+from rig.bench import CONVERSIONS, LAYERS, Bench
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def stopped(bench: Bench) -> Any:
     return path
 
 
-def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
+def test_a_torn_last_line_does_not_count(tmp_path, stopped):
     whole = stopped.read_bytes()
     lines = whole.splitlines(keepends=True)
     path = tmp_path / "torn.jsonl"
@@ -48,7 +46,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
         assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end", "at": 1.5}\n'
 
 
-def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
+def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
     path, limit = tmp_path / "journal.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     book = journal.Journal(path)
     book.append(journal.Start(unit="first"))
@@ -65,19 +63,38 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
     assert [record.unit for record in journal.read(path) if isinstance(record, journal.Start)] == ["first", "third"]
 
 
-@pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])
-def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> None:
+# What the journal's bytes become, the last line being the record of the second of three units -> units made again.
+GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
+    "none of the last record": (lambda whole, last: whole[:-last], 2),
+    "a byte": (lambda whole, last: whole[: 1 - last], 2),
+    "all but a brace": (lambda whole, last: whole[:-2], 2),
+    "all but the end of line": (lambda whole, last: whole[:-1], 2),
+    "zeros after it": (lambda whole, last: whole + bytes(4096), 1),
+    "no UTF-8": (lambda whole, last: whole + b"\xff\xfe\n", 1),
+    "another kind of JSON": (lambda whole, last: whole + b"[1, 2]\n17\nnull\n", 1),
+    "nested without end": (lambda whole, last: whole + b"[" * 100_000 + b"\n", 1),
+    "half a record": (lambda whole, last: whole + b'{"event": "done", "unit": "cpu_exp', 1),
+    "no file": (lambda whole, last: None, LAYERS),
+    "empty": (lambda whole, last: b"", LAYERS),
+    "another beginning": (lambda whole, last: b'{"ktconvert-jour', LAYERS),
+    "zeros alone": (lambda whole, last: bytes(100), LAYERS),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_resumed_from_a_torn_journal(bench, stopped, what):
+    change, remade = GARBAGE[what]
     expected, whole = bench.fresh(), stopped.read_bytes()
-    last = len(whole.splitlines(keepends=True)[-1])
-    keep = {"none of it": 0, "a byte": 1, "half": last // 2, "all but a brace": last - 2}.get(left, last - 1)
-    stopped.write_bytes(whole[: len(whole) - last + keep])
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == 2
+    content = change(whole, len(whole.splitlines(keepends=True)[-1]))
+    stopped.unlink()
+    if content is not None:
+        stopped.write_bytes(content)
+    assert bench.run("resume", bench.output).returncode == 0 and bench.units_written() == remade
     bench.finished_as(expected)
 
 
 @pytest.mark.long
-def test_resumed_from_a_journal_torn_anywhere(bench: Bench, stopped: Path) -> None:
+def test_resumed_from_a_journal_torn_anywhere(bench, stopped):
     expected, whole = bench.fresh(), stopped.read_bytes()
     shutil.move(bench.work, bench.base / "kept")
     for size in range(0, len(whole), 7):
@@ -89,47 +106,16 @@ def test_resumed_from_a_journal_torn_anywhere(bench: Bench, stopped: Path) -> No
         shutil.rmtree(bench.output)
 
 
-GARBAGE = {
-    "zeros": (bytes(4096), 1),
-    "no UTF-8": (b"\xff\xfe\n", 1),
-    "another kind of JSON": (b"[1, 2]\n17\nnull\n", 1),
-    "nested without end": (b"[" * 100_000 + b"\n", 1),
-    "half a record": (b'{"event": "done", "unit": "cpu_exp', 1),
-}
-
-
-@pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_after_the_records_is_cut_off(bench: Bench, stopped: Path, what: str) -> None:
-    garbage, remade = GARBAGE[what]
-    expected = bench.fresh()
-    stopped.write_bytes(stopped.read_bytes() + garbage)
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == remade
-    bench.finished_as(expected)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\n", b'{"ktconvert-jour', bytes(100)])
-def test_without_a_journal_everything_is_made_again(bench: Bench, stopped: Path, content: bytes | None) -> None:
-    expected = bench.fresh()
-    stopped.unlink()
-    if content is not None:
-        stopped.write_bytes(content)
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == LAYERS
-    bench.finished_as(expected)
-
-
-def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) -> None:
+def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
     expected = bench.fresh()
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == 2
+    assert bench.run("resume", bench.output).returncode == 0 and bench.units_written() == 2
     bench.finished_as(expected)
 
 
 @pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tuple[str, ...]) -> None:
+def test_a_bit_that_flipped_in_the_store_is_made_again(bench, words):
     expected = bench.fresh(*words)
     bench.stop_after(2, *words)
     victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
@@ -158,7 +144,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("again", ["resume", "the same command"])
-def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again: str) -> None:
+def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     plan = bench.work / "plan.json"
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
     store = conversion.tree(bench.work / "store")
@@ -167,10 +153,7 @@ def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again:
     assert conversion.tree(bench.work / "store") == store
 
 
-# ---- after a death ---------------------------------------------------------------------------------------------------
-
-
-def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
+def test_the_next_start_says_where_the_last_one_died(bench):
     bench.stop_after(1)
     with (bench.work / "journal.jsonl").open("ab") as file:
         file.write(b'{"event": "start", "unit": "experts.layer-001"}\n')
@@ -182,9 +165,7 @@ def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
     assert bench.units_written() == 2
 
 
-def test_the_next_start_says_that_memory_ran_out(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
     """What the kernel counts cannot be raised here, so the count is another one."""
     bench.stop_after(1)
     path = bench.work / "journal.jsonl"
@@ -200,28 +181,227 @@ def test_the_next_start_says_that_memory_ran_out(
         assert ("the kernel has killed for memory since then" in stderr) == reported
 
 
-def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
+def test_a_death_at_the_very_end_is_reported_too(bench):
     expected = bench.fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
     done = bench.run("resume", bench.output)
-    assert "died in assemble; 3 of 3 units are finished" in done.stderr
-    assert bench.units_written() == 0
+    assert "died in assemble; 3 of 3 units are finished" in done.stderr and bench.units_written() == 0
     bench.finished_as(expected)
 
 
-def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:
+def test_a_finished_output_has_nothing_to_do(bench):
     assert bench.cpu().returncode == 0
     before = conversion.identity(bench.output)
     for again in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--threadpool-count", "2")):
-        assert again.returncode == 0
-        assert "is finished: nothing to do" in again.stderr
+        assert again.returncode == 0 and "is finished: nothing to do" in again.stderr
     assert conversion.identity(bench.output) == before
     assert conversion.names(bench.output.parent) == ["out"]
 
 
-def test_nothing_was_begun(bench: Bench) -> None:
-    conversion.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
+class Disk:
+    """What would be left of the calls so far if the power went now: names and contents count once they were synced."""
+
+    def __init__(self) -> None:
+        self.contents: set[str] = set()  # files whose content was not synced
+        self.names: set[str] = set()  # entries of folders that were not synced
+
+    def apply(self, call: Any) -> None:
+        name, path, second = call
+        match name:
+            case "open":
+                self.names.add(path)
+                self.contents.add(path)
+            case "write" | "pwrite" | "ftruncate" | "posix_fallocate":
+                self.contents.add(path)
+            case "mkdir":
+                self.names.add(path)
+            case "link":
+                self.names.add(second)
+                if path in self.contents:
+                    self.contents.add(second)
+            case "rename":
+                for known in (self.contents, self.names):
+                    for old in [p for p in known if p == path or p.startswith(f"{path}/")]:
+                        known.discard(old)
+                        known.add(second + old.removeprefix(path))
+                self.names.add(second)
+            case "fsync":
+                self.contents.discard(path)
+                self.names = {p for p in self.names if str(Path(p).parent) != path}
+            case "syncfs":
+                self.contents.clear()
+                self.names.clear()
+            case "unlink" | "unlinkat" | "rmdir":
+                self.contents.discard(path)
+                self.names.discard(path)
+
+    def unsafe(self, below: str) -> set[str]:
+        """What of this file or folder would be lost, the names above it too."""
+        above = {below, *(str(p) for p in Path(below).parents)}
+        return {p for p in self.contents | self.names if p in above or p.startswith(f"{below}/")} - {"."}
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("which", CONVERSIONS)
+def test_nothing_counts_before_it_is_durable(bench, which, over):
+    if over:
+        assert bench.begin(which).returncode == 0
+    assert bench.begin(which, *(["--overwrite"] if over else [])).returncode == 0
+    disk, stored, recorded, appeared = Disk(), [], 0, 0
+    base = str(bench.output.parent)
+    for call in bench.calls():
+        call = call._replace(path="." if call.path == base else call.path)
+        if call.name == "rename" and call.second.startswith("out.work/store/"):
+            assert disk.unsafe(call.path) <= {call.path, "out.work/partial"}, f"{call.path} is published, not synced"
+            assert call.path not in disk.contents
+            stored.append(call.second)
+        if call[:2] in (("pwrite", "out.work/journal.jsonl"), ("write", "out.work/journal.jsonl")):
+            for unit in stored:
+                assert disk.unsafe(unit) == set(), f"{unit} may be recorded before it is durable"
+        if call.name in ("rename", "renameat2") and call.second == "out":
+            if over and call.name == "rename":
+                continue  # refused, since something lies there; then the two are swapped
+            assert disk.unsafe("out.work/out") - {"out.work/out"} == set()
+            recorded, appeared = len(stored), appeared + 1
+            call = call._replace(name="rename")
+        if call.name in ("unlink", "unlinkat", "rmdir") and appeared:
+            assert disk.unsafe("out") == set(), "the work folder is removed before the output is durable"
+        disk.apply(call)
+    assert appeared == 1 and recorded == len(stored) > 0
+    assert disk.unsafe("out") == set()
+
+
+@pytest.mark.parametrize("which", CONVERSIONS)
+def test_where_files_move_in_the_index_comes_last(bench, which):
+    """An output that is a link to a folder cannot be renamed to."""
+    real = bench.output.with_name("out-real")
+    real.mkdir()
+    bench.output.symlink_to(real)
+    assert bench.begin(which).returncode == 0
+    seen = False
+    disk, last = Disk(), "manifest.json" if which == "loose" else "model.safetensors.index.json"
+
+    def ours() -> set[str]:
+        return {name for name in disk.unsafe("out-real") if ".ktconvert" not in name}
+
+    for call in bench.calls():
+        if call.name == "rename" and call.second == f"out-real/{last}":
+            seen = True
+            assert ours() == set(), "the index comes before what it names is durable"
+        disk.apply(call)
+    assert seen and ours() == set()
+
+
+def test_resume_layer_changes_nothing_where_our_journal_exists(bench):
+    expected = bench.fresh("--no-merge-safetensor")
+    bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    assert done.returncode == 0, done.stderr
+    assert bench.units_written() == 2
+    bench.finished_as(expected)
+    assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
+
+
+@pytest.fixture
+def kt_layers(bench: Bench) -> Callable[[int], dict[str, Any]]:
+    """Makes the output look like kt-kernel's after so many layers: loose folders and nothing else."""
+
+    def make(layers: int) -> dict[str, Any]:
+        assert bench.cpu("--no-merge-safetensor").returncode == 0
+        for path in bench.output.iterdir():
+            if path.is_file():
+                path.unlink()
+            elif not path.name.startswith("_layer_") or int(path.name[7:]) >= layers:
+                shutil.rmtree(path)
+        return {name: seen for name, seen in conversion.identity(bench.output).items() if name.endswith(".kt")}
+
+    return make
+
+
+def weights(tree: Any) -> Any:
+    return {name: data for name, data in tree.items() if name.endswith(".kt")}
+
+
+def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench, kt_layers):
+    expected = weights(bench.fresh("--no-merge-safetensor"))
+    before = kt_layers(2)
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    assert done.returncode == 0, done.stderr
+    assert bench.units_written() == 1 and weights(conversion.tree(bench.output)) == expected
+    after = conversion.identity(bench.output)
+    assert before == {name: after[name] for name in before}  # same inodes, times and all
+    assert not (bench.output / ".ktconvert").exists()
+    assert conversion.names(bench.output.parent) == ["out"]
+    names = {file["name"] for file in json.loads((bench.output / "manifest.json").read_text())["files"]}
+    assert set(expected) <= names
+    assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
+
+
+def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
+    kt_layers(2)
+    shutil.copy(bench.source / "tokenizer.json", bench.output)
+    (bench.output / "README.md").write_text("mine")
+    before = conversion.identity(bench.output)
+    conversion.refused(bench.cpu("--no-merge-safetensor", "--resume-layer", "2"), 7, str(bench.output / "README.md"))
+    assert conversion.identity(bench.output) == before
+    (bench.output / "README.md").unlink()
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # the same tokenizer is no matter
+    assert done.returncode == 0, done.stderr
+
+
+def test_resume_layer_redoes_incomplete_layers(bench, kt_layers):
+    expected = weights(bench.fresh("--no-merge-safetensor"))
+    before = kt_layers(2)
+    cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    assert done.returncode == 0, done.stderr
+    assert bench.units_written() == 2 and weights(conversion.tree(bench.output)) == expected
+    after = conversion.identity(bench.output)
+    kept = [name for name in before if "_layer_1" in name]
+    assert kept and all(before[name] == after[name] for name in kept)
+
+
+def test_resume_layer_where_every_layer_is_incomplete(bench, kt_layers):
+    expected = weights(bench.fresh("--no-merge-safetensor"))
+    kt_layers(1)
+    next((bench.output / "_layer_0").rglob("*.kt")).unlink()
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "1")
+    assert done.returncode == 0, done.stderr
+    assert weights(conversion.tree(bench.output)) == expected
+
+
+def test_killed_while_adding_to_kept_layers(bench, kt_layers):
+    kt_layers(2)
+    kept = bench.base / "kept"
+    shutil.copytree(bench.output, kept)
+    command = ("--no-merge-safetensor", "--resume-layer", "2")
+    assert bench.cpu(*command).returncode == 0
+    expected, points = conversion.tree(bench.output), len(bench.calls())
+    for n in conversion.thinned(points, 10):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.output)
+        assert bench.cpu(*command, kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        by_name = n % 2 and (bench.output / ".ktconvert/plan.json").exists()
+        done = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+        assert conversion.names(bench.output.parent) == ["out"]
+
+
+@pytest.mark.parametrize("loose", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
+def test_resume_layer_with_nothing_there_leaves_layers_out(bench, loose):
+    dry = bench.cpu(*loose, "--resume-layer", "1", "--dry-run")
+    assert dry.returncode == 0 and "layers 0 are left out" in dry.stderr
     assert conversion.names(bench.output.parent) == []
+    assert bench.cpu(*loose, "--resume-layer", "1", kill=40).returncode == killpoint.KILLED
+    done = bench.run("resume", bench.output)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((bench.output / "manifest.json").read_text())
+    assert document["model"]["layers"] == [1, 2]
+    assert "nothing to do" in bench.cpu(*loose, "--resume-layer", "1").stderr

@@ -1,7 +1,5 @@
 """ktconvert run: a model's words, streamed, and how fast they came."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -15,7 +13,8 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
-from rig import families
+from rig import families, stored
+from rig.absent import without
 from rig.served import with_template
 
 pytest.importorskip("transformers")
@@ -42,78 +41,42 @@ def count(example: Path, text: str) -> int:
     return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
 
 
-def test_a_prompt_is_continued(cli: Callable[..., Any], example: Path, weights: Path) -> None:
+def test_a_prompt_is_continued(cli, example, weights):
     """In a process of its own; with INT8 experts the bundled model begins with the words that it has without: of these
     it is sure, so that another processor's rounding gives no others."""
     prompt = "import os"
     options = (example, "--prompt", prompt, "--max-new-tokens", 12)
     done = cli("run", *options, "--cpu-weights", weights, "--threads", 1)
-    assert done.stdout.startswith(prompt)
-    assert len(done.stdout) > len(prompt) + 20
-    assert done.stdout.endswith("\n")
+    assert done.stdout.startswith(prompt) and done.stdout.endswith("\n") and len(done.stdout) > len(prompt) + 20
     speed = SPEED.fullmatch(done.stderr.strip())
     assert speed is not None, done.stderr
     assert (int(speed[1]), int(speed[2])) == (count(example, prompt), 11)
     as_it_is = call(*options, "--threads", 1)
-    assert as_it_is.exit_code == 0
-    assert as_it_is.stdout == done.stdout
+    assert (as_it_is.exit_code, as_it_is.stdout) == (0, done.stdout)
 
 
 @pytest.mark.parametrize("fault", ["cut short", "is missing"])
-def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_read(fault, example, weights, tmp_path):
     """Not taken for a layer that was not converted."""
     shutil.copytree(weights, tmp_path / "out")
     shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
-    if fault == "is missing":
-        shard.unlink()
-    else:
-        shard.write_bytes(shard.read_bytes()[:-4096])
+    data = shard.read_bytes()
+    shard.unlink()
+    if fault == "cut short":
+        shard.write_bytes(data[:-4096])
     done = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
     assert isinstance(done.exception, InputError)
-    assert re.search(
-        rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again", str(done.exception)
-    )
+    why = rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again"
+    assert re.search(why, str(done.exception))
 
 
-def test_an_output_with_all_else_beside_its_experts_is_a_model(
-    example: Path, weights: Path, packed_example: Callable[..., Path]
-) -> None:
-    options = ("--prompt", "import os\n", "--max-new-tokens", 8)
-    whole = packed_example("int8", 1, "--non-experts", "keep")
-    done = call(whole, *options, "--threads", 2)
-    assert done.exit_code == 0, done.exception
-    assert done.stdout == call(example, "--cpu-weights", weights, *options).stdout
-    refused = call(whole, "--cpu-weights", weights, *options).exception
-    assert isinstance(refused, UsageError) and "has converted experts of its own" in str(refused)
-
-
-def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
-    """Each message is a line; the model sees all that was said."""
+def test_a_chat_is_plain_text_without_a_template_and_has_the_form_of_one(example, weights, tmp_path):
+    """Without one each message is a line; the model sees all that was said."""
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
     assert done.exit_code == 0, done.exception
-    answers = done.stdout.splitlines()
     first, second = SPEED.findall(done.stderr)
-    assert int(first[0]) == count(example, "import os\n")
+    assert int(first[0]) == count(example, "import os\n") and len(done.stdout.splitlines()) >= 2
     assert int(second[0]) > count(example, "import os\nclass\n")
-    assert len(answers) >= 2
-
-
-def test_the_smallest_temperature_and_no_more_threads_than_cpus(example: Path) -> None:
-    """Divided by it, logits would overflow; `serve` clamps it, too."""
-    options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
-    done = call(example, "--prompt", "import os", *options)
-    assert done.exit_code == 0, done.exception
-    assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
-
-
-def test_a_chat_of_bytes_that_are_no_text(example: Path) -> None:
-    words = [str(example), "--max-new-tokens", "2", "--chat"]
-    done = CliRunner().invoke(run, words, input=b"import os\nimport \xff\n")
-    assert isinstance(done.exception, InputError), done.exception
-    assert "is not UTF-8 text" in str(done.exception)
-
-
-def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: Path, tmp_path: Path) -> None:
     model = with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
@@ -121,13 +84,23 @@ def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: 
     assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
 
 
+def test_the_smallest_temperature_and_no_more_threads_than_cpus(example):
+    """Divided by it, logits would overflow; `serve` clamps it, too."""
+    options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
+    done = call(example, "--prompt", "import os", *options)
+    assert done.exit_code == 0, done.exception
+    assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
+
+
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
-def test_a_chat_template_that_refuses(example: Path, tmp_path: Path, template: str) -> None:
+def test_a_chat_template_that_refuses(example, tmp_path, template):
     refused = call(with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
+    done = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
+    assert isinstance(done.exception, InputError) and "is not UTF-8 text" in str(done.exception)
 
 
-def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
+def test_a_model_that_has_no_class_for_text_alone(tmp_path):
     """Qwen3-VL-MoE is known to transformers as a model of images and text only."""
     torch = pytest.importorskip("torch")
     import transformers
@@ -147,8 +120,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
     text_said, speed = generating.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
-    assert "".join(notes) == text_said
-    assert (speed.prompt, speed.new) == (3, 3)
+    assert "".join(notes) == text_said and (speed.prompt, speed.new) == (3, 3)
     assert model.config.text_config.output_router_logits is False  # left over from training
 
 
@@ -161,36 +133,31 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
-def test_what_cannot_be_run(example: Path, options: tuple[object, ...], kind: type[KtconvertError], why: str) -> None:
+def test_what_cannot_be_run(example, options, kind, why):
     refused = call(example, *options).exception
-    assert type(refused) is kind
-    assert why in str(refused)
+    assert type(refused) is kind and why in str(refused)
 
 
-def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Path) -> None:
+def test_models_that_cannot_be_loaded(tmp_path, example, weights):
     """Nothing is filled up with chance, no other model is taken."""
 
-    def refused(model: Path) -> str:
+    def refused(model: Path, words: str) -> None:
         error = call(model, "--prompt", "x").exception
-        assert isinstance(error, InputError | UnsupportedError)
-        return str(error)
+        assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {words}"), error
 
     nothing = tmp_path / "nothing"
-    assert refused(nothing) == f"{nothing}: no such directory; give a model's directory or its hub id"
-    assert refused(weights).startswith(f"{weights}: holds converted experts, no model; give the original model")
+    refused(nothing, "no such directory; give a model's directory or its hub id")
+    refused(weights, "holds converted experts, no model; give the original model")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    assert "give the model's safetensors release" in refused(tmp_path / "m.gguf")
+    error = call(tmp_path / "m.gguf", "--prompt", "x").exception
+    assert isinstance(error, UnsupportedError) and "give the model's safetensors release" in str(error)
     nothing.mkdir()
-    assert refused(nothing).startswith(f"{nothing}: transformers cannot load it: ")
+    refused(nothing, "transformers cannot load it: ")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
-    assert refused(nothing) == f"{nothing}: has no tokenizer; put its files (tokenizer.json) beside config.json"
-    config = nothing / "config.json"
-    config.chmod(0o644)
-    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
-    assert refused(nothing).startswith(
-        f"{nothing}: layer 2 is missing ('model.layers.2.mlp.experts.0.gate_proj.weight'"
-    )
+    refused(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
+    stored.configure(nothing, num_hidden_layers=3)
+    refused(nothing, "layer 2 is missing ('model.layers.2.mlp.experts.0.gate_proj.weight'")
 
 
 LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
@@ -203,9 +170,7 @@ LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("file", "settings"), LEFT_OVER, ids=[str(settings) for _, settings in LEFT_OVER])
-def test_what_training_left_in_a_config_changes_no_word(
-    file: str, settings: dict[str, Any], example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_training_left_in_a_config_changes_no_word(file, settings, example, tmp_path, monkeypatch):
     """Of a prompt in parts; nor do several texts at once, padded, and beams fail."""
     monkeypatch.setattr(generating, "PART", 16)
     options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
@@ -222,7 +187,7 @@ def test_what_training_left_in_a_config_changes_no_word(
 
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
-def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_read_in_parts_says_the_same(family, window, monkeypatch):
     """Whatever the model remembers of the parts before: keys and values, of a window too, or a recurrent state."""
     import torch
     import transformers
@@ -259,18 +224,8 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
-def test_a_missing_package_is_one_line(
-    words: tuple[str, ...], package: str, what: str, extra: str, cli: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
-    """Python's own finder passes over a package, as if it were not installed."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "found = PathFinder.find_spec\n"
-        f"PathFinder.find_spec = lambda name, *rest: None if name == {package!r} else found(name, *rest)\n"
-    )
+def test_a_missing_package_is_one_line(words, package, what, extra, cli, example, tmp_path):
     given = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
-    done = cli(*(word.format(**given) for word in words), code=1, env={"PYTHONPATH": str(tmp_path)})
-    assert done.stderr.splitlines()[-1] == (
-        f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
-    )
-    assert not (tmp_path / "out").exists()
+    done = cli(*(word.format(**given) for word in words), code=1, env=without(package, tmp_path))
+    said = f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
+    assert done.stderr.splitlines()[-1] == said and not (tmp_path / "out").exists()

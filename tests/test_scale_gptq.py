@@ -1,7 +1,5 @@
 """`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that were compensated on a walk through the model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -69,7 +67,7 @@ def tensors(output: Path, ending: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_codes_are_in_range(name: str, outputs: Path) -> None:
+def test_codes_are_in_range(name, outputs):
     """-8 and -128 never occur, and `verify` holds each linear against the source."""
     if name == "bundled loose":
         stored = [path.read_bytes() for path in (outputs / name).rglob("*_quant_.kt")]
@@ -87,7 +85,7 @@ def test_codes_are_in_range(name: str, outputs: Path) -> None:
     assert "have codes within their range, and errors of at most" in said
 
 
-def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs: Path) -> None:
+def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
     """Parts share no scale, and a linear is compensated as a whole."""
     parted, whole = (open_output(outputs / name) for name in ("bundled mxfp4", "bundled mxfp4 rows"))
     for expert, projection in product(range(8), ("gate", "up", "down")):
@@ -101,14 +99,14 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs: Path) -> None:
         np.testing.assert_array_equal(*numbers)
 
 
-def test_how_the_source_stores_experts_does_not_matter(outputs: Path) -> None:
+def test_how_the_source_stores_experts_does_not_matter(outputs):
     ours = {name: read_folder(outputs / name) for name in ("separate", "fused", "FP8", "decoded")}
     assert differing(ours["fused"], ours["separate"]) == []
     assert differing(ours["FP8"], ours["decoded"]) == []
     assert differing(ours["FP8"], ours["separate"]) != []
 
 
-def test_experts_are_equalized_before_they_run(outputs: Path) -> None:
+def test_experts_are_equalized_before_they_run(outputs):
     """The walk reads equalized experts, which compute the same; and what is compensated is nearer."""
     manifest = json.loads((outputs / "equalized" / "manifest.json").read_bytes())
     assert manifest["model"]["equalized"] == ["layer 0: 0-7"]
@@ -118,11 +116,11 @@ def test_experts_are_equalized_before_they_run(outputs: Path) -> None:
     assert gate and all(ours[name] == theirs[name] for name in gate)
 
 
-def test_loose_files_are_the_same(outputs: Path, cli: Any) -> None:
+def test_loose_files_are_the_same(outputs, cli):
     cli("verify", str(outputs / "bundled loose"), "--against", str(outputs / "bundled int4"))
 
 
-def test_experts_with_too_few_tokens_are_listed(outputs: Path) -> None:
+def test_experts_with_too_few_tokens_are_listed(outputs):
     """In the model card and in what is said; they are rounded, with scales by importance."""
     card = (outputs / "bundled few" / "README.md").read_text()
     assert "gate and up saw every token, down those routed to its expert" in card
@@ -133,7 +131,7 @@ def test_experts_with_too_few_tokens_are_listed(outputs: Path) -> None:
     assert same and len(same) < len(few)
 
 
-def test_what_an_expert_sees_matters(outputs: Path) -> None:
+def test_what_an_expert_sees_matters(outputs):
     mixed, every, routed = (tensors(outputs / f"bundled {name}", ".weight") for name in ("int4", "all", "routed"))
     first = [name for name in mixed if name.startswith("blk.0.")]
     gate = [name for name in first if "down" not in name]
@@ -142,7 +140,7 @@ def test_what_an_expert_sees_matters(outputs: Path) -> None:
     assert any(mixed[name] != routed[name] for name in gate)
 
 
-def test_it_is_recorded_how_it_was_made(outputs: Path) -> None:
+def test_it_is_recorded_how_it_was_made(outputs):
     """Data, options and machine: in the manifest, the metadata of each shard and the model card."""
     output = outputs / "bundled int4"
     manifest = json.loads((output / "manifest.json").read_text())
@@ -169,13 +167,11 @@ def test_it_is_recorded_how_it_was_made(outputs: Path) -> None:
 
 def listed(said: str) -> list[str]:
     """What the command said of experts with too few tokens, as the manifest has it."""
-    found = re.findall(
-        r"layer (\d+): \d+ of 8 experts not compensated in down, for fewer .*: ([\d, ]+)$", said, re.MULTILINE
-    )
+    found = re.findall(r"layer (\d+): \d+ of 8 experts not compensated in down, for fewer .*: ([\d, ]+)$", said, re.M)
     return [f"layer {layer}: {ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
 
 
-def test_other_arrangements_keep_what_is_recorded(outputs: Path, example: Path, tmp_path: Path, cli: Any) -> None:
+def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cli):
     """Merged and resplit, and the experts that had too few tokens; what converting again gives is not known."""
     few = json.loads((outputs / "bundled few" / "manifest.json").read_text())["model"]
     assert few["too_few_tokens"] == listed((outputs / "bundled few.said").read_text()) != []
@@ -195,9 +191,7 @@ def test_other_arrangements_keep_what_is_recorded(outputs: Path, example: Path, 
 
 
 @pytest.mark.parametrize(("suffix", "byte", "words"), [("weight", 8, "-7 to 7"), ("scale", 0xFF, "not finite")])
-def test_verify_finds_what_must_not_be(
-    suffix: str, byte: int, words: str, outputs: Path, example: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tmp_path, cli):
     """A code -8, and a scale that is no number, though the manifest says that just they were written."""
     output = tmp_path / "out"
     shutil.copytree(outputs / "bundled int4", output)
@@ -216,9 +210,6 @@ def test_verify_finds_what_must_not_be(
     assert name.removesuffix(suffix) in problem and words in problem
 
 
-# --- refused --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -228,28 +219,15 @@ def test_verify_finds_what_must_not_be(
         (("--quant-method", "fp8"), 2, "--scale gptq is for --quant-method int4, int8"),
         (("--imatrix", "x.gguf"), 2, "are for --scale imatrix, not gptq"),
         (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
+        (("-i", "{gguf}"), 3, "GGUF is no input of --scale gptq"),
     ],
 )
-def test_refused(options: tuple[str, ...], code: int, words: str, example: Path, tmp_path: Path, cli: Any) -> None:
-    dataset = example.parent / "heldout.txt"
-    done = cli(
-        *calibrated.scale_gptq(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code
-    )
-    assert words in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_gguf_is_refused(tmp_path: Path, cli: Any, example: Path) -> None:
-    model = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
+def test_refused(options, code, words, example, tmp_path, cli):
+    stored = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
     about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
-    path = gguf.write(tmp_path / "model.gguf", model, about)
-    done = cli(
-        *calibrated.scale_gptq(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"),
-        code=3,
+    given = [option.format(gguf=gguf.write(tmp_path / "model.gguf", stored, about)) for option in options]
+    whole = calibrated.scale_gptq(
+        example, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1", *given
     )
-    assert "GGUF is no input of --scale gptq" in done.stderr
-
-
-def test_its_options_change_nothing_elsewhere(example: Path, tmp_path: Path, cli: Any) -> None:
-    done = cli("cpu", "-i", str(example), "-o", str(tmp_path / "out"), "--dampening-frac", "0.2", "--dry-run")
-    assert "--dampening-frac is for --scale gptq only and changes nothing here" in done.stderr
+    assert words in cli(*whole, code=code).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

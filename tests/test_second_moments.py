@@ -2,8 +2,6 @@
 `calibrate --second-moments` gathers; conversions with them, and what is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -25,7 +23,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics import second_moments
-from ktconvert.layouts.statistics.folder import encode, read_statistics
+from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_groups, search_scales
@@ -33,6 +31,7 @@ from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid, gro
 from rig import calibrated, conversion
 from rig.conversion import HIDDEN, WIDTH, here
 from rig.safetensors import metadata_of, read_file, write_file
+from rig.statistics import describe
 
 GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
 LAYERS, EXPERTS = 2, 2
@@ -64,9 +63,6 @@ def searched(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
     return codes, scales[:, None]
 
 
-# --- the search ---------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=20)
 @given(
     grid=st.sampled_from(list(GRIDS)),
@@ -77,9 +73,7 @@ def searched(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
     tokens=st.sampled_from([0, 1, 30, 500]),
     wide=st.sampled_from([0.0, 3.0, 15.0]),
 )
-def test_every_instruction_set_is_the_definition(
-    grid: str, seed: int, n: int, k: int, kind: str, tokens: int, wide: float
-) -> None:
+def test_every_instruction_set_is_the_definition(grid, seed, n, k, kind, tokens, wide):
     """Of singular matrices, too, and with columns that no input ever had."""
     rng = np.random.default_rng(seed)
     bf16, moments = rows(rng, n, k, kind), np.zeros((k, k + 5), np.float32)[:, :k]  # rows lie apart
@@ -97,7 +91,7 @@ def test_every_instruction_set_is_the_definition(
 
 
 @pytest.mark.parametrize(("grid", "most"), [("int4", 0.93), ("int8", 1.0), ("mxfp4", 0.95), ("rawint4", 0.7)])
-def test_outputs_have_less_error(grid: str, most: float) -> None:
+def test_outputs_have_less_error(grid, most):
     """Sums of e M eT beside those of the search without the metric; more columns than are multiplied at once."""
     rng = np.random.default_rng(4)
     own, k = GRIDS[grid], 576
@@ -118,26 +112,9 @@ def test_outputs_have_less_error(grid: str, most: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.eye(64, 32), np.asfortranarray(np.eye(64)), np.eye(64) * np.nan, -np.eye(64)])
-def test_arguments_are_checked(wrong: Any) -> None:
+def test_arguments_are_checked(wrong):
     with pytest.raises(ValueError, match=r"importance must be|must be contiguous"):
         search_scales(4, np.zeros((2, 64), np.uint16), wrong.astype(np.float32))
-
-
-# --- conversions --------------------------------------------------------------------------------------------------
-
-
-def describe(folder: Path) -> Path:
-    """statistics.json of what lies in a folder."""
-    files = [
-        {"name": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in sorted(folder.iterdir())
-        if path.name != "statistics.json"
-    ]
-    model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": LAYERS, "layers": [*SHAPES]}
-    model |= {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": WIDTH}
-    about = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
-    (folder / "statistics.json").write_bytes(encode(about, files, "0"))
-    return folder
 
 
 def tensors_of(layer: int) -> dict[str, Any]:
@@ -162,12 +139,11 @@ def statistics(source: Path) -> Path:
     folder = source.with_name("statistics")
     folder.mkdir()
     for layer in SHAPES:
-        metadata = {"layer": str(layer)}
-        write_file(folder / second_moments.file_of(layer), tensors_of(layer), metadata)
+        write_file(folder / second_moments.file_of(layer), tensors_of(layer), {"layer": str(layer)})
     sums = LayerSums(COUNTS, np.ones((EXPERTS, HIDDEN), np.float32), np.ones((EXPERTS, WIDTH), np.float32))
     write_imatrix(folder / "imatrix.gguf", SHAPES, lambda _: sums, datasets=["made up"], chunks=1, chunk_size=409)
     write_file(folder / "counts.safetensors", {"counts": ("I64", np.tile(COUNTS, (LAYERS, 1)))})
-    return describe(folder)
+    return describe(folder, SHAPES)
 
 
 def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
@@ -175,7 +151,7 @@ def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
 
 
 @pytest.mark.parametrize("method", ["int4", "rawint4"])
-def test_the_bytes_are_those_of_the_definition(method: str, source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_path):
     """Each part of down has its own block of the matrix; without tokens it is searched without. What was read is
     recorded, and verify makes the output again with it alone.
     """
@@ -255,32 +231,29 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_statistics_are_one_sentence(what: str, source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_hostile_statistics_are_one_sentence(what, source, statistics, tmp_path):
     folder, (damage, words) = Path(shutil.copytree(statistics, tmp_path / "statistics")), HOSTILE[what]
     damage(folder)
-    describe(folder)
-    refused(convert(source, tmp_path / "out", folder), 5, str(folder), words)
+    refused(convert(source, tmp_path / "out", describe(folder, SHAPES)), 5, str(folder), words)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_as_described(source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_what_is_not_as_described(source, statistics, tmp_path):
     """A changed byte is found before anything is read of its layer; an importance matrix alone has no metric."""
     folder = Path(shutil.copytree(statistics, tmp_path / "statistics"))
     conversion.edit(folder / second_moments.file_of(1), -2)
     refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_of(1), "statistics.json")
     for layer in SHAPES:
         (folder / second_moments.file_of(layer)).unlink()
-    refused(convert(source, tmp_path / "other", describe(folder)), 5, "no second moments", "--second-moments")
-
-
-# --- calibrate ----------------------------------------------------------------------------------------------------
+    done = convert(source, tmp_path / "other", describe(folder, SHAPES))
+    refused(done, 5, "no second moments", "--second-moments")
 
 
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")),
     reason="llmcompressor is not installed",
 )
-def test_calibrate_gathers_them(tmp_path: Path) -> None:
+def test_calibrate_gathers_them(tmp_path):
     """The diagonals beside the importance matrix, in which gate and up have the tokens of each expert alone; the plan
     has the size; `cpu` takes the folder.
     """

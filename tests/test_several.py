@@ -1,13 +1,8 @@
 """Several outputs of one reading: each is what it would be alone, all or none are begun, the source is read once."""
 
-from __future__ import annotations
-
-import json
-import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,9 +37,7 @@ def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
         assert conversion.differing(conversion.tree(folder / name), files) == []
 
 
-def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(
-    source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
-) -> None:
+def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(source, alone, tmp_path):
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
     assert done.returncode == 0, done.stderr
     require_equal(tmp_path, alone)
@@ -57,9 +50,7 @@ def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(
     assert begin["total_bytes"] == 3 * 3 * 2 * 3 * 2 * conversion.HIDDEN * conversion.WIDTH
 
 
-def test_what_is_finished_stays_and_the_others_are_made(
-    source: Path, alone: dict[str, conversion.Tree], tmp_path: Path
-) -> None:
+def test_what_is_finished_stays_and_the_others_are_made(source, alone, tmp_path):
     done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
     assert done.exit_code == 0, done.output
     before = conversion.identity(tmp_path / "out-int8")
@@ -70,7 +61,7 @@ def test_what_is_finished_stays_and_the_others_are_made(
     require_equal(tmp_path, alone)
 
 
-def test_the_input_is_hashed_once(source: Path, tmp_path: Path) -> None:
+def test_the_input_is_hashed_once(source, tmp_path):
     asked = {"input": source, "output": tmp_path / "out", "quant_method": "int4,int8", "verify_inputs": True}
     hashed: list[int] = []
     plans = commands.plans_of(commands.request("cpu", **asked), hashed.append)
@@ -78,7 +69,7 @@ def test_the_input_is_hashed_once(source: Path, tmp_path: Path) -> None:
     assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
 
 
-def test_with_an_executor(source: Path, alone: dict[str, conversion.Tree], tmp_path: Path) -> None:
+def test_with_an_executor(source, alone, tmp_path):
     order = commands.request("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
     with ProcessPoolExecutor(2) as executor:
         assert commands.run(commands.plans_of(order), executor)
@@ -101,7 +92,7 @@ IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_where_one_is_impossible_nothing_is_written(case: str, dry: bool, source: Path, tmp_path: Path) -> None:
+def test_where_one_is_impossible_nothing_is_written(case, dry, source, tmp_path):
     options, code, words = IMPOSSIBLE[case]
     more = ["--dry-run"] if dry else []
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
@@ -137,9 +128,7 @@ def in_use(folder: Path, source: Path) -> None:
         (in_use, 7, "out-rawint4"),
     ],
 )
-def test_where_one_is_in_the_way_nothing_is_begun(
-    prepare: Any, code: int, word: str, source: Path, tmp_path: Path
-) -> None:
+def test_where_one_is_in_the_way_nothing_is_begun(prepare, code, word, source, tmp_path):
     folder = tmp_path / "outputs"
     folder.mkdir()
     prepare(folder, source)
@@ -149,7 +138,7 @@ def test_where_one_is_in_the_way_nothing_is_begun(
     assert conversion.tree(folder) == before
 
 
-def test_the_disk_has_to_hold_all(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_has_to_hold_all(source, tmp_path, monkeypatch):
     """There is room for each of them, and not for all."""
     command = ("cpu", "-i", source, "-o", tmp_path / "out")
     done = conversion.here(*command, *TOGETHER, "--dry-run", "--json")
@@ -166,35 +155,3 @@ def test_the_disk_has_to_hold_all(source: Path, tmp_path: Path, monkeypatch: pyt
     assert conversion.names(tmp_path) == []
     done = conversion.here(*command, "--quant-method", "int4")
     assert done.exit_code == 0
-
-
-def read_from_disk() -> int:
-    """Bytes that the kernel has read from disks for this process."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["read_bytes"])
-
-
-def forget(folder: Path) -> int:
-    """Drop the files of a folder from the page cache; how many bytes they have."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return sum(path.stat().st_size for path in files)
-
-
-def test_the_source_is_read_from_disk_once(tmp_path: Path) -> None:
-    source = conversion.checkpoint(tmp_path / "source", layers=2, experts=4, hidden=512, width=1024)
-    nbytes, before = forget(source), read_from_disk()
-    for path in source.glob("*.safetensors"):
-        path.read_bytes()
-    if read_from_disk() - before < nbytes * 0.9:
-        pytest.skip("files here do not leave the page cache, or the kernel does not count what is read")
-    forget(source)
-    before = read_from_disk()
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
-    assert done.exit_code == 0, done.output
-    read = read_from_disk() - before
-    print(json.dumps({"source": nbytes, "read": read}))
-    assert read <= 1.1 * nbytes

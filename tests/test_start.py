@@ -1,8 +1,6 @@
 """However the command was started: signals ignored, standard streams closed, a reader that is gone
 or a disk that is full."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -42,9 +40,7 @@ def ignore_signals() -> None:
     ("command", "number"),
     [("cpu", signal.SIGINT), ("cpu", signal.SIGTERM), ("verify", signal.SIGINT), ("inspect", signal.SIGTERM)],
 )
-def test_signals_ignored_at_the_start_still_stop_a_command(
-    command: str, number: signal.Signals, output: Path, example: Path, tmp_path: Path
-) -> None:
+def test_signals_ignored_at_the_start_still_stop_a_command(command, number, output, example, tmp_path):
     """The signal comes while the command reads a pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -72,9 +68,7 @@ def test_signals_ignored_at_the_start_still_stop_a_command(
     ("closed", "options"),
     [("<&-", ["--json"]), (">&-", []), ("2>&-", ["--json"]), ("<&- >&- 2>&-", []), ("<&- >&- 2>&-", ["--json"])],
 )
-def test_a_conversion_with_closed_streams(
-    closed: str, options: list[str], output: Path, tmp_path: Path, example: Path, read_tree: Any
-) -> None:
+def test_a_conversion_with_closed_streams(closed, options, output, tmp_path, example, read_tree):
     arguments = ("cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
     done = shell(f'exec "$@" {closed}', *arguments, *options)
     assert done.returncode == 0, done
@@ -84,7 +78,7 @@ def test_a_conversion_with_closed_streams(
     assert read_tree(tmp_path / "out") == read_tree(output)
 
 
-def test_no_file_takes_the_place_of_a_closed_stream(output: Path, tmp_path: Path) -> None:
+def test_no_file_takes_the_place_of_a_closed_stream(output, tmp_path):
     """What libraries write to stderr must not land in files of ours."""
     arguments = ["cpu", "-i", str(output.parent / "none"), "-o", str(tmp_path / "out")]
     program = (
@@ -101,7 +95,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(output: Path, tmp_path: Path
 
 @pytest.mark.parametrize("arguments", [["--help"], ["cpu", "--help"], ["--version"], ["inspect", "{output}"],
                                        ["verify", "{output}", "--json"], ["cpu", "-i", "{example}", "-o", "{out}", "--json"]])  # fmt: skip
-def test_a_reader_that_is_gone_is_141(arguments: list[str], output: Path, example: Path, tmp_path: Path) -> None:
+def test_a_reader_that_is_gone_is_141(arguments, output, example, tmp_path):
     paths = {"output": output, "example": example, "out": tmp_path / "out"}
     reading, writing = os.pipe()
     os.close(reading)
@@ -113,19 +107,18 @@ def test_a_reader_that_is_gone_is_141(arguments: list[str], output: Path, exampl
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("reader", ["gone", "full"])
-def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream: str, reader: str, tmp_path: Path) -> None:
+def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
     if reader == "full":
+        os.close(writing)
         writing = os.open("/dev/full", os.O_WRONLY)
-    else:
-        reading, writing = os.pipe()
-        os.close(reading)
     command = [*KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    done = subprocess.run(command, text=True, timeout=TIMEOUT, **(streams | {stream: writing}))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: writing}
+    done = subprocess.run(command, text=True, timeout=TIMEOUT, **streams)
     os.close(writing)
     assert done.returncode == 5, done
     if stream == "stdout":
-        assert done.stderr.startswith("ktconvert: ")
-        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("ktconvert: ") and done.stderr.count("\n") == 1
     else:
         assert json.loads(done.stdout)["exit_code"] == 5

@@ -1,9 +1,8 @@
 """ktconvert status: what a work directory tells, while a conversion runs and after it stopped."""
 
-from __future__ import annotations
-
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,24 +23,23 @@ def status(bench: Bench, *options: str, code: int = 0) -> Any:
     return json.loads(done.stderr) if code == 0 else done.stderr  # the rig joins both streams
 
 
-def test_nothing_was_begun(bench: Bench) -> None:
+def test_nothing_was_begun(bench):
     assert "no conversion into it was begun" in status(bench, code=OutputError.exit_code)
 
 
-def test_a_finished_output(bench: Bench) -> None:
+def test_a_finished_output(bench):
     assert bench.cpu().returncode == 0
     assert status(bench) == {"output": str(bench.output), "state": "finished"}
     assert bench.run("status", bench.output, "--watch").stderr == f"{bench.output} is finished\n"
 
 
-def test_a_conversion_that_was_killed(bench: Bench) -> None:
+def test_a_conversion_that_was_killed(bench):
     bench.stop_after(2)
     found = status(bench)
     assert (found["state"], found["done"], found["units"], found["making"]) == ("stopped", 2, 3, [])
     assert [share["units"] for share in found["by"].values()] == [2]
     said = bench.run("status", bench.output).stderr
-    assert "stopped: 2 of 3 units done" in said
-    assert f"`ktconvert resume {bench.output}` goes on" in said
+    assert "stopped: 2 of 3 units done" in said and f"`ktconvert resume {bench.output}` goes on" in said
     assert bench.run("resume", bench.output).returncode == 0
 
 
@@ -53,32 +51,7 @@ def spoil(bench: Bench) -> None:
     shard.write_bytes(data)
 
 
-def test_why_a_run_ended(bench: Bench) -> None:
-    spoil(bench)
-    assert bench.cpu().returncode == 5
-    assert "layer 1" in status(bench)["ended"]
-
-
-def test_parts(bench: Bench) -> None:
-    assert bench.cpu("--part", "0/2").returncode == 0
-    found = status(bench)
-    assert (found["state"], found["done"], found["units"], found["failed"]) == ("stopped", 2, 3, [])
-    (share,) = found["by"].values()
-    assert share["units"] == 2
-    assert share["bytes"] == found["bytes"] > 0
-
-
-def test_a_part_that_failed(bench: Bench) -> None:
-    spoil(bench)
-    assert bench.cpu("--part", "1/3").returncode == 5
-    assert bench.cpu("--part", "0/3").returncode == 0
-    found = status(bench)
-    (failed,) = found["failed"]
-    assert (found["done"], failed["unit"]) == (1, "experts.layer-001")
-    assert "layer 1" in failed["why"]
-
-
-def test_a_part_between_two_units(bench: Bench) -> None:
+def test_a_part_between_two_units(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     held = lock.acquire(bench.work, bench.output, lock.ProcessPart(1, 2))
     assert status(bench)["state"] == "running"
@@ -86,7 +59,7 @@ def test_a_part_between_two_units(bench: Bench) -> None:
     assert status(bench)["state"] == "stopped"
 
 
-def test_files_that_hold_anything(bench: Bench) -> None:
+def test_files_that_hold_anything(bench):
     bench.stop_after(1)
     book = bench.work / "journal.jsonl"
     process = {"pid": 1, "host": "\x1b[2J", "boot": "", "start": 1, "namespace": ""}
@@ -101,9 +74,7 @@ def test_files_that_hold_anything(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "parts_at_work")])
-def test_a_conversion_that_ends_while_it_is_looked_at(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
-) -> None:
+def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module, name):
     """Between the first file that is read and the next ones, which are gone then."""
     bench.stop_after(2)
     read = getattr(module, name)
@@ -127,7 +98,7 @@ def stopped_within_a_unit(bench: Bench) -> subprocess.Popen[bytes]:
     return running
 
 
-def test_a_conversion_that_runs(bench: Bench) -> None:
+def test_a_conversion_that_runs(bench):
     running = stopped_within_a_unit(bench)
     try:
         found = status(bench)
@@ -138,8 +109,7 @@ def test_a_conversion_that_runs(bench: Bench) -> None:
         assert "being made:" in bench.run("status", bench.output).stderr
         watching = [sys.executable, "-m", "ktconvert.pipeline.cli", "status", bench.output, "--watch"]
         with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as watch:
-            assert watch.stdout is not None
-            assert "cpu:" in watch.stdout.readline()
+            assert watch.stdout is not None and "cpu:" in watch.stdout.readline()
             running.send_signal(signal.SIGCONT)
             assert running.wait(conversion.TIMEOUT) == 0
             assert watch.stdout.read().endswith(f"{bench.output} is finished\n")
@@ -147,3 +117,15 @@ def test_a_conversion_that_runs(bench: Bench) -> None:
     finally:
         running.kill()
         running.wait()
+
+
+def test_why_a_run_and_a_part_ended(bench):
+    spoil(bench)
+    assert bench.cpu().returncode == 5 and "layer 1" in status(bench)["ended"]
+    shutil.rmtree(bench.work)
+    assert [bench.cpu("--part", part).returncode for part in ("1/3", "0/3")] == [5, 0]
+    found = status(bench)
+    [failed], [share] = found["failed"], found["by"].values()
+    assert (found["state"], found["done"], found["units"], share["units"]) == ("stopped", 1, 3, 1)
+    assert failed["unit"] == "experts.layer-001" and "layer 1" in failed["why"]
+    assert share["bytes"] == found["bytes"] > 0

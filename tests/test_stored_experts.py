@@ -1,8 +1,6 @@
 """Commands and transformers with the experts of a checkpoint as they are stored: the same model as their decoded numbers
 give, or one sentence before anything is computed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -55,11 +53,8 @@ def logits(model: Any) -> Any:
     return hf.logits(model, torch.arange(3, 40)[None])
 
 
-# ---- what is computed -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_with_its_own_experts(method: str, models: dict[str, Path], example: Path) -> None:
+def test_a_model_with_its_own_experts(method, models, example):
     """Near what transformers computes with the same numbers: in FP8 it dequantizes them, of others it has BF16 only."""
     own = loaded(models[method], threads=2)
     modules = [module for module in own.modules() if isinstance(module, RoutedExperts)]
@@ -71,7 +66,7 @@ def test_a_model_with_its_own_experts(method: str, models: dict[str, Path], exam
     assert float((logits(own) - theirs).norm() / theirs.norm()) < (0.02 if method in ("BF16", "FP8") else 0.15)
 
 
-def test_the_quantization_of_a_model_gives_way(models: dict[str, Path]) -> None:
+def test_the_quantization_of_a_model_gives_way(models):
     """It need not be taken out of its config, wherever that has it."""
     for options in ({}, {"cpu_weights": models["BF16"]}):
         want = logits(loaded(models["FP8"], **options))
@@ -87,7 +82,7 @@ some = pytest.mark.parametrize("method", ["FP8", *(pytest.param(m, marks=pytest.
 
 
 @some
-def test_run_needs_the_model_alone(method: str, models: dict[str, Path]) -> None:
+def test_run_needs_the_model_alone(method, models):
     options = ("--prompt", "def add(", "--max-new-tokens", 6, "--threads", 1)
     done = call(run, models[method], *options)
     assert done.exit_code == 0 and "note" not in done.stderr, done.exception
@@ -96,7 +91,7 @@ def test_run_needs_the_model_alone(method: str, models: dict[str, Path]) -> None
     assert done.stdout == named.stdout == by_torch.stdout
 
 
-def test_what_the_runtime_cannot_compute_is_left_to_transformers(example: Path, tmp_path: Path) -> None:
+def test_what_the_runtime_cannot_compute_is_left_to_transformers(example, tmp_path):
     """run says so; --cpu-weights and verify refuse it."""
     model = stored.model(example, tmp_path / "gelu", "BF16")
     stored.configure(model, hidden_act="gelu")
@@ -110,7 +105,7 @@ def test_what_the_runtime_cannot_compute_is_left_to_transformers(example: Path, 
     assert isinstance(both, UsageError) and "leave out --cpu-weights" in str(both)
 
 
-def test_eval_gives_the_divergence_of_stored_experts(models: dict[str, Path], example: Path) -> None:
+def test_eval_gives_the_divergence_of_stored_experts(models, example):
     text = ("--text", example.parent / "heldout.txt", "--window", 64, "--max-windows", 2, "--json")
     means = {}
     for method in METHODS:
@@ -125,7 +120,7 @@ def test_eval_gives_the_divergence_of_stored_experts(models: dict[str, Path], ex
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_verify_computes_a_layer(method: str, models: dict[str, Path]) -> None:
+def test_verify_computes_a_layer(method, models):
     done = call(verify, models[method], "--run", "--json")
     report = json.loads(done.stdout)
     assert (done.exit_code, report["ok"], report["arrangement"]) == (0, True, "checkpoint")
@@ -138,38 +133,18 @@ def test_verify_computes_a_layer(method: str, models: dict[str, Path]) -> None:
     assert isinstance(refused, UsageError) and "leave out --numa" in str(refused)
 
 
-@some
-def test_bench(method: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktconvert.native_quant.runtime import benchmark
-
-    for name, value in (("SECONDS", 0), ("CACHES", 0), ("SLICE", 1 << 20)):
-        monkeypatch.setattr(benchmark, name, value)
-    report = json.loads(call(bench, models[method], "--json", "--tokens", 4, "--layer", 1).stdout)
-    assert (report["method"], report["layer"], report["layers"]) == (method, 1, [0, 1])
-    assert (report["experts"], report["experts_per_token"]) == (8, 2)
-
-
-def test_layouts_of_kt_kernel_are_checkpoints(models: dict[str, Path], tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """`ktconvert cpu --layout kt` writes experts alone: with another model, and in verify with all its other checks."""
+@pytest.mark.parametrize("method", ["fp8", "rawint4"])
+def test_layouts_of_kt_kernel_are_checkpoints(method, models, tmp_path, cli):
+    """What `cpu --layout kt` writes is experts alone: with another model, in parts, and in verify with its other checks."""
     out = tmp_path / "out"
-    cli("cpu", "-i", models["BF16"], "-o", out, "--layout", "kt", "--quant-method", "fp8")
-    ours, same = (loaded(models["BF16"], cpu_weights=path) for path in (out, models["FP8"]))
-    assert torch.equal(logits(ours), logits(same))
+    cli("cpu", "-i", models["BF16"], "-o", out, "--layout", "kt", "--quant-method", method)
+    if method == "fp8":
+        ours, same = (loaded(models["BF16"], cpu_weights=path) for path in (out, models["FP8"]))
+        assert torch.equal(logits(ours), logits(same))
+    experts = Experts.load(out, 0, parts=2, method=method.upper())
+    assert (experts.method, experts.parts) == (method.upper(), 2)
     report = json.loads(call(verify, out, "--run", "--json").stdout)
     assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
-
-
-def test_what_rawint4_writes_is_computed(models: dict[str, Path], tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """In as many parts as are asked for, though its config.json has our quant_method."""
-    out = tmp_path / "out"
-    cli("cpu", "-i", models["BF16"], "-o", out, "--quant-method", "rawint4")
-    experts = Experts.load(out, 0, method="RAWINT4", parts=2)
-    assert (experts.method, experts.parts) == ("RAWINT4", 2)
-    report = json.loads(call(verify, out, "--run", "--json").stdout)
-    assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def cut_short(model: Path) -> None:
@@ -207,16 +182,7 @@ FAULTS: list[tuple[str, Callable[[Path], None], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("method", "break_", "kind", "why"), FAULTS, ids=["cut", "missing", "dtype", "two", "nan"])
-def test_damage_is_one_sentence(
-    method: str,
-    break_: Callable[[Path], None],
-    kind: type[KtconvertError],
-    why: str,
-    models: dict[str, Path],
-    example: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_damage_is_one_sentence(method, break_, kind, why, models, example, tmp_path, monkeypatch):
     """By each command, and nothing is computed."""
     model = stored.model(example, tmp_path / "model", method)
     break_(model)
@@ -236,17 +202,7 @@ def test_damage_is_one_sentence(
         assert re.search(why, str(error)) and "\n" not in str(error) and str(model) in str(error)
 
 
-def test_exit_codes(example: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """In processes of their own; serve before it listens."""
-    model = stored.model(example, tmp_path / "model", "BF16")
-    without(GATE)(model)
-    assert f"tensor '{GATE}' is missing" in cli("bench", model, code=5).stderr.splitlines()[-1]
-    gelu = stored.model(example, tmp_path / "gelu", "BF16")
-    stored.configure(gelu, hidden_act="gelu")
-    assert "layer 0 compute gelu" in cli("serve", gelu, "--port", 9, code=3).stderr
-
-
-def test_a_model_that_transformers_cannot_dequantize(models: dict[str, Path], example: Path, tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_dequantize(models, example, tmp_path):
     """Codes are never taken for numbers."""
     model = stored.model(example, tmp_path / "model", "FP8")
     stored.configure(model, quantization_config={"quant_method": "other"})
@@ -258,20 +214,6 @@ def test_a_model_that_transformers_cannot_dequantize(models: dict[str, Path], ex
     with pytest.raises(UnsupportedError, match=rf"{re.escape(name)} is quantized itself \(other\)"):
         transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig())
 
-
-def test_gguf_is_one_sentence(models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for place in (tmp_path, tmp_path / "model.gguf"):
-        for command, *options in (
-            (run, models["BF16"], "--cpu-weights", place, "--prompt", "x"),
-            (bench, place),
-        ):
-            error = call(command, *options).exception
-            assert isinstance(error, InputError), error
-            assert str(error).startswith(f"{tmp_path / 'model.gguf'}: only 4 bytes, too short for a GGUF header; ")
-
-
-# ---- limits ---------------------------------------------------------------------------------------------------------
 
 V4 = {"model_type": "deepseek_v4", "n_routed_experts": 2, "hidden_size": 256, "moe_intermediate_size": 256}
 
@@ -287,7 +229,7 @@ def limited(folder: Path, layers: int = 1, **config: Any) -> Path:
     return layer.write(folder, tensors, **V4, num_experts_per_tok=2, num_hidden_layers=layers, **config)
 
 
-def test_limits_may_differ_from_layer_to_layer(tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_limits_may_differ_from_layer_to_layer(tmp_path, cli):
     """From the checkpoint and from what it is converted into; as Step-3.5 lists them, 0 for none."""
     model, limits = limited(tmp_path / "in", layers=3, swiglu_limits=[0.25, 0, 0.5]), (0.25, 0.0, 0.5)
     cli("cpu", "-i", model, "-o", tmp_path / "numa", "--quant-method", "mxfp4", "--threadpool-count", 2)
@@ -310,7 +252,7 @@ def test_limits_may_differ_from_layer_to_layer(tmp_path: Path, cli: Callable[...
 
 
 @pytest.mark.parametrize("limit", ["7", -1, [1, "x"], float("nan"), True, {"a": 1}])
-def test_a_limit_that_is_no_number(limit: Any, tmp_path: Path) -> None:
+def test_a_limit_that_is_no_number(limit, tmp_path):
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
     with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
         open_experts(model).swiglu_of(1)
@@ -323,7 +265,7 @@ def limited_experts(family: str, **config: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes))
 
 
-def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path: Path) -> None:
+def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path):
     from ktconvert.native_quant.runtime.swiglu import Swiglu
 
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)

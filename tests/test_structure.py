@@ -3,8 +3,6 @@
 This is the only file where the direction of imports is written.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools
@@ -38,19 +36,7 @@ ABOVE = {
     "stages": {"plans", "cli"},
     "cli": set[str](),
 }
-HEAVY = {
-    "torch",
-    "huggingface_hub",
-    "rich",
-    "transformers",
-    "llmcompressor",
-    "gguf",
-    "accelerate",
-    "datasets",
-    "matplotlib",
-    "dask",
-    "distributed",
-}
+HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
 # modules import them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest")} | {
@@ -95,7 +81,7 @@ def none(offenders: list[str]) -> None:
         pytest.fail(f"{len(offenders)} of {len(FILES)} files and their names:\n" + "\n".join(offenders), pytrace=False)
 
 
-def test_direction() -> None:
+def test_direction():
     wrong = []
     for path, tree in trees().items():
         floor = floor_of(path)
@@ -142,7 +128,7 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return names & MODULES.keys()
 
 
-def test_no_circles() -> None:
+def test_no_circles():
     """No module needs itself, TYPE_CHECKING included: what two modules share has a module of its own."""
     graph = {name: imported_modules(trees()[path]) - {name} for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > 100
@@ -168,7 +154,7 @@ def definitions(text: str) -> Iterator[str]:
                 yield item
 
 
-def test_no_circles_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_circles_in_c(tmp_path, monkeypatch):
     """No C file needs, by way of others, one that needs it; no header includes itself."""
     monkeypatch.chdir(ROOT)
     build = runpy.run_path("native_quant/_build.py")
@@ -185,9 +171,7 @@ def test_no_circles_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
     assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
     files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
-    headers = {
-        path.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', path.read_text())) for path in CSRC.rglob("*.h")
-    }
+    headers = {p.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', p.read_text())) for p in CSRC.rglob("*.h")}
     for graph in (files, headers):
         assert sum(map(len, graph.values())) > 50
         try:
@@ -196,7 +180,7 @@ def test_no_circles_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             pytest.fail(f"a circle of C files: {' <- '.join(error.args[1])}")
 
 
-def test_heavy_packages_are_imported_where_they_are_used() -> None:
+def test_heavy_packages_are_imported_where_they_are_used():
     wrong = []
     for name, path in MODULES.items():
         tree = trees()[path]
@@ -253,7 +237,7 @@ def identifiers() -> Iterator[tuple[str, str]]:
         yield from ((name, where) for name in {*re.findall(r"[A-Za-z_]\w*", text), path.stem})
 
 
-def test_names_are_plain() -> None:
+def test_names_are_plain():
     wrong: dict[str, list[str]] = {}
     for name, where in identifiers():
         if parts_of(name) & (GONE - ({"lane", "lanes"} if where.startswith(VECTORS) else set())):
@@ -261,7 +245,7 @@ def test_names_are_plain() -> None:
     none([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items())])
 
 
-def test_no_class_and_no_file_twice() -> None:
+def test_no_class_and_no_file_twice():
     """Of public classes; a file that is a row of a table may have the name of another."""
     found: dict[str, list[str]] = {}
     for path, tree in trees().items():
@@ -275,17 +259,17 @@ def test_no_class_and_no_file_twice() -> None:
     none([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1])
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_every_file_says_what_it_is():
     none([str(p.relative_to(ROOT)) for p, tree in trees().items() if p.stat().st_size and not ast.get_docstring(tree)])
 
 
-def test_the_core_of_an_encoding_is_small() -> None:
+def test_the_core_of_an_encoding_is_small():
     members = [field.name for field in dataclasses.fields(Encoding)]
     members += [name for name, value in vars(Encoding).items() if callable(value) and not name.startswith("_")]
     assert len(set(members)) <= 12, members
 
 
-def test_glossary() -> None:
+def test_glossary():
     """At most 40 words, each of them used: in identifiers, or in the docs outside the glossary."""
     design = (ROOT / "docs" / "design.md").read_text()
     before, heading, glossary = design.partition("\n## Glossary\n")

@@ -4,8 +4,6 @@ into the table as one row.
 As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -46,9 +44,6 @@ def searched(bf16: Any, grid: Grid) -> tuple[Any, Any]:
 DEFINITIONS = {"toy": truncated, "mse": searched}
 
 
-# --- the tests ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2)
@@ -67,7 +62,7 @@ def options(output: Path) -> tuple[str, ...]:
     return "--quant-method", method, "--scale", scale
 
 
-def test_its_codes_are_packed(source: Path, output: Path) -> None:
+def test_its_codes_are_packed(source, output):
     """The output holds the codes of the choice, computed by the NumPy definition."""
     opened = open_output(output)
     measured = measure(opened)
@@ -81,7 +76,7 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), expected)
 
 
-def test_it_is_verified(source: Path, output: Path, ktconvert: Toy) -> None:
+def test_it_is_verified(source, output, ktconvert):
     document, scale = json.loads((output / "manifest.json").read_bytes()), output.name.split()[1]
     assert document["model"]["scale"] == document["settings"]["scale"] == scale
     assert f"| scales | `--scale {scale}` |" in (output / "README.md").read_text()
@@ -96,7 +91,7 @@ def test_it_is_verified(source: Path, output: Path, ktconvert: Toy) -> None:
         assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == scale
 
 
-def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_what_has_no_codes_to_choose_is_refused(source, tmp_path, ktconvert):
     for layout in ((), ("--layout", "kt")):
         done = ktconvert(
             "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--scale", "toy", *layout, code=2
@@ -105,7 +100,7 @@ def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path, kt
     assert not (tmp_path / "out").exists()
 
 
-def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
     """Other bytes than by default, and the default is named in the settings alone."""
     plain = tmp_path / "plain"
     ktconvert("cpu", "-i", source, "-o", plain, *options(output)[:2])
@@ -114,24 +109,13 @@ def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path, kt
     assert document["settings"]["scale"] == "absmax" and "scale" not in document["model"]
 
 
-def test_the_plan_says_what_it_would_gain(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
         assert ("--scale mse makes the same files with less error" in done.stderr) is said
 
 
-def test_it_is_merged_and_resplit(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
-    """Loose files with matrices for fine-tuning, merged, and for another number of NUMA parts: still known as mse."""
-    loose, merged, one = (tmp_path / name for name in ("loose", "merged", "one"))
-    ktconvert("cpu", "-i", source, "-o", loose, "--scale", "mse", "--no-merge-safetensor", "--save-backward-weights")
-    ktconvert("merge", "-i", loose, "-o", merged)
-    ktconvert("resplit", merged, one, "--threadpool-count", "1")
-    for folder in (loose, merged, one):
-        report = json.loads(ktconvert("verify", folder, "--against", source, "--json").stdout)
-        assert report["ok"] and report["scale"] == "mse" and report["backward"]
-
-
-def test_it_is_resumed(source: Path, output: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_resumed(source, output, tmp_path, ktconvert):
     ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *options(output))
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(output)
 

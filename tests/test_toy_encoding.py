@@ -5,9 +5,9 @@ This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` i
 table.
 """
 
-from __future__ import annotations
-
 import json
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
-from rig.safetensors import edit_file, read_folder, write_file
-from rig.toys import Toy, main
-
-# --- the row: int8 codes, and one F16 scale for each row ---------------------------------------------------------------
+from rig.encodings import SHAPES, E, checkpoint
+from rig.safetensors import edit_file, read_folder
+from rig.toys import main
 
 
 def decoded(linear: of.Matrix) -> Any:
@@ -46,10 +45,6 @@ ROW = CheckpointEncoding(
     input_types=("toy",),
 )
 
-# --- the tests ----------------------------------------------------------------------------------------------------------
-
-E, H, I = 2, 256, 384  # noqa: E741
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -57,30 +52,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     rng = np.random.default_rng(0)
     stored: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for layer in range(2):
-        for expert in range(E):
-            for projection, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
-                name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                codes = rng.integers(-128, 128, shape).astype(np.int8)
-                scales = rng.uniform(1e-6, 1e-5, shape[0]).astype(np.float16)
-                stored |= {f"{name}_q": ("I8", codes), f"{name}_qs": ("F16", scales.view(np.uint16))}
-                x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
-                plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
-    folders = []
-    for name, tensors in (("toy", stored), ("plain", plain)):
-        folder = tmp_path_factory.mktemp(name) / "model"
-        folder.mkdir()
-        config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "num_experts_per_tok": 1}
-        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": H, "moe_intermediate_size": I}))
-        write_file(folder / "model.safetensors", tensors)
-        folders.append(folder)
-    return folders[0], folders[1]
+    for layer, expert, (projection, shape) in product(range(2), range(E), SHAPES.items()):
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+        codes = rng.integers(-128, 128, shape).astype(np.int8)
+        scales = rng.uniform(1e-6, 1e-5, shape[0]).astype(np.float16)
+        stored |= {f"{name}_q": ("I8", codes), f"{name}_qs": ("F16", scales.view(np.uint16))}
+        x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
+        plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
+    made = ((name, tmp_path_factory.mktemp(name) / "model") for name in ("toy", "plain"))
+    return tuple(checkpoint(at, {"toy": stored, "plain": plain}[name], num_hidden_layers=2) for name, at in made)
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
-def test_converted_and_verified(
-    checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path, ktconvert: Toy
-) -> None:
+def test_converted_and_verified(checkpoints, options, tmp_path, ktconvert):
     source, plain = checkpoints
     ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
     ktconvert("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
@@ -90,7 +74,7 @@ def test_converted_and_verified(
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
 
 
-def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+def test_for_a_gpu_and_inspected(checkpoints, tmp_path, ktconvert):
     source, plain = checkpoints
     gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
     ktconvert("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
@@ -100,25 +84,19 @@ def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path,
     assert json.loads(ktconvert("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
 
 
-def test_it_is_resumed(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_resumed(checkpoints, tmp_path, ktconvert):
     ktconvert.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
 
 
-def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path, ktconvert: Toy) -> None:
-    for folder, lost, words in (
-        ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
-        ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
-    ):
-        model = tmp_path / folder
-        model.mkdir()
-        for path in checkpoints[0].iterdir():
-            (model / path.name).write_bytes(path.read_bytes())
-        name = f"model.layers.1.mlp.experts.1.up_proj.weight{lost}"
-        edit_file(model / "model.safetensors", lambda tensors, name=name: tensors.pop(name))
+def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert):
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    for lost, words in (("_qs", f"is TOY8 but {name}_qs is missing"), ("_q", f"weight '{name}_q' is missing")):
+        model = shutil.copytree(checkpoints[0], tmp_path / lost)
+        edit_file(model / "model.safetensors", lambda tensors, lost=lost: tensors.pop(f"{name}{lost}"))
         assert words in ktconvert("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 
-def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path, cli: Any) -> None:
+def test_without_the_row_it_is_no_input(checkpoints, tmp_path, cli):
     cli("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", code=3)
 
 

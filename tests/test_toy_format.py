@@ -4,8 +4,6 @@ converted, verified, cut off and resumed.
 As a program this file is `ktconvert` with that row: python tests/test_toy_format.py cpu -i ... --quant-method toy8
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +24,6 @@ from ktconvert.quantizers import Grid, reference
 from ktconvert.quantizers.differences import decode_finite
 from rig import conversion
 from rig.toys import Toy, main
-
-# --- the encoding: 8-bit codes row by row, one float32 scale for each row -------------------------
 
 
 def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
@@ -66,7 +62,6 @@ TOY8 = Encoding(
     scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),
 )
 
-# --- the arrangement: toy/LAYER/EXPERT/PROJECTION/front/PART/codes ---------------------------------
 
 NAME = re.compile(r"toy/(\d+)/(\d+)/(gate|up|down)/(back|front)/(\d+)/(codes|steps)")
 
@@ -100,8 +95,6 @@ TOYS = Arrangement(
     parted=True,
 )
 
-# --- the row --------------------------------------------------------------------------------------
-
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "toy", "parts": facts["numa"]}}
@@ -120,7 +113,6 @@ TOY = Format(
     "TOY8", TOY8, TOYS, Description("toys", card, config_entries, check_config), ("toys are for tests",), backward=True
 )
 
-# --- the tests ------------------------------------------------------------------------------------
 
 OPTIONS = ("--quant-method", "toy8", "--threadpool-count", "2", "--save-backward-weights")
 
@@ -138,7 +130,7 @@ def toys(source: Path, ktconvert: Toy) -> Path:
     return output
 
 
-def test_it_is_converted(source: Path, toys: Path, ktconvert: Toy) -> None:
+def test_it_is_converted(source, toys, ktconvert):
     config = json.loads((toys / "config.json").read_bytes())
     assert config["quantization_config"] == {"quant_method": "toy", "parts": 2}
     assert "# Toys" in (toys / "README.md").read_text()
@@ -151,7 +143,7 @@ def test_it_is_converted(source: Path, toys: Path, ktconvert: Toy) -> None:
     assert [m["legal"] for m in makeable if m["method"] == "TOY8"] == [[1, 2]]
 
 
-def test_it_is_verified(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_verified(source, toys, tmp_path, ktconvert):
     assert "verified" in ktconvert("verify", toys).stdout
     page = tmp_path / "report.html"
     report = json.loads(ktconvert("verify", toys, "--against", source, "--full", "--json", "--report", page).stdout)
@@ -168,16 +160,7 @@ def test_it_is_verified(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy
         shard.write_bytes(before)
 
 
-def test_it_has_no_loose_files(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
-    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
-    assert "TOY8 has no loose files" in done.stderr
-
-
-def test_our_runtime_says_that_it_cannot_compute_it(toys: Path, ktconvert: Toy) -> None:
-    assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr
-
-
-def test_it_is_resumed(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy) -> None:
+def test_it_is_resumed(source, toys, tmp_path, ktconvert):
     """Killed before several of its changes to the directory, and resumed each time: the same bytes."""
     ktconvert.check_resumed(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(toys)
@@ -185,3 +168,9 @@ def test_it_is_resumed(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy)
 
 if __name__ == "__main__":
     main(lambda: FORMATS.update({TOY.name: TOY}))
+
+
+def test_it_has_no_loose_files_and_our_runtime_cannot_compute_it(source, toys, tmp_path, ktconvert):
+    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
+    assert "TOY8 has no loose files" in done.stderr
+    assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr

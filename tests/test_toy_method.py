@@ -2,8 +2,6 @@
 put into the table as one row: FP8 with one scale for the whole weight, computed by the kernels of FP8_PERCHANNEL.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -29,8 +27,6 @@ from ktconvert.pipeline.cli.doctor import computed_methods
 from rig import native
 
 RUNTIME_PAGE = Path(__file__).resolve().parents[1] / "docs" / "RUNTIME.md"
-
-# --- the row --------------------------------------------------------------------------------------
 
 
 def reads(weight: Weight, layer: Any) -> bool:
@@ -85,11 +81,8 @@ def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
     return layer, with_scales("rows", lambda shape: shape), with_scales("whole", lambda shape: (1,))
 
 
-# --- the made-up method ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("parts", [1, 2])
-def test_it_computes(parts: int, toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+def test_it_computes(parts, toy, layers):
     layer, rows, whole = layers
     expected = Experts.load(rows, 0, parts=parts).forward(layer.hidden, layer.ids, layer.weights)
     experts = Experts.load(whole, 0, parts=parts)
@@ -102,13 +95,13 @@ def test_it_computes(parts: int, toy: Method, layers: tuple[native.Native, Path,
     np.testing.assert_array_equal(out.view(torch.uint16).numpy(), expected)
 
 
-def test_commands_know_it(toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+def test_commands_know_it(toy, layers):
     document = json.loads(CliRunner().invoke(bench, [str(layers[2]), "--tokens", "1", "--json"]).stdout)
     assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.weights, "BF16")
     assert toy.name in computed_methods()
 
 
-def test_what_it_cannot_do_is_said(toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+def test_what_it_cannot_do_is_said(toy, layers):
     _, rows, whole = layers
     with pytest.raises(ValueError, match=r"swiglu_limit=7\.0 must be 0 for method='FP8_PERTENSOR'"):
         Experts.load(whole, 0, swiglu_limit=7.0)
@@ -119,32 +112,27 @@ def test_what_it_cannot_do_is_said(toy: Method, layers: tuple[native.Native, Pat
         wrapper.load_weights_from_tensors(*[torch.zeros((2, 256, 256))] * 3)
 
 
-def test_without_its_row_it_is_refused(layers: tuple[native.Native, Path, Path]) -> None:
+def test_without_its_row_it_is_refused(layers):
     with pytest.raises(UnsupportedError, match="a scale for each 256 x 256, which no method of this runtime computes"):
         Experts.load(layers[2], 0)
     with pytest.raises(ValueError, match="Unknown method 'FP8_PERTENSOR'"):
         KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(layers[2]), 512, method=TOY.name)
 
 
-def test_a_row_that_is_not_what_c_computes_is_refused(
-    monkeypatch: pytest.MonkeyPatch, layers: tuple[native.Native, Path, Path]
-) -> None:
+def test_a_row_that_is_not_what_c_computes_is_refused(monkeypatch, layers):
     """Before C reads past the end of an array."""
     monkeypatch.setitem(METHODS, TOY.name, replace(TOY, number=lib.KTQ_FORMAT_BF16))
     with pytest.raises(ValueError, match=r"a part \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
         Experts.load(layers[2], 0)
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
-def test_every_number_of_c_is_a_row() -> None:
+def test_every_number_of_c_is_a_row():
     numbers = {name: getattr(lib, name) for name in dir(lib) if name.startswith("KTQ_FORMAT_")}
     assert {row.number for row in ROWS} == set(numbers.values())
 
 
 @pytest.mark.parametrize("method", ROWS, ids=LABELS)
-def test_a_row_says_what_c_reads(method: Method) -> None:
+def test_a_row_says_what_c_reads(method):
     codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
     for n, k in ((1, 1), (2, 3), (6, 1)):
         shape = method.multiple * n, method.multiple * k
@@ -165,7 +153,7 @@ OF_BF16 = ({"swiglu_limit": 7.0, "width": [256, 256]}, {"width": [512, 256]})
 
 @pytest.mark.parametrize("method", ROWS, ids=LABELS)
 @pytest.mark.parametrize("given", OF_BF16, ids=["a limit", "unequal parts"])
-def test_c_takes_the_settings_of_bf16_activations_only(given: dict[str, Any], method: Method) -> None:
+def test_c_takes_the_settings_of_bf16_activations_only(given, method):
     pool, experts = ffi.new("ktq_pool **"), ffi.new("ktq_expert[]", 2)
     assert lib.ktq_pool_new(1, ffi.new("int[]", [1]), ffi.NULL, pool) == lib.KTQ_OK
     sizes = {"experts": 1, "parts": 2, "hidden": 256, "expert": experts}
@@ -177,7 +165,7 @@ def test_c_takes_the_settings_of_bf16_activations_only(given: dict[str, Any], me
     assert not method.swiglu or method.activations == "BF16"
 
 
-def test_outputs_hold_the_encodings_of_the_rows() -> None:
+def test_outputs_hold_the_encodings_of_the_rows():
     in_parts = {fmt.name: fmt.encoding for fmt in FORMATS.values() if fmt.can_resplit}
     held = {name: method for name, method in METHODS.items() if method.encoding is not None}
     assert in_parts.keys() == held.keys()
@@ -186,7 +174,7 @@ def test_outputs_hold_the_encodings_of_the_rows() -> None:
         assert method.encoding is not None or (method.reads and method.write)
 
 
-def test_the_page_shows_the_rows() -> None:
+def test_the_page_shows_the_rows():
     lines = [line.strip("| ").split(" | ") for line in RUNTIME_PAGE.read_text().splitlines() if line.startswith("| `")]
     shown = {cells[0].replace("`", ""): cells[1:] for cells in lines}
 

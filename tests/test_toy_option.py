@@ -2,10 +2,7 @@
 of commands. Help, types, plan.json, fingerprints, manifest and resume follow.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -40,21 +37,20 @@ def ktconvert(*words: object) -> Result:
     return CliRunner().invoke(group, ["cpu", *map(str, words)])
 
 
-def test_help_and_types() -> None:
+def test_help_and_types():
     shown = " ".join(ktconvert("--help").output.split())
     assert "--toy INTEGER RANGE Number of toys. [default: 3; x>=1]" in shown
     done = ktconvert("-i", "a", "-o", "b", "--toy", 0)
     assert done.exit_code == 2 and "--toy" in done.output
 
 
-def test_another_value_is_another_conversion(example: Path, tmp_path: Path) -> None:
+def test_another_value_is_another_conversion(example, tmp_path):
     plans = [plan_request(request("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
     three, again, four = ([unit.fingerprint for unit in plan.units] for plan in plans)
-    assert three == again and not set(three) & set(four)
-    assert plans[2].document().settings["toy"] == 4
+    assert three == again and not set(three) & set(four) and plans[2].document().settings["toy"] == 4
 
 
-def test_it_is_kept_and_compared(example: Path, tmp_path: Path) -> None:
+def test_it_is_kept_and_compared(example, tmp_path):
     out = tmp_path / "out"
     assert ktconvert("-q", "-i", example, "-o", out, "--layers", 0, "--toy", 5).exception is None
     assert json.loads((out / "manifest.json").read_bytes())["settings"]["toy"] == 5
@@ -62,7 +58,7 @@ def test_it_is_kept_and_compared(example: Path, tmp_path: Path) -> None:
     assert isinstance(refused, OutputError) and "--toy was 5, is 3" in str(refused)
 
 
-def test_a_saved_plan_has_it(example: Path, tmp_path: Path) -> None:
+def test_a_saved_plan_has_it(example, tmp_path):
     out = tmp_path / "out"
     paths = locate(out)
     paths.root.mkdir()
@@ -79,7 +75,7 @@ def test_a_saved_plan_has_it(example: Path, tmp_path: Path) -> None:
         saved_request(out, saved)
 
 
-def test_names_and_values_of_the_api_are_checked(tmp_path: Path) -> None:
+def test_names_and_values_of_the_api_are_checked(tmp_path):
     for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
         with pytest.raises(ValueError, match=words):
             request("cpu", input="a", output=tmp_path, **wrong)

@@ -4,13 +4,9 @@ the model is loaded.
 A version is claimed by a directory of package metadata on the path, before the real one's.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ def claim(folder: Path, version: str) -> Path:
     return folder
 
 
-def test_the_extras_have_the_same_bounds() -> None:
+def test_the_extras_have_the_same_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     expected = {
         extra: [needed for needed in packages if needed.startswith("transformers")]
@@ -44,44 +40,32 @@ def test_the_extras_have_the_same_bounds() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/install.md", "docs/GPU.md", "docs/RUNTIME.md"])
-def test_the_pages_name_the_tested_versions(page: str) -> None:
+def test_the_pages_name_the_tested_versions(page):
     assert f"transformers {TESTED}" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("4.57.6", refusal),
-        ("5.16.1", refusal),
-        ("5.17.0rc1", None),
-        ("5.17.0", None),
-        (f"{NEWEST[0]}.{NEWEST[1]}.9", None),
-        (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", newer),
-        ("10.0", newer),
-        ("unknown", None),
+        *((old, refusal) for old in ("4.57.6", "5.16.1")),
+        *((good, None) for good in ("5.17.0rc1", "5.17.0", f"{NEWEST[0]}.{NEWEST[1]}.9", "unknown")),
+        *((new, newer) for new in (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", "10.0")),
     ],
 )
-def test_what_is_said(
-    version: str, said: Callable[[], str | None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_said(version, said, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(claim(tmp_path, version))
     for sentence in (refusal, newer):
         assert (sentence() is not None) == (sentence is said)
     if said is not None:
         reported = said() or ""
-        assert (
-            reported.startswith(f"transformers {version} is ")
-            and TESTED in reported
-            and f"'transformers{BOUNDS}'" in reported
-        )
+        assert reported.startswith(f"transformers {version} is ")
+        assert TESTED in reported and f"'transformers{BOUNDS}'" in reported
 
 
 @pytest.mark.parametrize(
     "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", "nowhere", "--text", "nothing")]
 )
-def test_an_older_one_is_refused_before_it_is_imported(
-    command: tuple[str, ...], cli: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
+def test_an_older_one_is_refused_before_it_is_imported(command, cli, example, tmp_path):
     claim(tmp_path, "5.16.1")
     (tmp_path / "transformers.py").write_text("raise SystemExit('transformers was imported')\n")
     name, *options = command
@@ -89,7 +73,7 @@ def test_an_older_one_is_refused_before_it_is_imported(
     assert (done.stdout, done.stderr) == ("", f"ktconvert: {TOO_OLD}\n")
 
 
-def test_a_newer_one_is_used_with_a_warning(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_newer_one_is_used_with_a_warning(cli, tmp_path):
     claim(tmp_path / "path", "10.0")
     nowhere = tmp_path / "nowhere"
     done = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
@@ -98,7 +82,7 @@ def test_a_newer_one_is_used_with_a_warning(cli: Callable[..., Any], tmp_path: P
     assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
 
 
-def test_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python_too(tmp_path, monkeypatch):
     """Without KTConvertConfig no model is loaded with our experts."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(claim(tmp_path / "older", "5.16.1"))
@@ -110,7 +94,7 @@ def test_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [warning.filename for warning in warned] == [__file__]  # where it was asked for
 
 
-def test_verify_does_without(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+def test_verify_does_without(cli, example, tmp_path):
     pytest.importorskip("compressed_tensors")
     out = tmp_path / "w4"
     cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")

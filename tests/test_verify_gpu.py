@@ -1,8 +1,6 @@
 """`ktconvert verify` of outputs for the GPU: what is right passes, and what loaders would take
 without a word is found."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -63,7 +61,7 @@ def against_source(output: Path, example: Path) -> dict[str, Any]:
     return verified(output, "--against", example, "--no-load")
 
 
-def test_an_output_without_its_manifest(copy: Copy) -> None:
+def test_an_output_without_its_manifest(copy):
     """The sentence says what it is, and what is missing."""
     output = copy("W4A16")
     (output / "manifest.json").unlink()
@@ -130,19 +128,14 @@ def nudged(packed: bytes) -> bytes:
     return codes.tobytes()
 
 
-# ---- what is right ---------------------------------------------------------------------------------------------------
-
-
 @loads
 @pytest.mark.parametrize("kind", BITS)
-def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) -> None:
+def test_what_was_rounded(kind, converted, example):
     report = verified(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
     assert result_of(report, "options") == f"{kind}, as given"
     assert result_of(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
-    assert (
-        result_of(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
-    )
+    assert result_of(report, "source").startswith("144 tensors quantized again: the same bytes; 21 other")
     predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
     assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
@@ -152,7 +145,7 @@ def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) 
 
 
 @loads
-def test_without_its_source_only_names_are_loaded(converted: dict[str, Path]) -> None:
+def test_without_its_source_only_names_are_loaded(converted):
     report = verified(converted["W4A16"])
     assert report["ok"] and report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
@@ -161,7 +154,7 @@ def test_without_its_source_only_names_are_loaded(converted: dict[str, Path]) ->
 
 
 @loads
-def test_a_text_of_ones_own(converted: dict[str, Path], example: Path, tmp_path: Path) -> None:
+def test_a_text_of_ones_own(converted, example, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
     predictions = verified(converted["W8A16"], "--against", example, "--text", text)["predictions"]
@@ -172,18 +165,30 @@ def test_a_text_of_ones_own(converted: dict[str, Path], example: Path, tmp_path:
     assert verified(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
-def test_another_method_and_numa_parts(converted: dict[str, Path]) -> None:
+@loads
+def test_what_cannot_be_loaded_is_noted(copy, converted, example, monkeypatch):
+    output = copy("W4A16")
+    edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
+    report = verified(rewrite(output, lambda _: None))
+    assert report["ok"] and any("not loaded: transformers cannot build it: " in note for note in report["notes"])
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
+    report = verified(converted["W4A16"], "--against", example)
+    assert report["ok"] and report["predictions"] is None
+    each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
+    assert [note[: len(each)] for note in report["notes"]] == [each]
+    monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
+    report = verified(converted["W4A16"], "--against", example)
+    assert report["ok"] and result_of(report, "reload") == "not checked"
+    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
+
+
+def test_another_method_and_numa_parts(converted):
     report = verified(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
-    assert (
-        report["code"] == 6
-        and "--quant-method w8a16 was given, the weights have the sizes of W4A16" in report["message"]
-    )
+    said = "--quant-method w8a16 was given, the weights have the sizes of W4A16"
+    assert report["code"] == 6 and said in report["message"]
     assert verified(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
     report = verified(converted["W4A16"], "--numa", 1)
     assert report["code"] == 2 and "has no NUMA parts" in report["message"]
-
-
-# ---- calibrated codes ------------------------------------------------------------------------------------------------
 
 
 def all_nudged(tensors: Tensors) -> None:
@@ -192,21 +197,14 @@ def all_nudged(tensors: Tensors) -> None:
             edit(name, nudged)(tensors)
 
 
-def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Copy, example: Path) -> None:
+def test_codes_of_gptq_need_not_be_those_of_rounding(copy, example):
     output = rewrite(copy("W8A16"), all_nudged)
     assert len(problems(against_source(output, example), "source")) == 48, "it says that it is RTN"
     report = against_source(rewrite(output, lambda _: None, quant_method="GPTQ"), example)
     assert report["ok"], report["message"]
-    assert result_of(report, "source").startswith(
-        "48 linears have the scales of rounding to nearest, and errors of at most 1."
-    )
+    said = "48 linears have the scales of rounding to nearest, and errors of at most 1."
+    assert result_of(report, "source").startswith(said)
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
-
-
-def test_linears_that_fell_back_are_counted(copy: Copy, example: Path) -> None:
-    name = EXPERTS.format(1, 6, "down", "weight_packed")
-    output = rewrite(copy("W8A16"), edit(name, nudged), quant_method="GPTQ")
-    assert "47 of them are rounded to nearest" in result_of(against_source(output, example), "source")
 
 
 def columns(unused: slice) -> Callable[[bytes], bytes]:
@@ -230,7 +228,7 @@ def columns(unused: slice) -> Callable[[bytes], bytes]:
     ids=["rows turned", "hardly calibrated", "scales turned"],
 )
 @pytest.mark.parametrize("expert", [0, 5])
-def test_a_wrong_expert_of_gptq(expert: int, suffix: str, change: Any, words: str, copy: Copy, example: Path) -> None:
+def test_a_wrong_expert_of_gptq(expert, suffix, change, words, copy, example):
     """By itself it looks right: hashes, shapes and numbers."""
     name = EXPERTS.format(1, expert, "up", suffix)
     output = rewrite(copy("W8A16"), edit(name, change), quant_method="GPTQ")
@@ -240,14 +238,7 @@ def test_a_wrong_expert_of_gptq(expert: int, suffix: str, change: Any, words: st
     assert report["code"] == 6 and name in problem and words in problem
 
 
-def test_columns_that_calibration_never_saw_are_reported(copy: Copy, example: Path) -> None:
-    name = EXPERTS.format(0, 2, "gate", "weight_packed")
-    output = rewrite(copy("W8A16"), edit(name, columns(slice(3, 9))), quant_method="GPTQ")
-    report = against_source(output, example)
-    assert report["ok"] and "1 linears have columns that are all zeros" in report["notes"][0]
-
-
-def test_rows_are_enough_where_an_error_is_not_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+def test_rows_are_enough_where_an_error_is_not_measured(tmp_path, write_qwen, random_experts):
     """More than 8 experts: of the others, 64 rows are measured."""
     source = write_qwen(tmp_path / "source", {0: random_experts(16, 128, 128)})
     output = convert(source, tmp_path / "out", "W4A16")
@@ -258,18 +249,9 @@ def test_rows_are_enough_where_an_error_is_not_measured(tmp_path: Path, write_qw
     assert all(error["experts"] == 8 for error in against_source(output, source)["errors"])
 
 
-def test_an_unknown_method_is_refused(copy: Copy, example: Path) -> None:
-    output = rewrite(copy("W4A16"), lambda _: None, quant_method="AWQ")
-    report = against_source(output, example)
-    assert report["code"] == 3 and "AWQ weights cannot be held against a source" in report["message"]
-
-
-# ---- what loads, and is something else -------------------------------------------------------------------------------
-
-
 @loads
 @pytest.mark.parametrize(("kind", "other"), [("W4A16", other_layer), ("W8A16", next_expert)])
-def test_experts_in_a_wrong_place(kind: str, other: Callable[[str], str], copy: Copy, example: Path) -> None:
+def test_experts_in_a_wrong_place(kind, other, copy, example):
     """Structure, hashes, names and numbers are right; the predictions are not, nor is the source."""
     output = exchange(copy(kind), other, quant_method="GPTQ")
     assert verified(output, "--no-load")["ok"]
@@ -283,7 +265,7 @@ def test_experts_in_a_wrong_place(kind: str, other: Callable[[str], str], copy: 
 
 
 @loads
-def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
+def test_mixtral_with_the_usual_names(tmp_path):
     """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
@@ -303,12 +285,10 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
     assert failed(report) == ["reload"]
     messages = problems(report, "reload")
     assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in messages
-    assert any(
-        "has no place for model.layers.1." in problem and "down_proj.weight_packed" in problem for problem in messages
-    )
+    assert any("has no place for model.layers.1." in p and "down_proj.weight_packed" in p for p in messages)
 
 
-def test_fp8_that_was_left(copy: Copy) -> None:
+def test_fp8_that_was_left(copy):
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def half(tensors: Tensors) -> None:
@@ -326,60 +306,26 @@ def test_fp8_that_was_left(copy: Copy) -> None:
         ("re:(", "an expression that cannot be read"),
     ],
 )
-def test_an_ignore_list_that_hits_experts(pattern: str, words: str, copy: Copy) -> None:
+def test_an_ignore_list_that_hits_experts(pattern, words, copy):
     output = copy("W4A16")
     edit_json(output / "config.json", lambda config: config["quantization_config"]["ignore"].append(pattern))
     (problem,) = problems(verified(rewrite(output, lambda _: None)), "quantization")
     assert words in problem
 
 
-# ---- what cannot be loaded is reported -------------------------------------------------------------------------------
-
-
 @loads
-def test_a_source_that_is_no_whole_model(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+def test_a_source_that_is_no_whole_model(tmp_path, write_qwen, random_experts):
     """No attention: nothing of the conversion's."""
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
     report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"] and report["predictions"] is None
-    assert any(
-        "transformers finds no tensor for " in note and "the same as of the source" in note for note in report["notes"]
-    )
+    lacks = [note for note in report["notes"] if "transformers finds no tensor for " in note]
+    assert lacks and "the same as of the source" in lacks[0]
     assert "predictions were not compared: the output cannot be loaded whole" in report["notes"]
 
 
 @loads
-def test_models_that_do_not_fit(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
-    report = verified(converted["W4A16"], "--against", example)
-    assert report["ok"] and report["predictions"] is None
-    (note,) = report["notes"]
-    assert note.startswith(
-        "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
-    )
-
-
-@loads
-def test_a_model_that_transformers_does_not_know(copy: Copy, example: Path) -> None:
-    output = copy("W4A16")
-    edit_json(
-        output / "config.json", lambda config: config.update({"model_type": "of_tomorrow", "architectures": ["X"]})
-    )
-    report = verified(rewrite(output, lambda _: None))
-    assert report["ok"] and any(
-        note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
-    )
-
-
-def test_without_transformers(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
-    report = verified(converted["W4A16"], "--against", example)
-    assert report["ok"] and result_of(report, "reload") == "not checked"
-    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
-
-
-@loads
-def test_the_guards_after_a_conversion(copy: Copy) -> None:
+def test_the_guards_after_a_conversion(copy):
     output = copy("W4A16")
     assert require_sound(output) == ()
     config = (output / "config.json").read_text()

@@ -1,8 +1,6 @@
 """The walk and its contract: a consumer defined here runs in it, alone and beside GPTQ, and receives what transformers'
 own modules read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,8 @@ import pytest
 
 if any(find_spec(name) is None for name in ("torch", "transformers", "accelerate")):
     pytest.skip("transformers is not installed", allow_module_level=True)
+
+from itertools import product
 
 import torch
 
@@ -31,13 +31,11 @@ from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, E
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq
+from rig import hf
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
 LENGTHS = (23, 9, 1)
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# --- a new consumer: this class is all that it takes---------------------------------------------
 
 
 class Magnitudes:
@@ -62,9 +60,6 @@ class Magnitudes:
             for which in ("gate_up", "down"):
                 seen = getattr(group, which)[expert]
                 self.of[group.layer, expert, which] = seen.tokens, seen.sum
-
-
-# --- the walk, and what transformers computes -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +92,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
 
 def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
     """The bundled model, with the weights of its experts replaced if there are others."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = hf.complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     for (layer, expert), own in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
         experts.gate_up_proj.data[expert] = torch.cat([own.gate, own.up])
@@ -109,30 +100,18 @@ def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = No
     return model
 
 
+@torch.no_grad()
 def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
     """What Magnitudes gathers, from what the model's experts modules are called with."""
     captured: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
-
-    def add(layer: int, expert: int, which: str, x: torch.Tensor) -> None:
-        tokens, total = captured.get((layer, expert, which), (0, torch.zeros(x.shape[1], dtype=torch.float64)))
-        captured[layer, expert, which] = tokens + len(x), total + x.double().abs().sum(0)
-
-    def hook(layer: int) -> Callable[..., None]:
-        def forward(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            hidden, ids, _ = args
-            for expert in range(module.num_experts):
-                x = hidden[(ids == expert).any(1)] if routed else hidden
-                gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-                add(layer, expert, "gate_up", x)
-                add(layer, expert, "down", module.act_fn(gate) * up)
-
-        return forward
-
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.experts.register_forward_pre_hook(hook(number))
-    with torch.inference_mode():
-        for ids in samples:
-            model(torch.from_numpy(ids)[None], use_cache=False)
+    for sample, (layer, module) in product(samples, hf.experts_of(model).items()):
+        hidden, ids, *_ = hf.heard(model, torch.from_numpy(sample)[None])[layer]
+        for expert in range(module.num_experts):
+            x = hidden[(ids == expert).any(1)] if routed else hidden
+            gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
+            for which, read in (("gate_up", x), ("down", module.act_fn(gate) * up)):
+                tokens, total = captured.get((layer, expert, which), (0, torch.zeros(read.shape[1]).double()))
+                captured[layer, expert, which] = tokens + len(read), total + read.double().abs().sum(0)
     return captured
 
 
@@ -144,11 +123,8 @@ def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
         assert torch.equal(ours[key][1], expected[key][1]), key
 
 
-# --- tests ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: list[Any], tmp_path: Path) -> None:
+def test_a_consumer_gets_what_transformers_experts_read(routed, samples, tmp_path):
     """In every layer, and with another consumer that needs the other kind beside it."""
     ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounts()
     walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
@@ -195,7 +171,7 @@ class Gptq:
         return consumer
 
 
-def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
+def test_it_runs_beside_gptq(samples, tmp_path):
     """GPTQ writes what it writes alone; after it, the other consumer sees what the quantized experts lead to."""
     alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
     walked(samples, lambda model, layer: [alone.of_layer(model, layer)], tmp_path / "alone")
@@ -217,30 +193,26 @@ def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
-def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[Any], tmp_path: Path) -> None:
+def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
     """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer
     to the source on what was read."""
     form = FORMATS[name].encoding
     ours, inputs = Gptq(form), Inputs()
     walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
-    better = 0
+    assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
         linear = model.linear(layer, expert, projection)
         nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*linear.shape)]
         form.quantize(linear, nearest)
         assert np.array_equal(form.scales(stored[-1], *linear.shape), form.scales(nearest[-1], *linear.shape))
         assert not np.array_equal(stored[0], nearest[0])
-        values = torch.from_numpy(form.decode(stored, *linear.shape)).bfloat16()
-        assert torch.equal(values, getattr(ours.values[layer, expert], projection))
+        numbers, rounded = (torch.from_numpy(form.decode(each, *linear.shape)) for each in (stored, nearest))
+        assert torch.equal(numbers.bfloat16(), getattr(ours.values[layer, expert], projection))
         h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
         x = bf16.to_tensor(kernels.decode(linear)).float()
-        losses = [
-            float(torch.einsum("ni,ij,nj->", error, h, error))
-            for error in (x - torch.from_numpy(form.decode(s, *linear.shape)) for s in (stored, nearest))
-        ]
-        better += losses[0] < losses[1]
-    assert len(ours.stored) == 2 * 8 * len(PROJECTIONS) and better == len(ours.stored)
+        ours_lost, lost = (float(torch.einsum("ni,ij,nj->", x - y, h, x - y)) for y in (numbers, rounded))
+        assert ours_lost < lost, (layer, expert, projection)
 
 
 class Inputs:
@@ -257,7 +229,7 @@ class Inputs:
             self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
 
 
-def test_consumers_that_need_the_same_share_it(samples: list[Any], tmp_path: Path) -> None:
+def test_consumers_that_need_the_same_share_it(samples, tmp_path):
     seen: list[Any] = []
 
     class Remembers:
@@ -274,7 +246,7 @@ def test_consumers_that_need_the_same_share_it(samples: list[Any], tmp_path: Pat
     assert all(hessian.batches == len(LENGTHS) for group in seen for hessian in group)
 
 
-def test_two_cannot_replace_the_experts(samples: list[Any], tmp_path: Path) -> None:
+def test_two_cannot_replace_the_experts(samples, tmp_path):
     consumers = [Gptq(), Gptq()]
     with pytest.raises(ValueError, match="more than one consumer replaces the experts"):
         walked(samples, lambda model, layer: [c.of_layer(model, layer) for c in consumers], tmp_path / "walk")

@@ -1,8 +1,6 @@
 """Walks through a model that are cut off: killed between layers and within, and resumed, `calibrate` and GPTQ make the
 bytes of a run that was never cut off; and the folder of statistics beside GPTQ's output."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -25,9 +23,7 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
 UNITS = ("samples", "layer-000", "layer-001", "layer-002", "imatrix", "counts", "statistics")
 OTHER_MACHINE = ("--cpuinfer-threads", "2")
 SHAPES = dict.fromkeys(range(3), (4, 128, 128))
-two_cores = pytest.mark.skipif(
-    conversion.CORES < 2, reason="needs two cores, to compute with another number of threads"
-)
+two_cores = pytest.mark.skipif(conversion.CORES < 2, reason="needs two cores: another number of threads")
 
 
 def gpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
@@ -56,9 +52,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", params=CHAINS)
-def attempts(
-    request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Attempts]:
+def attempts(request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     arguments, stage = CHAINS[request.param]
     with conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base:
         yield Attempts(base, servers, arguments, stage, UNITS)
@@ -71,7 +65,7 @@ def begun(attempts: Attempts, name: str, unit: str = "layer-000") -> Path:
     return output
 
 
-def test_killed_between_layers_and_within(attempts: Attempts) -> None:
+def test_killed_between_layers_and_within(attempts):
     """Right before or after some units' records, and at some moment of the making of two; finished layers are not made
     again."""
     chance = conversion.chance()
@@ -82,7 +76,7 @@ def test_killed_between_layers_and_within(attempts: Attempts) -> None:
 
 
 @pytest.mark.long
-def test_killed_before_every_call(attempts: Attempts) -> None:
+def test_killed_before_every_call(attempts):
     print(f"{len(attempts.calls)} kill points")
     conversion.in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
     assert conversion.identity(attempts.model) == attempts.before
@@ -90,14 +84,14 @@ def test_killed_before_every_call(attempts: Attempts) -> None:
 
 @only_gpu
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
-def test_killed_while_resuming(count: int, attempts: Attempts) -> None:
+def test_killed_while_resuming(count, attempts):
     calls = len(attempts.calls)
     pairs = conversion.pairs(range(1 if count > 2 else 20, calls + 1), range(1, calls + 1), count)
     conversion.in_parallel(lambda n: attempts.killed_twice(*pairs[n]), range(len(pairs)))
 
 
 @only_gpu
-def test_the_data_set_is_read_once(attempts: Attempts) -> None:
+def test_the_data_set_is_read_once(attempts):
     """Its samples are the first thing that is stored: the file may change or go while layers are made."""
     output, moved = begun(attempts, "data"), attempts.dataset.with_suffix(".moved")
     attempts.dataset.rename(moved)
@@ -108,7 +102,7 @@ def test_the_data_set_is_read_once(attempts: Attempts) -> None:
 
 
 @two_cores
-def test_another_machine(attempts: Attempts) -> None:
+def test_another_machine(attempts):
     """Sums are rounded in another order there: refused, by `resume` and by the same command."""
     output = begun(attempts, "machine")
     work = conversion.tree(output.with_name("out.work"))
@@ -119,7 +113,7 @@ def test_another_machine(attempts: Attempts) -> None:
     attempts.finish(output, "on the first machine again", "resume", str(output), "--cpuinfer-threads", "1")
 
 
-def test_a_damaged_machine_is_one_sentence(attempts: Attempts) -> None:
+def test_a_damaged_machine_is_one_sentence(attempts):
     output = begun(attempts, "damaged")
     path = output.with_name("out.work") / "plan.json"
     same = attempts.arguments(attempts.model, output, attempts.dataset)
@@ -135,7 +129,7 @@ MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CP
 
 @two_cores
 @only_gpu
-def test_another_machine_that_is_allowed(attempts: Attempts) -> None:
+def test_another_machine_that_is_allowed(attempts):
     """What is finished is kept; with --overwrite it is not."""
     output = begun(attempts, "allowed")
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
@@ -163,17 +157,14 @@ OTHER_OPTIONS = [
 
 
 @pytest.mark.parametrize(("attempts", "change", "shown"), OTHER_OPTIONS, indirect=["attempts"])
-def test_other_options_are_refused(change: tuple[str, ...], shown: str, attempts: Attempts) -> None:
+def test_other_options_are_refused(change, shown, attempts):
     output = begun(attempts, f"options {change[0]}", "samples")
     words = [*attempts.arguments(attempts.model, output, attempts.dataset), *change]
     conversion.refused(attempts.run(output, *words), 7, shown)
 
 
-# ---- the statistics beside GPTQ's output -----------------------------------------------------------------------------
-
-
 @only_gpu
-def test_gptq_leaves_statistics_and_the_same_weights(attempts: Attempts, servers: Any, tmp_path: Path) -> None:
+def test_gptq_leaves_statistics_and_the_same_weights(attempts, servers, tmp_path):
     """The first layer reads what it reads without GPTQ; later ones read what quantized experts lead to."""
     made, alone = attempts.base / "whole", tmp_path / "alone"
     plain = calibrated.arguments(attempts.model, alone, "W4A16", attempts.dataset)
@@ -192,7 +183,7 @@ def test_gptq_leaves_statistics_and_the_same_weights(attempts: Attempts, servers
 
 
 @only_gpu
-def test_cut_off_while_statistics_are_written(attempts: Attempts) -> None:
+def test_cut_off_while_statistics_are_written(attempts):
     """Those of a layer, and before and after their folder appears."""
     side = next(n for n, c in enumerate(attempts.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path)
     appears = next(n for n, c in enumerate(attempts.calls, 1) if c.second == "out.statistics")
@@ -200,7 +191,7 @@ def test_cut_off_while_statistics_are_written(attempts: Attempts) -> None:
 
 
 @only_gpu
-def test_a_bit_that_flipped_in_what_a_chain_needs(attempts: Attempts) -> None:
+def test_a_bit_that_flipped_in_what_a_chain_needs(attempts):
     """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
     first = begun(attempts, "flipped", "layer-001")
     found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
@@ -221,7 +212,7 @@ def test_a_bit_that_flipped_in_what_a_chain_needs(attempts: Attempts) -> None:
 
 
 @only_gpu
-def test_the_folder_of_statistics_is_not_overwritten(attempts: Attempts) -> None:
+def test_the_folder_of_statistics_is_not_overwritten(attempts):
     output = attempts.output("taken")
     taken = output.with_name("out.statistics")
     taken.mkdir()
@@ -242,7 +233,7 @@ def test_the_folder_of_statistics_is_not_overwritten(attempts: Attempts) -> None
 
 
 @only_gpu
-def test_finished_without_its_folder(attempts: Attempts) -> None:
+def test_finished_without_its_folder(attempts):
     output = attempts.output("gone")
     shutil.copytree(attempts.base / "whole" / "out", output)
     conversion.refused(attempts.run(output), 7, "does not have what was gathered with it")

@@ -4,8 +4,6 @@ The tests marked by `gpu` need one. The others stand in for the stream: the same
 called by another thread in the order of their launch, and tensors on the CPU take the place of those on the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -100,7 +98,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 @pytest.mark.parametrize("defer", [0, 1, 2])
-def test_stream_gives_the_bits_of_the_cpu(folder: Path, stream: Stream, defer: int) -> None:
+def test_stream_gives_the_bits_of_the_cpu(folder, stream, defer):
     wrappers = model(folder, defer)
     for seed, tokens in enumerate((4, 1, 4, 4, 9)):
         batch = inputs(tokens, seed)
@@ -108,14 +106,14 @@ def test_stream_gives_the_bits_of_the_cpu(folder: Path, stream: Stream, defer: i
         assert all(map(same, stream.run(wrappers, batch), want))
 
 
-def test_order_of_what_is_launched(folder: Path, stream: Stream) -> None:
+def test_order_of_what_is_launched(folder, stream):
     stream.run(model(folder, 1), inputs(3, 0))
     functions, jobs = [f for f, _ in stream.log], [j for _, j in stream.log]
     assert functions == [SUBMIT, SUBMIT, WAIT, SUBMIT, WAIT]  # now, late, now; now
     assert jobs[0] is jobs[2] and jobs[3] is jobs[4] and len(set(map(id, jobs))) == 3
 
 
-def test_layers_with_their_own_threads_wait_for_each_other(folder: Path, stream: Stream) -> None:
+def test_layers_with_their_own_threads_wait_for_each_other(folder, stream):
     wrappers = model(folder, 1, threads=(1, 2))
     batch = inputs(5, 3)
     want = run(wrappers, batch)
@@ -123,7 +121,7 @@ def test_layers_with_their_own_threads_wait_for_each_other(folder: Path, stream:
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
-def test_models_of_one_directory_take_turns(folder: Path, stream: Stream) -> None:
+def test_models_of_one_directory_take_turns(folder, stream):
     """Layer by layer, both submitted before either result is taken."""
     models, batches = [model(folder, 1), model(folder, 1)], [inputs(5, 1), inputs(5, 2)]
     want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
@@ -138,7 +136,7 @@ def test_models_of_one_directory_take_turns(folder: Path, stream: Stream) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
-def test_an_uncollected_deferred_job_is_awaited(folder: Path, stream: Stream) -> None:
+def test_an_uncollected_deferred_job_is_awaited(folder, stream):
     first = model(folder, 1)[:1]
     batch = inputs(5, 3)
     want = run(first, batch)
@@ -148,7 +146,7 @@ def test_an_uncollected_deferred_job_is_awaited(folder: Path, stream: Stream) ->
 
 
 @pytest.mark.parametrize("defer", [0, 1])
-def test_what_a_graph_recorded_runs_again(folder: Path, stream: Stream, defer: int) -> None:
+def test_what_a_graph_recorded_runs_again(folder, stream, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     stream.run(wrappers, inputs(4, 0))
@@ -172,7 +170,7 @@ def test_what_a_graph_recorded_runs_again(folder: Path, stream: Stream, defer: i
     assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
 
-def test_only_the_last_size_is_kept_unless_it_is_captured(folder: Path, stream: Stream) -> None:
+def test_only_the_last_size_is_kept_unless_it_is_captured(folder, stream):
     KTMoEWrapper.set_capture_batch_sizes([2, 4])
     assert KTMoEWrapper.get_capture_batch_sizes() == [2, 4]
     wrappers = model(folder, 0)
@@ -189,15 +187,12 @@ def test_only_the_last_size_is_kept_unless_it_is_captured(folder: Path, stream: 
     assert same(stream.run(wrappers, inputs(4, 0))[1], run(wrappers, inputs(4, 0))[1])
 
 
-def test_masks_are_read_at_every_run(folder: Path, stream: Stream) -> None:
+def test_masks_are_read_at_every_run(folder, stream):
     wrapper = model(folder, 0)[0]
     batch = inputs(6, 1)
     stream.run([wrapper], batch)
     wrapper.gpu_experts_mask[:] = True
     assert not stream.run([wrapper], batch)[0].any()
-
-
-# --- with a GPU -----------------------------------------------------------------------------------
 
 
 def on_gpu(batch: Batch) -> Batch:
@@ -207,7 +202,7 @@ def on_gpu(batch: Batch) -> Batch:
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_gpu_tensors(folder: Path, defer: int) -> None:
+def test_gpu_tensors(folder, defer):
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
         batch = inputs(tokens, tokens)
@@ -218,7 +213,7 @@ def test_gpu_tensors(folder: Path, defer: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("name", ["number", "stream", "none"])
-def test_order_on_a_stream(folder: Path, name: str) -> None:
+def test_order_on_a_stream(folder, name):
     """What comes before on the stream is seen, what comes after waits, though the host does not."""
     wrapper = model(folder, 0)[0]
     batch = inputs(16, 5)
@@ -241,7 +236,7 @@ def test_order_on_a_stream(folder: Path, name: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_graph_capture(folder: Path, defer: int) -> None:
+def test_graph_capture(folder, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     hidden, ids, weights = on_gpu(inputs(4, 0))

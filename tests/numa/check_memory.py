@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from numa.see import run, seen_by
-from numa.variants import Variant
 
 # Two parts from a file and two that are packed here, with the default pool.
 BOTH = """
@@ -21,7 +18,7 @@ def only_on(pages: list[dict[str, int]], nodes: list[int]) -> None:
     assert [list(part) for part in pages] == [[str(node)] for node in nodes], pages
 
 
-def test_each_part_is_on_the_nodes_of_its_groups(variant: Variant, model: Path) -> None:
+def test_each_part_is_on_the_nodes_of_its_groups(variant, model):
     """One node, or in turns on several where there are fewer parts than groups; of these, one that is full is passed
     over.
     """
@@ -46,7 +43,7 @@ def test_each_part_is_on_the_nodes_of_its_groups(variant: Variant, model: Path) 
 
 
 @pytest.mark.on("two", "asym", "hole", "cpuless", "small")
-def test_taskset_moves_threads_and_memory(variant: Variant, model: Path) -> None:
+def test_taskset_moves_threads_and_memory(variant, model):
     last = max(variant.workers)
     seen = seen_by(BOTH.format(model=str(model)), cpus=variant.cpus(last))
     assert seen["nodes"] == [last]
@@ -56,14 +53,14 @@ def test_taskset_moves_threads_and_memory(variant: Variant, model: Path) -> None
 
 @pytest.mark.on("two", "asym")
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_policy_that_the_user_set_stays(node: int, model: Path) -> None:
+def test_a_policy_that_the_user_set_stays(node, model):
     """numactl --membind: also where the pool has threads on both nodes."""
     for pages in seen_by(BOTH.format(model=str(model)), membind=[node])["pages"]:
         only_on(pages, [node, node])
 
 
 @pytest.mark.on("two", "four")
-def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model: Path) -> None:
+def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model):
     expected = [[1], [0], [1, 0], [0, 1]]
     seen = seen_by(
         f"""
@@ -91,7 +88,7 @@ def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model: Path) -> No
 
 
 @pytest.mark.on("small")
-def test_what_does_not_fit_a_node_goes_to_another(model: Path) -> None:
+def test_what_does_not_fit_a_node_goes_to_another(model):
     seen = seen_by(
         f"""
         results = []
@@ -110,7 +107,7 @@ def test_what_does_not_fit_a_node_goes_to_another(model: Path) -> None:
 
 
 @pytest.mark.on("two")
-def test_the_page_cache_gives_way(variant: Variant, model: Path, source: Path) -> None:
+def test_the_page_cache_gives_way(variant, model, source):
     """Pages for which the kernel leaves their node, because files fill it, come back after each layer."""
     seen = seen_by(
         f"""
@@ -134,7 +131,7 @@ def test_the_page_cache_gives_way(variant: Variant, model: Path, source: Path) -
 
 @pytest.mark.on("small")
 @pytest.mark.parametrize("node", [0, 1])
-def test_auto_counts_the_nodes_that_memory_is_bound_to(node: int, model: Path) -> None:
+def test_auto_counts_the_nodes_that_memory_is_bound_to(node, model):
     """The model fits node 0 and not node 1: there it is mapped, and nothing is killed."""
     seen = seen_by(
         f"""
@@ -149,7 +146,7 @@ def test_auto_counts_the_nodes_that_memory_is_bound_to(node: int, model: Path) -
 
 
 @pytest.mark.on("memoryless", "memoryless0", "cpuless", "hole", "four", "small")
-def test_results_are_those_of_one_thread_on_one_node(variant: Variant, model: Path) -> None:
+def test_results_are_those_of_one_thread_on_one_node(variant, model):
     nodes = list(variant.workers)
     seen = seen_by(
         f"""

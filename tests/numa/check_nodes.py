@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from numa.see import run
-from numa.variants import Variant
 
 
 def doctor(**how: Any) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def doctor(**how: Any) -> dict[str, Any]:
     return document
 
 
-def test_doctor_counts_cores_and_nodes(variant: Variant) -> None:
+def test_doctor_counts_cores_and_nodes(variant):
     document = doctor()
     flags = {"--kt-cpuinfer": sum(variant.workers.values()), "--kt-threadpool-count": len(variant.workers)}
     assert document["kt_flags"] == flags
@@ -27,7 +26,7 @@ def test_doctor_counts_cores_and_nodes(variant: Variant) -> None:
 
 
 @pytest.mark.on("two")
-def test_doctor_under_a_quota_of_one_cpu() -> None:
+def test_doctor_under_a_quota_of_one_cpu():
     group = Path("/sys/fs/cgroup/quota")
     (group.parent / "cgroup.subtree_control").write_text("+cpu")
     group.mkdir()
@@ -39,7 +38,7 @@ def test_doctor_under_a_quota_of_one_cpu() -> None:
 
 
 @pytest.mark.on("two", "four")
-def test_doctor_plan_and_inspect_count_the_same_nodes(source: Path, variant: Variant) -> None:
+def test_doctor_plan_and_inspect_count_the_same_nodes(source, variant):
     cpus = variant.cpus(1)
     assert doctor(cpus=cpus)["kt_flags"]["--kt-threadpool-count"] == 1
     options = ("-i", source, "-o", "/dev/shm/out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run")

@@ -38,7 +38,7 @@ def per_node(variant: Variant, seen: dict[str, Any]) -> dict[int, int]:
     return dict(sorted(count.items()))
 
 
-def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant: Variant) -> None:
+def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant):
     seen = seen_by(POOL.format(pool="shared_pool()"))
     assert seen["threads"] == sum(variant.workers.values())
     assert seen["nodes"] == list(variant.workers)
@@ -48,7 +48,7 @@ def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant: Variant)
 
 
 @pytest.mark.on("two", "four", "asym")
-def test_a_pinned_caller_does_not_narrow_the_pool(variant: Variant) -> None:
+def test_a_pinned_caller_does_not_narrow_the_pool(variant):
     seen = seen_by(
         LOAD_OPENMP
         + """
@@ -69,7 +69,7 @@ say(me=me, pools=pools)
 
 
 @pytest.mark.on("two", "asym", "hole")
-def test_taskset_is_honoured(variant: Variant) -> None:
+def test_taskset_is_honoured(variant):
     node = max(variant.workers)
     seen = seen_by(POOL.format(pool="shared_pool()"), cpus=variant.cpus(node))
     assert (seen["threads"], seen["nodes"]) == (variant.workers[node], [node])
@@ -77,7 +77,7 @@ def test_taskset_is_honoured(variant: Variant) -> None:
 
 
 @pytest.mark.on("two", "asym")
-def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
+def test_every_thread_that_computes_is_on_its_node(variant):
     """The caller too, which is the first thread of the first group, until the forward is over."""
     seen = seen_by(
         """
@@ -108,7 +108,7 @@ def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
 
 
 @pytest.mark.on("two", "asym")
-def test_pinning_comes_back(variant: Variant) -> None:
+def test_pinning_comes_back(variant):
     """After a CPU went off and on, threads are where they were by the next forwards."""
     seen = seen_by(
         """

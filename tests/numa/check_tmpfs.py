@@ -14,7 +14,7 @@ SHM = Path("/dev/shm")
 
 
 @pytest.mark.on("one", "two")
-def test_a_conversion_on_tmpfs() -> None:
+def test_a_conversion_on_tmpfs():
     probe = SHM / "probe"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT))

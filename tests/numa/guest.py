@@ -217,24 +217,13 @@ def suite(names: list[str]) -> int:
         STATE.mkdir(parents=True, exist_ok=True)
         subprocess.run([CHECKOUT / ".venv/bin/python", HERE / "model.py", model, source], check=True)
     checks = [str(path.relative_to(CHECKOUT)) for path in sorted(HERE.glob("check_*.py"))]
-    pytest = [
-        "python",
-        "-m",
-        "pytest",
-        "-q",
-        "--color=no",
-        "--tb=short",
-        "--timeout=1800",
-        "-p",
-        "no:cacheprovider",
-        *TESTS,
-        *checks,
-    ]
+    options = ["-m", "pytest", "-q", "--color=no", "--tb=short", "--timeout=1800", "-p", "no:cacheprovider"]
     results = {}
     for name in names:
         print(f"--- {name}", flush=True)
         begin = time.monotonic()
-        status, lines = run(name, ["env", f"MODEL={model}", f"SOURCE={source}", *pytest])
+        command = ["env", f"MODEL={model}", f"SOURCE={source}", "python", *options, *TESTS, *checks]
+        status, lines = run(name, command)
         counts = next((line for line in reversed(lines) if re.search(r"\d (passed|failed|error)", line)), "no result")
         results[name] = (status, f"{counts.strip('= ')}, {time.monotonic() - begin:.0f} s with the boot")
     width = max(map(len, results))

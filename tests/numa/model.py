@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from math import prod
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,33 +37,17 @@ def write_output(path: Path) -> None:
 def write_source(path: Path) -> None:
     """A checkpoint whose one shard is a hole after its header."""
     path.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": LAYERS,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "hidden_size": SIZE,
-        "moe_intermediate_size": SIZE,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    names = [
-        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
-        for layer in range(LAYERS)
-        for expert in range(EXPERTS)
-        for name in ("gate", "up", "down")
-    ]
-    header, end = {}, 0
-    for name in names:
-        shape = [SIZE, SIZE]
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + 2 * prod(shape)]}
-        end += 2 * prod(shape)
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
+    config |= {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": []}
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": SIZE, "moe_intermediate_size": SIZE}))
+    header, each = {}, 2 * SIZE * SIZE
+    for n, (layer, expert, name) in enumerate(product(range(LAYERS), range(EXPERTS), ("gate", "up", "down"))):
+        entry = {"dtype": "BF16", "shape": [SIZE, SIZE], "data_offsets": [n * each, (n + 1) * each]}
+        header[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"] = entry
     text = json.dumps(header).encode()
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.truncate(8 + len(text) + len(header) * each)
 
 
 if __name__ == "__main__":
