@@ -1,7 +1,5 @@
 """Shared fixtures: small checkpoints of any encoding and way of storage, and the real command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

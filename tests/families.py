@@ -4,8 +4,6 @@ and computed with our experts.
 `python tests/families.py [MODEL_TYPE ...]` prints the table of docs/architectures.md, or these rows of it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -10,8 +10,6 @@ survivors of a log with more time. As the first process of a namespace (unshare 
 what tests leave running. One line of output per mutant: killed, survived, or not compiled (drawn again).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

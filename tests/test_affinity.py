@@ -1,8 +1,6 @@
 """Where the runtime's threads run: on the process's CPUs whatever their caller is bound to, each on its node, and back
 on it after somebody moved them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -79,8 +77,6 @@ def two_nodes(tmp_path: Path) -> Path:
     return nodes(tmp_path, str(SECOND), str(FIRST))
 
 
-# --- which CPUs ------------------------------------------------------------------------------------------------------
-
 WORKERS = """
 from ktconvert.native_quant.runtime.pool import Pool, shared_pool
 threads = shared_pool().threads
@@ -150,9 +146,6 @@ def test_a_cpu_that_is_off_is_not_counted(tmp_path: Path) -> None:
     assert machine.affinity(tmp_path) == {FIRST}
 
 
-# --- which node ------------------------------------------------------------------------------------------------------
-
-
 def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
     own = list(cpus)
     groups = layout(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
@@ -194,9 +187,6 @@ show(workers, [pool.nodes for pool in made])
     assert numbers == [[0, 1]] * 3
     # The caller is the first thread of the first node.
     assert workers == [twos] + [ones] * 2 + [twos] * 3 + [twos] * 2
-
-
-# --- while it works --------------------------------------------------------------------------------------------------
 
 
 @TWO_CPUS

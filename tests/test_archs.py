@@ -1,8 +1,6 @@
 """Every row of the architecture table, on tiny checkpoints: recognised, each expert tensor used
 once, values right way round."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

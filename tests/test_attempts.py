@@ -1,7 +1,5 @@
 """Records of attempts: files that anybody may have written, and processes that are called like others."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """kt-kernel's backward files of BF16 experts: its own bytes, those of the definition in any number of parts, and what
 every command says of a folder of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -35,9 +33,6 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
     values = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
     values[(values & 0x7F80) == 0x7F80] = 0x8000
     return values
-
-
-# --- the order ------------------------------------------------------------------------------------
 
 
 @given(
@@ -87,9 +82,6 @@ def test_sizes_are_checked_before_c_sees_them() -> None:
     for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
         with pytest.raises(ValueError, match="codes must be"):
             kernels.pack_bf16(matrix, codes)  # type: ignore[arg-type]
-
-
-# --- the files ------------------------------------------------------------------------------------
 
 
 def kt_files(folder: Path) -> dict[str, bytes]:
@@ -146,9 +138,6 @@ def test_parts_are_those_of_the_definition(
     assert not report.problems and report.measure.method == "AMXBF16" and report.measure.numa == parts
     assert report.measure.shapes == {0: (2, 1856, 256), 1: (2, 1856, 256)}
     assert len(report.errors) == 6 and all(e.figures["cosine"] == pytest.approx(1) for e in report.errors)
-
-
-# --- what else there is ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

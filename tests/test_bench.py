@@ -1,7 +1,5 @@
 """`ktconvert bench`: what it measures, counts and reports. No test depends on timing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

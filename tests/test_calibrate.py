@@ -1,8 +1,6 @@
 """`ktconvert calibrate`: the sums and counts that hooks on the whole model see, llama.cpp's own importance matrix, and
 statistics of something else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -78,9 +76,6 @@ def assert_seen(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]
             np.testing.assert_allclose(imatrix.read(layer, projection), want, rtol=2e-7, atol=0)
     others = [layer for layer in range(len(statistics.counts)) if layer not in shapes]
     assert not statistics.counts[others].any()
-
-
-# ---- what a whole model's experts read -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,9 +174,6 @@ def test_a_plan_has_the_sizes(models: dict[str, Path], servers: Any, tmp_path: P
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
-# ---- llama.cpp's -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """On the same text in the same chunks of 512 tokens, of which llama.cpp leaves out a last one that is not full.
@@ -220,9 +212,6 @@ def taken_by_others(statistics: Path, model: Path, scratch: Path) -> None:
     assert [set(np.flatnonzero(row)) for row in hot_mask.read(mask)] == [set(np.argsort(-row)[:3]) for row in counts]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
@@ -251,9 +240,6 @@ def test_only_a_walk_has_statistics(which: tuple[str, str], servers: Any, tmp_pa
     words = ("gpu", "-i", str(example), "-o", str(tmp_path / "o"), "--save-statistics", str(tmp_path / "s"), *which)
     done = servers.run(words, tmp_path / "said")
     assert done.returncode == 2 and "ktconvert calibrate" in done.stderr
-
-
-# ---- statistics of something else ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

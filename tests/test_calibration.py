@@ -1,8 +1,6 @@
 """Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from
 files that users have."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

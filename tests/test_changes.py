@@ -1,7 +1,5 @@
 """What was begun with another input or other options is refused with both values, or redone, never mixed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -16,9 +14,6 @@ from rig.bench import LAYERS, SHARD, Bench
 from rig.files import touch
 
 Done = Any
-
-
-# ---- a changed input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("again", ["resume", "the same command"])
@@ -174,8 +169,6 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     assert bench.units_written() == 1
     bench.finished_as(expected)
 
-
-# ---- a changed option ------------------------------------------------------------------------------------------------
 
 OTHER_OPTIONS = {
     "--quant-method was int4, is int8": ("--quant-method", "int8"),

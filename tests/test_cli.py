@@ -1,8 +1,6 @@
 """The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what
 is printed and where."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What lies beside the weights of a checkpoint: whatever would be in the way of copying it is found before any work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

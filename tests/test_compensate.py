@@ -2,8 +2,6 @@
 or few, and Hessians without a factor; and how `verify` judges such codes.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -169,9 +167,6 @@ def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> No
     ((other, _),) = codes_of(4, stored[0, "down"])
     x = reference.bf16_to_f32(experts[0]["down"])
     assert not np.array_equal(other, np.clip(np.rint(x / step), -7, 7))
-
-
-# --- verify -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

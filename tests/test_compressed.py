@@ -1,7 +1,5 @@
 """Pack-quantized experts: names, tensors, config and ignore list are what compressed-tensors and its loaders expect."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -61,8 +59,6 @@ def style_of(family: str, kind: type[Style], n: int = 0) -> Style:
     return [style for style in ROWS[family].stored if isinstance(style, kind)][n]
 
 
-# --- names ----------------------------------------------------------------------------------------
-
 W132, USUAL = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -98,9 +94,6 @@ def test_names(
 def test_an_unknown_family_stored_together_gets_the_usual_names(build: Build) -> None:
     model = build("unheard_of", style_of("qwen3_moe", Fused))
     assert linear_names.linear_name(model, 1, 2, "up") == "model.layers.1.mlp.experts.2.up_proj"
-
-
-# --- tensors --------------------------------------------------------------------------------------
 
 
 def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
@@ -160,9 +153,6 @@ def test_rounding_and_encodings_reach_the_kernel() -> None:
     assert (results[0] != results[1]).any()
 
 
-# --- quantization_config --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_quantization_config_is_the_librarys(form: Encoding) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -179,8 +169,6 @@ def test_quantization_config_is_the_librarys(form: Encoding) -> None:
     )
     assert quantization_config(form.grid, ["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
 
-
-# --- the ignore list ------------------------------------------------------------------------------
 
 EXTRA = {
     "lm_head.weight": (8, H),
@@ -266,9 +254,6 @@ def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
             assert ignore.is_match(name, pattern) == library.match_name(name, pattern)
 
 
-# --- shapes ---------------------------------------------------------------------------------------
-
-
 def test_groups_must_divide_every_row(build: Build) -> None:
     fmt = FORMATS["W4A16"]
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
@@ -286,9 +271,6 @@ def test_tensor_parallel_sizes(build: Build) -> None:
         UnsupportedError, match=r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
     ):
         loading_notes(fmt, model, (4,))
-
-
-# --- whole checkpoints ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["BF16", "FP8"])

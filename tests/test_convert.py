@@ -1,8 +1,6 @@
 """`ktconvert cpu` on real files: the bytes that come out, whatever went in, on every instruction
 set and any number of threads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The rig's own clusters: what tests of many machines stand on. Real processes, addressed by name."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 definition, which is what was packed or gguf-py's values, however codes are laid out and the linear is sliced.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +56,6 @@ def same(matrix: Matrix, expected: Any = None) -> None:
     defined = reference.decode(matrix)
     assert (kernels.decode(matrix) == defined).all()
     assert expected is None or (defined == expected).all()
-
-
-# --- codes with scales --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")
@@ -133,8 +128,6 @@ def test_a_value_that_overflows_is_refused_with_its_place() -> None:
     assert (caught.value.row, caught.value.column) == (40, 67)
 
 
-# --- blocks of ggml -----------------------------------------------------------------------------------------------------
-
 FP16 = [0, -0.0, 1, -1, 6e-8, -6e-8, 6e-5, 65504, -65504, np.inf, -np.inf, np.nan]
 
 
@@ -192,9 +185,6 @@ def test_a_scale_that_is_no_number_is_refused_with_its_place(name: str) -> None:
     assert (caught.value.row, caught.value.column) == (40, 256)
 
 
-# --- slices -------------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=100)
 @given(
     kind=st.sampled_from((*KINDS, *GGML)), group=st.integers(1, 200), k=st.integers(1, 150), n=st.integers(1, 40),
@@ -243,9 +233,6 @@ def test_quantized_as_their_values_are(kind: str, bits: int) -> None:
     kernels.quantize_groups(bits, part, words, group_scales)
     codes, chosen = groups.quantize_groups(bits, 128, bf16)
     assert (words == groups.pack_words(bits, codes)).all() and (group_scales == chosen).all()
-
-
-# --- what makes no sense ------------------------------------------------------------------------------------------------
 
 
 ONES, EIGHT = np.ones((4, 1), np.float32), np.zeros((4, 8), np.uint8)

@@ -1,8 +1,6 @@
 """`ktconvert dequantize`: from every encoding of whole checkpoints the values of its definition in BF16, all else bit for
 bit, in a checkpoint that nothing takes for a quantized one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -114,9 +112,6 @@ def dequantized(source: Path, out: Path) -> Tensors:
     return read_folder(out)
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8 in rows", "ct 4"])
 def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
     source, release = checkpoint(tmp_path / "model", kind)
@@ -196,9 +191,6 @@ def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
     assert finished["peak_rss"] < plan["peak_memory"] < finished["bytes"]
 
 
-# ---- which models, which configs -------------------------------------------------------------------------------------
-
-
 def test_a_dense_model(cli: Cli, tmp_path: Path) -> None:
     """No expert at all: `cpu` refuses it."""
     rng = np.random.default_rng(1)
@@ -248,9 +240,6 @@ def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> N
     cli("verify", tmp_path / "int8", "--against", packed)
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
 def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)
     document["problems"] = [problem for check in document["checks"] for problem in check["problems"]]
@@ -288,9 +277,6 @@ def test_verify_against_another_model(blocks: Model, cli: Cli, tmp_path: Path) -
     assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
     cli("verify", tmp_path / "out", "--numa", 1, code=2)
     assert "no place for biases of experts" in cli("verify", tmp_path / "out", "--run", code=3).stderr
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_killed_and_resumed_to_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
@@ -346,9 +332,6 @@ def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> N
     assert f"cpu, gpu         not possible: {document['refused']}" in seen.stdout
     cli("dequantize", source, tmp_path / "out")
     assert "dequantize" not in json.loads(cli("inspect", tmp_path / "out", "--json", code=3).stdout)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> None:

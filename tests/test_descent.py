@@ -1,8 +1,6 @@
 """Fitted scales and coordinate descent: the kernel equals the NumPy definition, and an error never grows in the metric
 of the inputs."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

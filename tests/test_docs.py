@@ -4,8 +4,6 @@ the real thing.
 `python tests/test_docs.py` writes the tables of docs/commands.md and docs/architectures.md as they must be.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

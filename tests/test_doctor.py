@@ -1,7 +1,5 @@
 """`ktconvert doctor`: the facts of this machine, the flags that follow, and a sentence for everything in the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Documents of ours: a type that several threads meet for the first time at once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What hypothesis draws for a test does not depend on the modules that the tests before it have loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What surrounds the dot products of a forward gives the same bits with every instruction set,
 whatever the numbers are."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI), run all the same: emulated."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

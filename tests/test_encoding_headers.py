@@ -3,8 +3,6 @@
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

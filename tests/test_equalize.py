@@ -2,8 +2,6 @@
 what it gains, that `verify` proves it, and where it is refused.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -91,8 +89,6 @@ def scaled(bits: Any, exponents: Any) -> Any:
     return copy
 
 
-# --- the exponents --------------------------------------------------------------------------------
-
 EXTREMES = np.array([0, 0x8000, 1, 0x0080, 0x2000, 0x5F00, 0x7F7F, 0xFF80, 0x7FC0], np.uint16)  # 0 to NaN
 
 
@@ -136,8 +132,6 @@ def test_levels_are_those_of_the_definition() -> None:
     expected = [(s.bit_length() - 80 + s / 2 ** (s.bit_length() - 1)) / 2 for s in squares]
     np.testing.assert_allclose(equalizing.levels(down), expected, rtol=0, atol=1e-12)
 
-
-# --- conversions ----------------------------------------------------------------------------------
 
 PAIR: dict[str, tuple[str, ...]] = {"plain": (), "equalized": ("--equalize",)}
 WAYS: dict[str, tuple[object, ...]] = {
@@ -223,9 +217,6 @@ def test_it_outlives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path)
     assert f"| equalized | {SCRAMBLED} |" in (gpu / "README.md").read_text()
 
 
-# --- what verify finds ----------------------------------------------------------------------------
-
-
 def test_a_wrong_exponent_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = equalizing.exponents
 
@@ -248,9 +239,6 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(equalizing, "scale", scale)
     output = convert(source, tmp_path / "out", "--equalize")
     assert "up of expert 0 of layer 0 has other codes than without --equalize" in refused(output, "--against", source)
-
-
-# --- what is refused, and what is said ------------------------------------------------------------
 
 
 def changed_config(source: Path, folder: Path, **entries: Any) -> Path:

@@ -1,8 +1,6 @@
 """`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8,
 INT4, W8A16, W4A16."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -94,9 +92,6 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
     assert done.exception is not None
     assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
     return getattr(done.exception, "exit_code", done.exit_code), str(done.exception)
-
-
-# ---- the bundled model -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -203,9 +198,6 @@ def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: P
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
 
 
-# ---- known distributions ---------------------------------------------------------------------------------------------
-
-
 def test_comparing_distributions() -> None:
     """By hand: p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4)."""
     p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
@@ -226,9 +218,6 @@ def test_comparing_distributions() -> None:
 )
 def test_the_error_of_a_layer(original: float, difference: float, relative: float) -> None:
     assert evaluate.ExpertsError(3, difference, original).relative == relative
-
-
-# ---- what cannot be evaluated ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

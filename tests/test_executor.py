@@ -1,7 +1,5 @@
 """--executor: every command's bytes are those of threads, whoever makes them; what it cannot take is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -236,9 +234,6 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
             begun = [(journal.Start, dead.name, child), (journal.Start, lives.name, os.getpid())]
             assert sorted(noted, key=repr) == sorted([(journal.Lost, dead.name, child), *begun], key=repr)
     assert run(plan)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """What may happen to workers, their scheduler and the coordinator while units are made: the finished output is byte for
 byte that of threads, or there is one sentence, and all can be resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -110,9 +108,6 @@ def wait(done: Callable[[], bool], seconds: float = conversion.TIMEOUT) -> None:
 
 def events(done: Done) -> list[dict[str, Any]]:
     return conversion.events(done.stderr)
-
-
-# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Cluster, output: Path) -> None:
@@ -244,9 +239,6 @@ def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) ->
     setting.resumed(output)
 
 
-# ---- the coordinator and the scheduler -------------------------------------------------------------------------------
-
-
 def orphans(setting: Setting, cluster: Cluster, output: Path) -> set[str]:
     """The attempts that two workers finished after their coordinator was killed: one each, or more where a worker had
     begun its next unit before the scheduler could take it back. No worker is left then."""
@@ -349,9 +341,6 @@ def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
             assert conversion.names(output.parent) == ["out"]
             shutil.rmtree(output.parent)
     print(kills)
-
-
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -1,8 +1,6 @@
 """Workers on hosts that are not what they should be: one sentence with the host's name, before anything is made; and
 clusters that let in only who holds a certificate, or have no worker for units."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading

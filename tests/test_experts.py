@@ -1,7 +1,5 @@
 """`ktconvert experts`: which experts it makes hot, what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -34,8 +32,6 @@ def sentence(*arguments: object) -> tuple[int, str]:
     assert isinstance(error, KtconvertError) and "\n" not in str(error)
     return error.exit_code, str(error)
 
-
-# --- the choice -----------------------------------------------------------------------------------
 
 tables = st.integers(1, 5).flatmap(
     lambda layers: st.integers(1, 40).flatmap(
@@ -120,9 +116,6 @@ def test_what_kt_kernel_says_it_does() -> None:
         masks = torch.zeros(counts.size, dtype=torch.bool)
         masks[top] = True
         np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.view(counts.shape).numpy())
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:

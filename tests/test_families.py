@@ -2,8 +2,6 @@
 with the logits of the original, or refused with the sentence that is expected.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

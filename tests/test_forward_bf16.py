@@ -1,7 +1,5 @@
 """The forward with MXFP4, FP8 and BF16 experts: close to float64, and the same bits however it is run."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path
@@ -162,9 +160,6 @@ def test_large_values_of_one_token_and_exact_mode() -> None:
     for t in range(4):
         assert distance(out[t], case.truth()[t]) < 2 * NEAR_FLOAT64
     np.testing.assert_array_equal(case.run(exact=True), out)
-
-
-# --- outputs of `ktconvert cpu` ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=FORMATS)

@@ -1,7 +1,5 @@
 """benchmarks/forward.py: quiet and busy calls are told apart as the probes say; its tables show what was measured."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """kt-kernel's native methods, computed from checkpoints: closer to float64 than kt-kernel, or refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

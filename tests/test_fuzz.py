@@ -4,8 +4,6 @@ other exception.
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -350,9 +348,6 @@ def test_commands_that_read_a_file(name: str, paths: Paths) -> None:
             command(*arguments)
 
         check()
-
-
-# ---- what it found ---------------------------------------------------------------------------------------------------
 
 
 def changed(path: Path, change: Callable[[Any], object]) -> None:

@@ -1,8 +1,6 @@
 """The dot products of every instruction set are those of the codes, exactly, for any number of
 tokens, rows and columns."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

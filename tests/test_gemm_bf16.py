@@ -1,7 +1,5 @@
 """Products of BF16 are what NUMERICS.md, section 5b, says, for any number of tokens, rows and columns."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF as an input: every type, however the experts are named and the files are cut; and what is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

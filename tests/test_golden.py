@@ -1,8 +1,6 @@
 """kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every
 instruction set this CPU has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

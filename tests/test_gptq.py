@@ -1,8 +1,6 @@
 """`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same
 samples once its masks are causal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec
@@ -35,9 +33,6 @@ def both(names: list[str], long: list[str]) -> Any:
     """These cases, and more of other families in both kinds, computed with two threads: (fixture, name)."""
     rows = [pytest.param("converted_long", name, marks=pytest.mark.long) for name in long]
     return pytest.mark.parametrize(("fixture", "name"), [*(("converted", name) for name in names), *rows])
-
-
-# ---- the library's own result ----------------------------------------------------------------------------------------
 
 
 @both(EQUAL, list(calibrated.LONG))
@@ -81,9 +76,6 @@ def test_the_engine_of_the_library(converted: Any) -> None:
     name = "qwen3_moe unrepaired"
     assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
     assert "mask, which is not causal for some models" in converted.output_of(name)
-
-
-# ---- what loaders get ------------------------------------------------------------------------------------------------
 
 
 @both(list(calibrated.VERIFIED), list(calibrated.VERIFIED_LONG))
@@ -151,9 +143,6 @@ def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
     assert all(n.endswith("weight_packed") for n in differing(ours, library))
 
 
-# ---- routed tokens only ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "floor"), [("qwen3_moe routed", 1), ("qwen3_moe floor", 4)])
 def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converted: Any) -> None:
     """Those are RTN's bit for bit, are listed, and no other is."""
@@ -182,9 +171,6 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
         )
     }
     assert nearest == {(layer, e) for layer, listed in reported.items() for e in listed}
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The inner loop of GPTQ: the kernels equal the NumPy definition, and that equals llmcompressor's own loop."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -211,9 +209,6 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             kernels.gptq_block(**{**good, **change})
-
-
-# --- the library ----------------------------------------------------------------------------------
 
 
 def library_block(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:

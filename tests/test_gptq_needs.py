@@ -1,7 +1,5 @@
 """What GPTQ takes: the plan's arithmetic against numbers worked by hand, and what follows for three sizes of card."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

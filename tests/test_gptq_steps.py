@@ -1,8 +1,6 @@
 """The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ
 as its paper states it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,9 +40,6 @@ def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()
     scale = groups.group_scales(bits, group, weight.view(torch.uint16).numpy())
     return weight, torch.from_numpy(scale).view(torch.bfloat16)
-
-
-# --- the library ----------------------------------------------------------------------------------
 
 
 def by_library(
@@ -170,9 +165,6 @@ def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
         gptq.compensate(weight, factor, scale[:, [0, 1, 1]], CodeRange(-8, 7))
     with pytest.raises(ValueError, match=r"must be bfloat16 or float32, not torch\.float16"):
         gptq.compensate(weight, factor, scale.half(), CodeRange(-8, 7))
-
-
-# --- one scale per row ----------------------------------------------------------------------------
 
 
 def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampening: float, ordered: bool) -> Any:

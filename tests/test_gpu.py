@@ -1,8 +1,6 @@
 """`ktconvert gpu`: every packed tensor is the definition's, every other one the source's, and what
 cannot be loaded is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

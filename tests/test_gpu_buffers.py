@@ -2,8 +2,6 @@
 number of parts and ranks; what cannot be written is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -5,8 +5,6 @@ Data sets are named as kt-kernel names them and come from a hub cache made here,
 is fine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

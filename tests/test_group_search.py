@@ -2,8 +2,6 @@
 and codes that are packed as MXFP4 in both orders.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups for the GPU: the kernels equal the NumPy definition, and that equals llmcompressor's round to nearest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +225,6 @@ def test_flushing_subnormals_changes_nothing() -> None:
         torch.set_flush_denormal(False)
     for a, b in zip(before, flushed, strict=True):
         assert_same(a, b)
-
-
-# --- the library ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("isa")

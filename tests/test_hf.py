@@ -5,8 +5,6 @@ Every family is a tiny model with random weights, saved by transformers, convert
 loaded through KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -224,9 +222,6 @@ def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Pat
     ours = load(model, case.weights)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kilobytes
     assert torch.equal(logits(ours, IDS), logits(case.ours, IDS))
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 @qwen

@@ -1,8 +1,6 @@
 """An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with
 it, and random experts never."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

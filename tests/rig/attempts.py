@@ -1,7 +1,5 @@
 """Calibrations that are cut off: killed where a test wants it, resumed, and compared with one that was never cut off."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

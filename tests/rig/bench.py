@@ -1,8 +1,6 @@
 """A source, an output beside it, and the command line, to be cut off where a test wants it: pytest
 fixtures and what they give."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -41,9 +39,6 @@ MODULES = (
     "ktconvert.pipeline.walk.layered",
     "ktconvert.pipeline.verify",
 )
-
-
-# ---- what is converted -----------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -196,9 +191,6 @@ def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[li
     return path, sorted(ids, key=len, reverse=True)
 
 
-# ---- conversions -----------------------------------------------------------------------------------------------------
-
-
 def usual(dataset: Path, threads: int = 1) -> list[str]:
     """Options of every conversion with samples."""
     words = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
@@ -335,9 +327,6 @@ def converted_long(tmp_path_factory: pytest.TempPathFactory) -> Converted:
         convert(Converted(root, LONG), threads=2, extras=False)
 
     return Converted(once(tmp_path_factory, "gptq-long", make), LONG)
-
-
-# ---- what models say -------------------------------------------------------------------------------------------------
 
 
 def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,5 @@
 """A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -195,7 +193,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
         assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
 
 
-class Mounts:
+class Mounts(contextlib.AbstractContextManager[Any]):
     """A mount namespace of our own: its mounts are invisible to other processes and end with it. A context manager."""
 
     def __init__(self) -> None:
@@ -212,9 +210,6 @@ class Mounts:
         enter = ["-U", "--preserve-credentials"] if user else []
         self.prefix = ["nsenter", "-t", str(self._holder.pid), "-m", *enter]
         self.refusal = "" if line == "ready" else line or "unshare failed"
-
-    def __enter__(self) -> Mounts:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._holder.kill()

@@ -4,8 +4,6 @@ Every process has a log of its own, printed when the cluster ends, so that a fai
 when the process that started it ends, however that happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -14,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -27,7 +25,7 @@ DASK = (sys.executable, "-P", "-m", "dask")
 ROLES = ("CLIENT", "SCHEDULER", "WORKER")
 
 
-class Cluster:
+class Cluster(contextlib.AbstractContextManager[Any]):
     """A scheduler and its workers. Use as a context manager; `start` starts more, and must be called by a thread that
     lives as long as they shall.
 
@@ -56,9 +54,6 @@ class Cluster:
             self.env |= tls_environment(tls)
         self._start("scheduler", ["scheduler", *SCHEDULER, *self._protocol], {})
 
-    def __enter__(self) -> Cluster:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
@@ -80,7 +75,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         words: Sequence[str] = (),
         prefix: Sequence[str] = (),
-    ) -> Cluster:
+    ) -> Self:
         """Start workers of these names at the same time and wait until the scheduler knows them.
 
         nanny   whether a process of its own starts each one, and starts it again when it ends

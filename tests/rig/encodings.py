@@ -3,8 +3,6 @@
 Nothing here uses the code under test: words are put together code by code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,9 +69,6 @@ def grid(block: tuple[int, int], n: int, k: int) -> tuple[int, int]:
     return -(-n // block[0]), -(-k // block[1])
 
 
-# --- FP8, FP4 -----------------------------------------------------------------------------------------------------------
-
-
 def e8m0(rng: np.random.Generator, *shape: int) -> tuple[Bits, Any]:
     exponents = rng.integers(100, 130, shape).astype(np.uint8)
     exponents[-1, 0] = 0
@@ -119,9 +114,6 @@ def nvfp4(values: str, whole: str, divides: bool) -> Make:
         return {**stored, whole: ("F32", np.full((1,) if divides else (), one, np.float32))}, rounded(exact)
 
     return make
-
-
-# --- integers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,9 +217,6 @@ def int8(own: Codes) -> Stored:
     return {".weight": ("I8", codes), ".weight_scale": ("F32", own.scales), ".weight_zero_point": ("I8", zeros)}
 
 
-# --- quantization_config ------------------------------------------------------------------------------------------------
-
-
 def scheme(
     bits: int, group: int | None, symmetric: bool = True, kind: str = "pack-quantized", **others: Any
 ) -> dict[str, Any]:
@@ -247,9 +236,6 @@ def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
 
 def awq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-
-
-# --- the table ----------------------------------------------------------------------------------------------------------
 
 
 def _ct(bits: int, group: int | None, store: Any, zeros: bool = False, order: bool = False, **config: Any) -> Encoding:

@@ -1,7 +1,5 @@
 """What tests/families.py expects of each mixture-of-experts family of transformers, and what makes its config tiny."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that change: their times move on, however coarse the times of the file system are."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and the numbers that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ A run is a process of its own, killed for real; what it changes is counted by th
 was started under. As a script this file is that server: an order per line on stdin, a return code per line on stdout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -17,11 +15,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("cli", "engine", "plans", "ui", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
-class Forks:
+class Forks(contextlib.AbstractContextManager[Any]):
     """A few servers, so that a few runs go on at once. Use as a context manager.
 
     modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can
@@ -54,9 +53,6 @@ class Forks:
         self._free: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
         for server in self._all:
             self._free.put(server)
-
-    def __enter__(self) -> Forks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for server in self._all:

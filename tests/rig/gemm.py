@@ -1,7 +1,5 @@
 """Products of the runtime, of a kernel alone: gemm.c, with the kernels of the library that ships."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """Tiny GGUF files: written by gguf-py, or byte by byte where they are to be wrong; random blocks of any type of ggml."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,8 +87,6 @@ def model(
             tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
     return tensors
 
-
-# --- byte by byte -----------------------------------------------------------------------------------------------------
 
 NUMBERS = {"B": 0, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}
 

@@ -1,7 +1,5 @@
 """Models of transformers with our experts: loaded, asked for logits, and listened to at their experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

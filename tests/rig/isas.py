@@ -1,7 +1,5 @@
 """Which instruction set is chosen where none is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ktconvert.native_quant import kernels

@@ -4,8 +4,6 @@ A kill matrix: `run` once with n=0 and a log, `count` the calls, then `run` with
 with n=0 to see what the resume makes of it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

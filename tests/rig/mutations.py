@@ -5,8 +5,6 @@ Every function takes a generator of random numbers and the whole file, and retur
 same file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

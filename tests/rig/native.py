@@ -1,7 +1,5 @@
 """Layers of tests/golden/native_*: a checkpoint under kt-kernel's names, an input, and what kt-kernel and float64 give."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

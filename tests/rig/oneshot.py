@@ -6,8 +6,6 @@ layers get a causal mask (the library gives some families none). As a script thi
 JOBS.json`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -75,9 +73,6 @@ def ignored(model: Path) -> list[str]:
     from ktconvert.layouts.outputs.ignore import ignore_list
 
     return list(ignore_list(recognise(open_checkpoint(str(model)))))
-
-
-# ---- the process of its own ------------------------------------------------------------------------------------------
 
 
 def main(job: dict[str, Any]) -> None:

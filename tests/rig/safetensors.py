@@ -5,8 +5,6 @@ A file is 8 bytes that say how long its header is, the header (JSON: each tensor
 data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

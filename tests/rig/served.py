@@ -2,8 +2,6 @@
 seen what it computes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,8 +1,6 @@
 """Libraries for LD_PRELOAD that take the place of some of libc's calls: a system that refuses
 something, or takes its time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bundled model stored as models are released: in FP8 with a scale per block, or with its experts in 4 bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

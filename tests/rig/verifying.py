@@ -1,7 +1,5 @@
 """Conversions and `ktconvert verify` in this process, and what verify reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

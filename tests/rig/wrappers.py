@@ -1,7 +1,5 @@
 """KTMoEWrapper on the bundled model's experts, and inputs for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
