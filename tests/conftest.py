@@ -47,9 +47,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: Path) -> Write:
-    """The bundled model, converted once for each choice: packed_example("int8", parts, *more options). Whoever changes
-    it copies it first.
-    """
+    """The bundled model, converted once for each choice; whoever changes it copies it first."""
     outputs: dict[tuple[object, ...], Path] = {}
 
     def get(method: str, parts: int = 1, *more: str) -> Path:
@@ -67,9 +65,7 @@ def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: 
 def cli() -> Cli:
     """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
-    def run(
-        *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, code: int | None = 0, env: dict[str, str] | None = None) -> Any:
         done = conversion.ktconvert(*map(str, arguments), env=env)
         assert "Traceback" not in done.stderr, done.stderr
         if code is not None:
@@ -88,32 +84,23 @@ def ktconvert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def write_safetensors() -> Write:
-    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks
-    come as unsigned bits."""
+    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
 
     return write_file
 
 
 @pytest.fixture(scope="session")
 def write_qwen(write_safetensors: Write) -> Write:
-    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}},
-    dtype="BF16")."""
+    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}})."""
 
     def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         first = next(iter(layers.values()))
         experts, width, hidden = first["gate"].shape
-        document = {
-            "model_type": "qwen3_moe",
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "num_hidden_layers": max(layers) + 1,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "hidden_size": hidden,
-            "moe_intermediate_size": width,
-            "mlp_only_layers": [n for n in range(max(layers)) if n not in layers],
-            "hidden_act": "silu",
-        }
+        document = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
+        document |= {"num_hidden_layers": max(layers) + 1, "num_experts": experts, "num_experts_per_tok": 2}
+        document |= {"hidden_size": hidden, "moe_intermediate_size": width}
+        document["mlp_only_layers"] = [n for n in range(max(layers)) if n not in layers]
         (folder / "config.json").write_text(json.dumps(document | config))
         tensors: dict[str, tuple[str, npt.NDArray[Any]]] = {}
         for layer, stacked in layers.items():
@@ -137,10 +124,8 @@ def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
     def make(experts: int, hidden: int, width: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         rng = np.random.default_rng(seed)
         shapes = {"gate": (experts, width, hidden), "up": (experts, width, hidden), "down": (experts, hidden, width)}
-        normal = {
-            name: rng.standard_normal(shape).astype(np.float32) * np.float32(0.02) for name, shape in shapes.items()
-        }
-        return {name: (x.view(np.uint32) >> 16).astype(np.uint16) for name, x in normal.items()}
+        normal = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        return {name: ((x * np.float32(0.02)).view(np.uint32) >> 16).astype(np.uint16) for name, x in normal.items()}
 
     return make
 

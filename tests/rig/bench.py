@@ -1,5 +1,4 @@
-"""A source, an output beside it, and the command line, to be cut off where a test wants it: pytest
-fixtures and what they give."""
+"""A source, an output beside it, and the command line, to be cut off where a test wants it: fixtures and what they give."""
 
 import shutil
 import subprocess
@@ -51,8 +50,8 @@ class Bench:
 
     def cpu(self, *options: str, kill: int = 0, output: Path | None = None, source: Path | None = None) -> Done:
         """`ktconvert cpu` with one thread, so that calls come in one order."""
-        where = ("-i", source or self.source, "-o", output or self.output)
-        return self.run("cpu", *where, "--cpuinfer-threads", "1", *options, kill=kill)
+        where = ("-i", source or self.source, "-o", output or self.output, "--cpuinfer-threads", "1")
+        return self.run("cpu", *where, *options, kill=kill)
 
     def begin(self, which: str, *options: str, kill: int = 0) -> Done:
         """One of CONVERSIONS with one thread; merge reads what a loose conversion of the source made."""
@@ -75,11 +74,7 @@ class Bench:
 
     def calls(self) -> list[Any]:
         """The calls of the last run, in order; paths below the folder that holds the output."""
-        base = f"{self.output.parent}/"
-        return [
-            call._replace(path=call.path.removeprefix(base), second=call.second and call.second.removeprefix(base))
-            for call in killpoint.calls(self.log)
-        ]
+        return killpoint.calls(self.log, self.output.parent)
 
     def stop_after(self, units: int, *options: str) -> None:
         """A conversion that is killed right after so many units were recorded."""

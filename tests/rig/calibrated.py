@@ -25,19 +25,10 @@ MAX_LENGTH = 48
 TEXTS = (300, 110, 85, 60, 40, 25, 12)  # characters; the first is more than MAX_LENGTH tokens
 FEW = (25, 8)
 # What a server loads, so that a run takes one second and not seven.
+OURS = ("cli.calibrate", "cli.cpu", "cli.gpu", "plans.cpu", "plans.gpu", "walk.layered", "verify")
 MODULES = (
-    "accelerate",
-    "datasets",
-    "compressed_tensors.compressors",
-    "llmcompressor.modifiers.gptq.gptq_quantize",
-    "transformers.modeling_utils",
-    "ktconvert.pipeline.cli.calibrate",
-    "ktconvert.pipeline.cli.cpu",
-    "ktconvert.pipeline.cli.gpu",
-    "ktconvert.pipeline.plans.cpu",
-    "ktconvert.pipeline.plans.gpu",
-    "ktconvert.pipeline.walk.layered",
-    "ktconvert.pipeline.verify",
+    *("accelerate", "datasets", "compressed_tensors.compressors", "llmcompressor.modifiers.gptq.gptq_quantize"),
+    *("transformers.modeling_utils", *(f"ktconvert.pipeline.{name}" for name in OURS)),
 )
 
 
@@ -57,21 +48,15 @@ class Case(NamedTuple):
     oracle: Mapping[str, Any] | None = MappingProxyType({})
 
 
+ROUTED = ("--calibrate", "routed", "--min-expert-tokens")
 CASES = {
     "qwen3_moe": Case("qwen3_moe"),
     "qwen3_moe W8A16": Case("qwen3_moe", "W8A16"),
     "qwen3_moe fused": Case("qwen3_moe fused", oracle=None),
     "qwen3_moe FP8": Case("qwen3_moe FP8", oracle=None),
     "qwen3_moe decoded": Case("qwen3_moe decoded", oracle=None),
-    "qwen3_moe routed": Case(
-        "qwen3_moe",
-        options=("--calibrate", "routed", "--min-expert-tokens", "1"),
-        few=True,
-        oracle={"calibrate_all": False},
-    ),
-    "qwen3_moe floor": Case(
-        "qwen3_moe", options=("--calibrate", "routed", "--min-expert-tokens", "4"), few=True, oracle=None
-    ),
+    "qwen3_moe routed": Case("qwen3_moe", options=(*ROUTED, "1"), few=True, oracle={"calibrate_all": False}),
+    "qwen3_moe floor": Case("qwen3_moe", options=(*ROUTED, "4"), few=True, oracle=None),
     "qwen3_moe g32": Case("qwen3_moe", options=("--group-size", "32"), few=True, oracle={"group": 32}),
     "qwen3_moe float32": Case("qwen3_moe", "W8A16", options=("--rounding", "float32"), oracle=None),
     "qwen3_moe unrepaired": Case("qwen3_moe", options=("--engine", "oneshot"), oracle={"repaired": False}),
@@ -129,14 +114,12 @@ def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
 
 
 def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes
-    are multiples of it."""
+    """Linears as FP8 in blocks of 128 x 128, as DeepSeek and Qwen publish them; sizes are multiples of it."""
     import torch
 
-    converted: dict[str, Any] = {}
+    converted = dict(tensors)
     for name, x in tensors.items():
         if not name.endswith("_proj.weight"):
-            converted[name] = x
             continue
         blocks = x.float().unflatten(0, (-1, min(128, x.shape[0]))).unflatten(2, (-1, 128))
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448
@@ -175,8 +158,7 @@ def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
-    """A data set of texts, as JSON lines in mixed order, and its samples in the order in which they are to be
-    calibrated with."""
+    """A data set of texts, as JSON lines in mixed order, and its samples in the order of calibration."""
     from transformers import AutoTokenizer
 
     text, at, rows = HELDOUT.read_text(), 0, []
@@ -214,8 +196,7 @@ def calibrate(model: Path, out: Path, dataset: Path, *options: str) -> list[str]
 
 
 class Converted(NamedTuple):
-    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of
-    cases, and the output of both."""
+    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases."""
 
     root: Path
     cases: Mapping[str, Case]
@@ -248,13 +229,12 @@ class Converted(NamedTuple):
 
     def oracle(self, name: str) -> dict[str, Any]:
         """The library's tensors under the names that our output has."""
-        names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
         def ours(name: str) -> str:
-            head, experts, tail = name.partition(".block_sparse_moe.experts.")
-            for theirs, own in names.items():
-                tail = tail.replace(f".{theirs}.", f".{own}.")
-            return f"{head}{experts}{tail}" if experts else name
+            if ".block_sparse_moe.experts." in name:
+                for theirs, own in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+                    name = name.replace(f".{theirs}.", f".{own}.")
+            return name
 
         return {ours(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
 
@@ -323,10 +303,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.fixture(scope="session")
 def converted_long(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    def make(root: Path) -> None:
-        convert(Converted(root, LONG), threads=2, extras=False)
-
-    return Converted(once(tmp_path_factory, "gptq-long", make), LONG)
+    root = once(tmp_path_factory, "gptq-long", lambda root: convert(Converted(root, LONG), threads=2, extras=False))
+    return Converted(root, LONG)
 
 
 def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:

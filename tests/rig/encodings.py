@@ -1,6 +1,5 @@
-"""Every quantized encoding in safetensors: tiny checkpoints stored by its formula, with the value of every weight.
-
-Nothing here uses the code under test: words are put together code by code.
+"""Every quantized encoding in safetensors: tiny checkpoints stored by its formula, with the value of every weight. Nothing
+here uses the code under test: words are put together code by code.
 """
 
 import json
@@ -22,18 +21,13 @@ Stored = dict[str, tuple[str, Any]]  # (dtype, bits) by a tensor's name, or by w
 Make = Callable[[np.random.Generator, int, int], tuple[Stored, Bits]]  # a weight [n, k], and its values as BF16 bits
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E4M3 = np.array(
-    [
-        (-1 if b & 128 else 1) * ((8 + b % 8) * 2.0 ** ((b >> 3 & 15) - 10) if b & 0x78 else b % 8 * 2.0**-9)
-        for b in range(256)
-    ]
-)  # as far as they are numbers
+SIZES = [(8 + b % 8) * 2.0 ** ((b >> 3) - 10) if b & 0x78 else b % 8 * 2.0**-9 for b in range(127)] + [np.nan]
+E4M3 = np.concatenate([SIZES, np.negative(SIZES)])
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """name: in facts. claim: in --input-type. config: quantization_config. v4, stacked: the names of DeepSeek-V4, those of
-    gpt-oss."""
+    """name: in facts. claim: in --input-type. v4, stacked: the names of DeepSeek-V4, of gpt-oss."""
 
     name: str
     claim: str

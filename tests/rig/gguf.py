@@ -48,9 +48,7 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
 def write(
     path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, Any], arch: str = "qwen3moe"
 ) -> Path:
-    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as
-    metadata.
-    """
+    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():

@@ -13,14 +13,8 @@ from rig.safetensors import Tensors, read_file, write_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = (
-    "BF16_default",
-    "BF16_mixtral",
-    "FP8_default",
-    "FP8_PERCHANNEL_default",
-    "MXFP4_v4",
-    "MXFP8_m3",
-    "RAWINT4_kimi",
-    "GPTQ_INT4_default",
+    *("BF16_default", "BF16_mixtral", "FP8_default", "FP8_PERCHANNEL_default"),
+    *("MXFP4_v4", "MXFP8_m3", "RAWINT4_kimi", "GPTQ_INT4_default"),
 )
 
 

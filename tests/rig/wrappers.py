@@ -25,20 +25,10 @@ def nothing_left() -> Iterator[None]:
 
 def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
     """Layer 0 in two threads, with these arguments changed."""
-    arguments: dict[str, Any] = {
-        "layer_idx": 0,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOPK,
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": 256,
-        "gpu_experts_mask": None,
-        "cpuinfer_threads": 2,
-        "threadpool_count": 1,
-        "weight_path": str(weight_path),
-        "chunked_prefill_size": 512,
-        "method": "AMXINT8",
-    }
-    return KTMoEWrapper(**(arguments | changed))
+    arguments: dict[str, Any] = {"layer_idx": 0, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    arguments |= {"hidden_size": HIDDEN, "moe_intermediate_size": 256, "gpu_experts_mask": None, "cpuinfer_threads": 2}
+    arguments |= {"threadpool_count": 1, "weight_path": str(weight_path), "chunked_prefill_size": 512}
+    return KTMoEWrapper(**(arguments | {"method": "AMXINT8"} | changed))
 
 
 def loaded(weight_path: Path, **changed: Any) -> KTMoEWrapper:
