@@ -1,5 +1,4 @@
-"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition in any number of parts, and what
-every command says of a folder of them."""
+"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition, and what commands say of them."""
 
 import json
 import shutil
@@ -68,16 +67,13 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     assert (panels.to_blocks(positions)[at] == positions).all()
 
 
-@pytest.mark.parametrize("row", [0, 255, 256, 287])
-def test_numbers_that_are_not_finite_are_named(row: int) -> None:
-    values = np.ones((288, 96), np.float32)
-    values[row, 95] = np.inf
-    with pytest.raises(kernels.NonFinite) as raised:
-        kernels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
-    assert (raised.value.row, raised.value.column) == (row, 95)
-
-
-def test_sizes_are_checked_before_c_sees_them() -> None:
+def test_what_is_refused_before_it_is_packed() -> None:
+    for row in (0, 255, 256, 287):
+        values = np.ones((288, 96), np.float32)
+        values[row, 95] = np.inf
+        with pytest.raises(kernels.NonFinite) as raised:
+            kernels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
+        assert (raised.value.row, raised.value.column) == (row, 95)
     matrix = Matrix(np.zeros((64, 64), np.uint16), BF16)
     for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
         with pytest.raises(ValueError, match="codes must be"):

@@ -1,5 +1,4 @@
-"""Fitted scales and coordinate descent: the kernel equals the NumPy definition, and an error never grows in the metric
-of the inputs."""
+"""Fitted scales and coordinate descent: the kernel equals the NumPy definition, and an error never grows in the metric."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -103,8 +102,7 @@ def test_wrong_arguments_are_refused() -> None:
     seed=st.integers(0, 2**16),
 )
 def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
-    """Codes stay in range, scales can be stored and keep their sign, and where a scale is 0 nothing changes; rows do
-    not depend on each other."""
+    """Codes stay in range, scales can be stored and keep their sign; rows do not depend on each other."""
     import torch
 
     from ktconvert.quantizers import descent
