@@ -95,12 +95,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @with_torch
 @settings(max_examples=25, deadline=None)
-@given(
-    name=st.sampled_from(list(GRIDS)),
-    n=st.integers(1, 40),
-    groups=st.integers(1, 4),
-    seed=st.integers(0, 2**16),
-)
+@given(name=st.sampled_from(list(GRIDS)), n=st.integers(1, 40), groups=st.integers(1, 4), seed=st.integers(0, 2**16))
 def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
     """Codes stay in range, scales can be stored and keep their sign; rows do not depend on each other."""
     import torch

@@ -32,7 +32,5 @@ for number in range(1000):
 
 def test_threads_that_meet_a_type_together() -> None:
     """msgspec 0.22 ends in a segmentation fault without a lock: each unit's result is checked by the thread that made it."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEETING, TYPES], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", MEETING, TYPES], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

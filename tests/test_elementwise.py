@@ -1,5 +1,4 @@
-"""What surrounds the dot products of a forward gives the same bits with every instruction set,
-whatever the numbers are."""
+"""What surrounds the dot products of a forward gives the same bits with every instruction set, whatever the numbers are."""
 
 import functools
 from collections.abc import Iterator
@@ -69,16 +68,14 @@ class Layer:
     def forward(self, pool: Any, x: Any, ids: Any, weights: Any, exact: int) -> Any:
         """BF16 bits [tokens, hidden]."""
         out = np.full(x.shape, 0x1234, np.uint16)
-        call = {
-            "exact": exact,
-            "tokens": len(x),
-            "topk": ids.shape[1],
-            "hidden": ffi.cast("uint16_t *", x.ctypes.data),
-            "ids": ffi.cast("int64_t *", ids.ctypes.data),
-            "weights": ffi.cast("float *", weights.ctypes.data),
-            "skip": ffi.NULL,
-            "out": ffi.cast("uint16_t *", out.ctypes.data),
+        call = {"exact": exact, "tokens": len(x), "topk": ids.shape[1], "skip": ffi.NULL}
+        arrays = {
+            "hidden": ("uint16_t", x),
+            "ids": ("int64_t", ids),
+            "weights": ("float", weights),
+            "out": ("uint16_t", out),
         }
+        call |= {name: ffi.cast(f"{kind} *", array.ctypes.data) for name, (kind, array) in arrays.items()}
         assert lib.ktq_forward(pool, self.moe, ffi.new("ktq_call *", call)) == lib.KTQ_OK
         return out
 

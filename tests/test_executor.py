@@ -263,8 +263,7 @@ def test_what_is_no_executor(
     place = name.removeprefix("dask:")
     shown = f"dask:{tmp_path / place}" if place in contents else name
     done = servers.run(
-        ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown],
-        tmp_path / "said",
+        ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown], tmp_path / "said"
     )
     conversion.refused(done, code, "--executor", *words)
     assert not (tmp_path / "o").exists()

@@ -91,9 +91,7 @@ def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [("int4", 2), ("int8", 4), ("int4", 2, "--no-merge-safetensor", "--save-backward-weights")],
-    ids=str,
+    "how", [("int4", 2), ("int8", 4), ("int4", 2, "--no-merge-safetensor", "--save-backward-weights")], ids=str
 )
 def test_every_type_is_converted(
     how: tuple[Any, ...], all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path

@@ -66,12 +66,7 @@ def _at(array: npt.NDArray[Any]) -> ctypes.c_void_p:
 
 
 def gemm(
-    bits: int,
-    activations: npt.NDArray[np.int8],
-    weight: npt.NDArray[np.uint8],
-    n: int,
-    *,
-    tiled_for: int | None = None,
+    bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8], n: int, *, tiled_for: int | None = None
 ) -> npt.NDArray[np.int32]:
     """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n]. The activations are
     laid out for `tiled_for` tokens (m by default): in a forward the rows of remainders come on top of those.
@@ -102,11 +97,7 @@ def time_gemm(
 
 
 def gemm_bf16(
-    name: str,
-    activations: npt.NDArray[np.uint16],
-    codes: npt.NDArray[np.uint8],
-    scales: npt.NDArray[np.uint8],
-    n: int,
+    name: str, activations: npt.NDArray[np.uint16], codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], n: int
 ) -> npt.NDArray[np.float32]:
     """Sums of products of BF16 [m, k] with a weight [n, k] (its codes and scales as bytes) in one of the formats of BF16
     arithmetic: float32 [m, n]. Subnormals count as 0. Equations: NUMERICS.md, 5b.

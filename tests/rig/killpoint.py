@@ -43,11 +43,7 @@ def run(
     `root/x` and `root.work`; a sync of the directory that holds `root` counts as well. `log` gets a line per call.
     The returncode is KILLED if the kill point was reached.
     """
-    settings = {
-        **shims.preloaded(shim),
-        "KILLPOINT_ROOT": os.path.realpath(root),
-        "KILLPOINT_N": str(n),
-    }
+    settings = {**shims.preloaded(shim), "KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
     if log is not None:
         log.unlink(missing_ok=True)
         settings["KILLPOINT_LOG"] = str(log)
