@@ -1,5 +1,4 @@
-"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8,
-INT4, W8A16, W4A16."""
+"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model."""
 
 import json
 import math
@@ -7,7 +6,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import tokens
 from rig.files import edit_json
 
 torch = pytest.importorskip("torch")
@@ -30,19 +27,12 @@ from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 WINDOWS, WINDOW = 3, 128
 
 
-class Cost(NamedTuple):
-    """Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer."""
-
-    divergence: tuple[float, float]
-    agreement: tuple[float, float]
-    error: tuple[float, float]
-
-
+# Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer.
 METHODS = {
-    "int8": Cost((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
-    "int4": Cost((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
-    "W8A16": Cost((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
-    "W4A16": Cost((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
+    "int8": ((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
+    "int4": ((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
+    "W8A16": ((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
+    "W4A16": ((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
 }
 
 
@@ -95,7 +85,7 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_was_read_is_reported(
+def test_what_was_read_and_what_it_costs(
     method: str, reports: dict[str, dict[str, Any]], converted: dict[str, Path], example: Path, text: Path
 ) -> None:
     from transformers import AutoTokenizer
@@ -106,19 +96,15 @@ def test_what_was_read_is_reported(
     assert one["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
     weights = {"--cpu-weights": one["cpu_weights"], "--gpu-weights": one["gpu_weights"]}
     assert weights.pop(which(method)) == str(converted[method]) and [*weights.values()] == [None]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_it_costs(method: str, reports: dict[str, dict[str, Any]]) -> None:
-    expected, one = METHODS[method], reports[method]
+    divergence, agreement, error = METHODS[method]
     before, after = one["perplexity"]["original"], one["perplexity"]["converted"]
     assert 20 < before < 80 and before == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
-    assert abs(math.log(after / before)) < 5 * expected.divergence[1]
-    assert expected.divergence[0] < one["kl"]["mean"] < expected.divergence[1]
+    assert abs(math.log(after / before)) < 5 * divergence[1]
+    assert divergence[0] < one["kl"]["mean"] < divergence[1]
     assert one["kl"]["mean"] < one["kl"]["p99"] <= one["kl"]["max"]
-    assert expected.agreement[0] < one["top1_agreement"] < expected.agreement[1]
+    assert agreement[0] < one["top1_agreement"] < agreement[1]
     assert [row["layer"] for row in one["layers"]] == [0, 1]
-    assert all(expected.error[0] < row["relative_error"] < expected.error[1] for row in one["layers"])
+    assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
 
 
 def test_the_original_is_what_transformers_computes(
@@ -135,6 +121,7 @@ def test_the_original_is_what_transformers_computes(
 
 
 def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+    """The text is no picture."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "eval.png"
     done = run(example, converted["int4"], text, "--plot", picture)
@@ -143,10 +130,6 @@ def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, t
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_is_read_is_no_picture(example: Path, text: Path, converted: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for content in (text.read_bytes(), publish.MARK.encode()):  # our own pictures are no exception
         (tmp_path / "t.svg").write_bytes(content)
         said = sentence(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
@@ -211,13 +194,8 @@ def test_comparing_distributions() -> None:
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
     one = evaluate.compare(shifted, shifted + 7, torch.tensor([0, 1]))
     assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()
-
-
-@pytest.mark.parametrize(
-    ("original", "difference", "relative"), [(4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
-)
-def test_the_error_of_a_layer(original: float, difference: float, relative: float) -> None:
-    assert evaluate.ExpertsError(3, difference, original).relative == relative
+    for original, difference, relative in ((4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)):
+        assert evaluate.ExpertsError(3, difference, original).relative == relative
 
 
 @pytest.fixture(scope="module")
@@ -267,17 +245,3 @@ def test_what_cannot_be_evaluated(
 ) -> None:  # fmt: skip
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
     assert found[0] == code and re.search(words, found[1]), found
-
-
-def test_eval_needs_weights(example: Path, text: Path) -> None:
-    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
-
-
-def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.ui.progress.LINE_EVERY", 0)
-    reporter = Reporter()
-    reporter.begin(1024, 0, tokens)
-    reporter.advance(512)
-    reporter.end()
-    output = capsys.readouterr().err
-    assert "50.0 %  512 tokens of 1024 tokens" in output and "tokens/s" in output and "ETA" in output

@@ -107,10 +107,11 @@ def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tm
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
     assert conversion.names(tmp_path) == ["out", "threads"]
-    begun = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "start"}
-    ended = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "done"}
-    assert begun == ended
-    assert len(begun) == 3
+    begun, ended = (
+        {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == event}
+        for event in ("start", "done")
+    )
+    assert begun == ended and len(begun) == 3
 
 
 class Twice(Executor):
@@ -130,23 +131,20 @@ def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, st
     run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
-    said = [e["text"] for e in events.told if e["event"] == "warning"]
-    assert sorted(text.partition(":")[0] for text in said) == [
-        f"experts.layer-00{layer} is made again" for layer in range(3)
-    ]
+    said = sorted(e["text"].partition(":")[0] for e in events.told if e["event"] == "warning")
+    assert said == [f"experts.layer-00{layer} is made again" for layer in range(3)]
 
 
-def test_processes_of_an_executor_do_not_keep_the_lock(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
     """They are forked while it is held, and outlive a conversion that has failed."""
     source = conversion.checkpoint(tmp_path / "source")
     plan: Plan = plan_request(request("cpu", source, tmp_path / "out"))
     conversion.edit(source / "model-00001-of-00004.safetensors")
     with ProcessPoolExecutor(1) as executor:
-        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors"):
-            run(plan, executor)
-        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
-            run(plan, executor)
-        assert not isinstance(caught.value, OutputError)
+        for _ in range(2):
+            with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
+                run(plan, executor)
+            assert not isinstance(caught.value, OutputError)
 
 
 @pytest.mark.parametrize("name", ["partial", "attempts"])
@@ -176,26 +174,15 @@ def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -
         assert conversion.names(tmp_path) == []
 
 
-def test_a_broken_pool_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
     plan = plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
-    with (
-        ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as executor,
-        pytest.raises(KtconvertError, match=r"lost it \(BrokenProcessPool: .*ktconvert resume"),
-    ):
-        run(plan, executor)
+    closed = ThreadPoolExecutor(1)
+    closed.shutdown()
+    with ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as broken:
+        for executor, what in ((broken, "BrokenProcessPool: "), (closed, "RuntimeError: cannot schedule")):
+            with pytest.raises(KtconvertError, match=rf"lost it \({what}.*ktconvert resume"):
+                run(plan, executor)
     assert run(plan)
-
-
-class Broken(Executor):
-    """Takes nothing."""
-
-    def submit(self, *_: Any, **__: Any) -> Future[Any]:
-        raise RuntimeError("closed")
-
-
-def test_an_executor_that_takes_nothing_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(KtconvertError, match=r"lost it \(RuntimeError: closed\).*ktconvert resume"):
-        run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Broken())
 
 
 def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -204,18 +191,16 @@ def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -
 
     class Last(Events):
         def event(self, kind: str, **fields: Any) -> None:
-            super().event(kind, **fields)
             if kind == "done":
                 records[:] = conversion.events((tmp_path / "out.work" / "journal.jsonl").read_text())
 
     with ThreadPoolExecutor(1) as executor:
         run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), executor, Last())
-    for event in ("start", "done"):
-        those = [r for r in records if r.get("event") == event]
-        assert len(those) == 3
-        assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in those)
-    begun = {r["attempt"]: r["at"] for r in records if r.get("event") == "start"}
-    assert all(begun[r["attempt"]] <= r["at"] for r in records if r.get("event") == "done")
+    begun, done = ([r for r in records if r.get("event") == event] for event in ("start", "done"))
+    assert len(begun) == len(done) == 3
+    assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in (*begun, *done))
+    at = {r["attempt"]: r["at"] for r in begun}
+    assert all(at[r["attempt"]] <= r["at"] for r in done)
 
 
 def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -236,6 +221,9 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
     assert run(plan)
 
 
+NO_SCHEDULERS = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "Scheduler"})}
+
+
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
@@ -247,9 +235,10 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
-        ("dask:GARBAGE", 2, ("GARBAGE", "is not what `dask scheduler --scheduler-file` writes")),
-        ("dask:LIST", 2, ("LIST", "is not what `dask scheduler --scheduler-file` writes")),
-        ("dask:WITHOUT", 2, ("WITHOUT", "is not what `dask scheduler --scheduler-file` writes")),
+        *(
+            (f"dask:{name}", 2, (name, "is not what `dask scheduler --scheduler-file` writes"))
+            for name in NO_SCHEDULERS
+        ),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
     ],
@@ -257,23 +246,13 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
 def test_what_is_no_executor(
     name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
 ) -> None:
-    contents = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "Scheduler"})}
-    for file, content in contents.items():
+    for file, content in NO_SCHEDULERS.items():
         (tmp_path / file).write_text(content)
     place = name.removeprefix("dask:")
-    shown = f"dask:{tmp_path / place}" if place in contents else name
-    done = servers.run(
-        ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown], tmp_path / "said"
-    )
+    shown = f"dask:{tmp_path / place}" if place in NO_SCHEDULERS else name
+    words_of = ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown]
+    done = servers.run(words_of, tmp_path / "said", {"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"})
     conversion.refused(done, code, "--executor", *words)
-    assert not (tmp_path / "o").exists()
-
-
-def test_where_no_scheduler_answers(inputs: dict[str, str], tmp_path: Path) -> None:
-    """It waits as long as Dask's settings say."""
-    words = ("cpu", "-i", inputs["SMALL"], "-o", tmp_path / "o" / "out", "--executor", "dask:tcp://127.0.0.1:1")
-    done = conversion.ktconvert(*words, env={"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"})
-    conversion.refused(done, 1, "--executor dask:tcp://127.0.0.1:1: no Dask scheduler answers there")
     assert not (tmp_path / "o").exists()
 
 

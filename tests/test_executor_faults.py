@@ -1,5 +1,6 @@
-"""What may happen to workers, their scheduler and the coordinator while units are made: the finished output is byte for
-byte that of threads, or there is one sentence, and all can be resumed."""
+"""What may happen to workers, their scheduler and the coordinator: the finished output is byte for byte that of threads, or
+there is one sentence, and all can be resumed.
+"""
 
 import contextlib
 import os
@@ -20,7 +21,6 @@ import pytest
 from rig import conversion, forks, killpoint, shims
 from rig.dask_cluster import Cluster
 
-Done = subprocess.CompletedProcess[str]
 UNITS = 4
 
 
@@ -34,17 +34,17 @@ class Setting:
     servers: forks.Forks
     pool: ThreadPoolExecutor
 
-    def begin(self, output: Path, cluster: Cluster, *words: str, env: dict[str, str] | None = None) -> Future[Done]:
+    def begin(self, output: Path, cluster: Cluster, *words: str, env: dict[str, str] | None = None) -> Future[Any]:
         """A conversion with the cluster's workers, in the background."""
         return self.pool.submit(self.run, "cpu", "-i", self.source, "-o", output, *at(cluster), *words, env=env)
 
-    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> Done:
+    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> Any:
         """The command line to its end."""
         output = Path(words[words.index("-o") + 1] if "-o" in words else words[1])
         log = output.parent.parent / f"{output.parent.name}-{time.monotonic_ns()}.said"
         return self.servers.run(words, log, env)
 
-    def finished(self, done: Done, output: Path) -> None:
+    def finished(self, done: Any, output: Path) -> None:
         """The output is that of threads, and nothing lies beside it."""
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
@@ -55,12 +55,10 @@ class Setting:
         """Resume by threads, or with the given words, and compare."""
         self.finished(self.run("resume", output, *words), output)
 
-    def stopping(self, output: Path, unit: str = "", call: int = 2) -> dict[str, str]:
-        """The environment of a worker that stops in the middle of a unit."""
-        return self.ending(output, signal.SIGSTOP, unit, call)
-
-    def ending(self, output: Path, number: signal.Signals, unit: str = "", call: int = 2) -> dict[str, str]:
-        """The environment of a worker that sends itself a signal in the middle of a unit."""
+    def stopping(
+        self, output: Path, unit: str = "", call: int = 2, number: signal.Signals = signal.SIGSTOP
+    ) -> dict[str, str]:
+        """The environment of a worker that stops, or sends itself another signal, in the middle of a unit."""
         return killpoint.stopping(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
 
 
@@ -106,10 +104,6 @@ def wait(done: Callable[[], bool], seconds: float = conversion.TIMEOUT) -> None:
         time.sleep(0.02)
 
 
-def events(done: Done) -> list[dict[str, Any]]:
-    return conversion.events(done.stderr)
-
-
 def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Cluster, output: Path) -> None:
     cluster.start("a", env={**setting.stopping(output), "KTCONVERT_HOST": "a"})
     coordinator = setting.begin(output, cluster, "--json")
@@ -118,7 +112,7 @@ def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Clus
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
     setting.finished(done, output)
-    said = events(done)
+    said = conversion.events(done.stderr)
     assert {event["host"] for event in of(said, "done")} == {"b"}
     [lost] = of(said, "lost")
     assert (lost["host"], lost["pid"]) == ("a", cluster.pid("a"))
@@ -140,7 +134,7 @@ def test_a_worker_killed_while_several_outputs_are_made(
     cluster.start("b")
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
-    assert done.returncode == 0 and len(of(events(done), "lost")) == 1, done.stderr
+    assert done.returncode == 0 and len(of(conversion.events(done.stderr), "lost")) == 1, done.stderr
     assert conversion.names(output.parent) == ["out-int4", "out-int8"]
     for name, wanted in (("out-int4", setting.wanted), ("out-int8", conversion.tree(alone))):
         assert conversion.differing(conversion.tree(output.with_name(name)), wanted) == []
@@ -166,17 +160,15 @@ def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster,
 
 
 def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output: Path, tmp_path: Path) -> None:
-    """They fail with their names, the host, and what Python said, and take no other with them: Dask gives a task up
-    when four workers have died that were to make it, whether they had begun it or not.
-    """
-    killed = setting.ending(output, signal.SIGKILL, "layer-000")
+    """They fail with their names, the host, and what Python said, and take no other with them: Dask gives a task up when
+    four workers have died that were to make it, whether they had begun it or not."""
+    killed = setting.stopping(output, "layer-000", number=signal.SIGKILL)
     crash = shims.crashing(tmp_path, "layer-001")
     env = killed | {"LD_PRELOAD": f"{crash}:{setting.shim}", "KTCONVERT_HOST": "mortal"}
     cluster.start("a", nanny=True, env=env)
     done = setting.begin(output, cluster).result()
-    conversion.refused(
-        done, 1, "ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process "
-    )
+    words = ("ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process ")
+    conversion.refused(done, 1, *words)
     for unit, words in (("000", "it left no word"), ("001", "Segmentation fault")):
         assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
     records = book(output)
@@ -191,7 +183,7 @@ def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output
 @pytest.mark.long
 def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, output: Path) -> None:
     """There is no attempt on record: Dask gives them up, several times."""
-    dying = {**setting.ending(output, signal.SIGKILL, call=1), "KILLPOINT_ROOT": f"{output}.work/attempts/"}
+    dying = {**setting.stopping(output, call=1, number=signal.SIGKILL), "KILLPOINT_ROOT": f"{output}.work/attempts/"}
     cluster.start("a", nanny=True, env=dying)
     done = setting.begin(output, cluster).result()
     conversion.refused(done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://")
@@ -233,15 +225,16 @@ def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) ->
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
     conversion.refused(done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}")
-    [told] = [event["text"] for event in of(events(done), "note") if "nothing was heard" in event["text"]]
+    [told] = [
+        event["text"] for event in of(conversion.events(done.stderr), "note") if "nothing was heard" in event["text"]
+    ]
     assert "start one on each host: dask worker" in told and "the command ends in 4.0 s" in told
     cluster.send("b", signal.SIGKILL)
     setting.resumed(output)
 
 
 def orphans(setting: Setting, cluster: Cluster, output: Path) -> set[str]:
-    """The attempts that two workers finished after their coordinator was killed: one each, or more where a worker had
-    begun its next unit before the scheduler could take it back. No worker is left then."""
+    """The attempts that two workers finished after their coordinator was killed: one each, or more. No worker is left then."""
     cluster.start("a", "b", env=setting.stopping(output))
     command = [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), *at(cluster)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -276,7 +269,7 @@ def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster:
     ]
     for done, place in zip([future.result() for future in again], (output, other), strict=True):
         setting.finished(done, place)
-        said = events(done)
+        said = conversion.events(done.stderr)
         assert {event.get("attempt") for event in of(said, "done")} >= made
         assert len(of(said, "start")) == UNITS - len(made)
         [note] = [event for event in of(said, "note") if "died" in event["text"]]
@@ -345,21 +338,13 @@ def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int) -> None:
-    """It goes to all processes that were started there, those of dask:local, too. No unit comes to its end before the
-    others were taken back."""
+    """It goes to all processes that were started there. No unit ends before the others were taken back."""
     gate, address, preload = tmp_path / "gate", tmp_path / "address", tmp_path / "preload.py"
     preload.write_text(f"def dask_setup(scheduler):\n    open({str(address)!r}, 'w').write(scheduler.address)\n")
-    env = {
-        "LD_PRELOAD": str(shims.waiting(tmp_path, gate)),
-        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": str([str(preload)]),
-    }
-    process = subprocess.Popen(
-        [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"],
-        env={**os.environ, **env},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    env = {**os.environ, "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": str([str(preload)])}
+    env["LD_PRELOAD"] = str(shims.waiting(tmp_path, gate))
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     work = output.with_name("out.work")
     wait(lambda: len(list(work.glob("partial/experts.*"))) == 2)
     assert process.stderr is not None
@@ -397,10 +382,7 @@ def alive(session: int) -> list[int]:
     """The processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, own, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(own) == session and state != "Z" else []
     return found

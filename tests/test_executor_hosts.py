@@ -1,5 +1,4 @@
-"""Workers on hosts that are not what they should be: one sentence with the host's name, before anything is made; and
-clusters that let in only who holds a certificate, or have no worker for units."""
+"""Workers on hosts that are not what they should be, and clusters that let in only who holds a certificate, or have no worker."""
 
 import shutil
 import subprocess
@@ -34,21 +33,16 @@ def cpu(servers: forks.Forks, source: Path, output: Path, executor: str, env: di
     return servers.run(["cpu", "-i", source, "-o", output, "--executor", executor], log, env)
 
 
-def test_a_worker_with_another_version(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_a_worker_with_another_version_or_a_wrong_setting(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
     from ktconvert.pipeline import __version__
 
-    with Cluster(tmp_path / "cluster") as cluster:
-        cluster.start("old", env={**other_version(tmp_path / "old", "0.0.1"), "KTCONVERT_HOST": "museum"})
-        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
     words = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
-    conversion.refused(done, 7, *words)
-
-
-def test_a_worker_with_a_wrong_setting(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
-    with Cluster(tmp_path / "cluster") as cluster:
-        cluster.start("a", env={"KTCONVERT_ISA": "avx9", "KTCONVERT_HOST": "museum"})
-        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    conversion.refused(done, 2, "host museum: ", "avx9")
+    old, wrong = other_version(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
+    for env, code, said in ((old, 7, words), (wrong, 2, ("host museum: ", "avx9"))):
+        with Cluster(tmp_path / f"cluster{code}") as cluster:
+            cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
+            done = cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}")
+        conversion.refused(done, code, *said)
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
@@ -81,15 +75,6 @@ def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, tmp_pat
     assert modes[0] == modes[1]
 
 
-def other_header(copy: Path) -> None:
-    shutil.rmtree(copy)
-    conversion.checkpoint(copy, layers=2, experts=2)
-
-
-def other_time(copy: Path) -> None:
-    touch(copy / "model-00001-of-00003.safetensors")
-
-
 ELSEWHERE = {
     "no source": (5, ("source", "host elsewhere")),
     "other header": (5, ("model-00001-of-00003.safetensors had", "is not the input that")),
@@ -109,22 +94,16 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_pa
             (place / "seen").mkdir(parents=True)
             shutil.copytree(source, place / "source")  # copies keep their times of change
             shutil.copytree(source, place / "copy")
-            match name:
-                case "no source":
-                    mounts.mount("-t", "tmpfs", "tmpfs", place / "source")
-                case "other header":
-                    other_header(place / "copy")
-                    mounts.mount("--bind", place / "copy", place / "source")
-                case "other time":
-                    other_time(place / "copy")
-                    mounts.mount("--bind", place / "copy", place / "source")
-                case "no output":
-                    mounts.mount("-t", "tmpfs", "tmpfs", place / "seen")
-                case "other output":
-                    work = place / "copy" / "out.work"
-                    work.mkdir()
-                    (work / "token").write_text("another")
-                    mounts.mount("--bind", place / "copy", place / "seen")
+            seen = place / ("seen" if name.endswith("output") else "source")
+            if name == "other header":
+                shutil.rmtree(place / "copy")
+                conversion.checkpoint(place / "copy", layers=2, experts=2)
+            elif name == "other time":
+                touch(place / "copy" / "model-00001-of-00003.safetensors")
+            elif name == "other output":
+                (place / "copy" / "out.work").mkdir()
+                (place / "copy" / "out.work" / "token").write_text("another")
+            mounts.mount(*(("-t", "tmpfs", "tmpfs") if name.startswith("no") else ("--bind", place / "copy")), seen)
         cluster.start("elsewhere", prefix=mounts.prefix, env={"KTCONVERT_HOST": "elsewhere"})
 
         def convert(name: str) -> Any:
@@ -146,9 +125,8 @@ def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path
         cluster.start("other", words=("--resources", "GPU=1"))
         coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
         pause = threading.Event()
-        while "no worker offers to make units yet; start one on each host: dask worker" not in (
-            said.read_text() if said.exists() else ""
-        ):
+        words = "no worker offers to make units yet; start one on each host: dask worker"
+        while not said.exists() or words not in said.read_text():
             assert not coordinator.done()
             pause.wait(0.02)
         cluster.start("late")
@@ -163,9 +141,8 @@ def test_certificates(source: Path, servers: forks.Forks, tmp_path: Path) -> Non
         assert cluster.address.startswith("tls://")
         stranger = pool.submit(cpu, servers, source, tmp_path / "stranger", f"dask:{cluster.address}")
         # Dask reads its settings when it is imported, which a server has done before.
-        holder = conversion.ktconvert(
-            *("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}"), env=cluster.env
-        )
+        words = ("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}")
+        holder = conversion.ktconvert(*words, env=cluster.env)
         assert holder.returncode == 0, holder.stderr
         conversion.refused(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
     assert not (tmp_path / "stranger.work").exists()

@@ -1,5 +1,4 @@
-"""The dot products of every instruction set are those of the codes, exactly, for any number of
-tokens, rows and columns."""
+"""The dot products of every instruction set are those of the codes, exactly, for any number of tokens, rows and columns."""
 
 import functools
 from typing import Any
