@@ -17,8 +17,9 @@ from ktconvert.pipeline.cli.doctor import Disk, Facts, doctor, measure_disk, row
 
 GIB = 1 << 30
 
+FEATURES = ("avx2", "avx512f", "amx_tile", "amx_int8", "amx_bf16")
 CPU = {"cpu": "Intel(R) Xeon(R) Platinum 8488C", "xcr0": 0x602E7, "physical_cores": 96, "cores_with_hyperthreads": 0}
-CPU |= {"logical_cpus": 96, "machine_cpus": 96, "cpu_quota": None, "features": ("avx2", "avx512f", "amx_tile")}
+CPU |= {"logical_cpus": 96, "machine_cpus": 96, "cpu_quota": None, "features": FEATURES}
 KERNELS = {
     "isas": ("scalar", "avx2", "avx512", "amx"),
     "isa": "amx",

@@ -1,6 +1,4 @@
-"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success; no
-other exception.
-
+"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success.
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
 
@@ -10,12 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,7 +38,8 @@ from ktconvert.pipeline.options.types import Size
 from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, gguf, mutations
-from rig.files import touch
+from rig.files import edit_json, touch
+from rig.safetensors import write_file
 
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
@@ -64,14 +63,8 @@ down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
 
 
 def fuzzed(examples: int) -> settings:
-    return settings(
-        max_examples=examples * MORE,
-        deadline=None,
-        database=None,
-        derandomize=MORE == 1,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    usual: Any = {"deadline": None, "database": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=examples * MORE, derandomize=MORE == 1, **usual)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +74,7 @@ def usual_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: object, words: str = "") -> int:
-    """Run a command in this process, as the real one; its exit code. A failure is one sentence, in
-    which these words stand."""
+    """Run a command in this process, as the real one; its exit code. A failure is one sentence, with these words."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
     code = 0
@@ -105,8 +97,7 @@ def command(*arguments: object, words: str = "") -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Paths:
+class Paths(NamedTuple):
     """A checkpoint, its outputs, and a conversion that was interrupted in its second layer."""
 
     root: Path
@@ -143,20 +134,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     assert old is not None
     plan = plan_request(saved_request(root / "broken", old))
     (root / "arch.toml").write_text(ARCH)
-    gguf.write(
-        root / "model.gguf",
-        gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128),
-        gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128),
-    )
-    header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
-    (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
+    tensors = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
+    about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
+    gguf.write(root / "model.gguf", tensors, about)
+    write_file(root / "mask.safetensors", {hot_mask.KEY: ("BOOL", np.array([[True], [False]]))})
     outputs = (root / name for name in ("output", "packed", "loose", "panels", "native", "broken"))
     files = (root / name for name in ("arch.toml", "model.gguf", "mask.safetensors"))
     return Paths(root, source, *outputs, *files, plan, open_checkpoint(source))
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A file that is damaged: where it lies, how, what reads it (here, and from the command line)."""
 
     file: Callable[[Paths], Path]
@@ -207,6 +194,15 @@ def new(paths: Paths) -> Path:
     return paths.root / "new"
 
 
+def of_model(paths: Paths) -> list[list[object]]:
+    where = ["-i", paths.gguf, "-o", new(paths)]
+    return [["inspect", paths.gguf], ["cpu", *where, *PARTS, "--dry-run"], ["gpu", *where, *RTN, "--dry-run"]]
+
+
+def read_mask(_: Paths, path: Path) -> None:
+    hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2)
+
+
 def of_source(paths: Paths) -> list[list[object]]:
     return [
         ["inspect", paths.source],
@@ -232,77 +228,60 @@ def of_packed(paths: Paths) -> list[list[object]]:
     return [*of_output(paths.packed)[::2], of_output(paths.packed)[3], check, [*check, "--against", paths.source]]
 
 
-INDEX = "model.safetensors.index.json"
+INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
+FIRST = "model-00001-of-0000{}.safetensors"
 of_gguf, of_json, of_lines, of_safetensors, of_toml = (
     mutations.of_gguf, mutations.of_json, mutations.of_lines, mutations.of_safetensors, mutations.of_toml,
 )  # fmt: skip
+
+
+def of(
+    folder: str, file: str, kind: Any = of_json, load: bool = False, more: Callable[[Paths], Any] = lambda _: []
+) -> Subject:
+    """A file of an output. load: the runtime reads it, too. more: commands."""
+
+    def root(p: Paths) -> Path:
+        return Path(getattr(p, folder))
+
+    def commands(p: Paths) -> list[list[object]]:
+        return [*(of_packed(p) if folder == "packed" else of_output(root(p))), *more(p)]
+
+    read = load_output if load else read_output
+    return Subject(lambda p: root(p) / file, kind, lambda p, _: read(root(p)), commands)
+
+
 SUBJECTS: Mapping[str, Subject] = {
-    "plan": Subject(
-        lambda p: work(p).plan, of_json, read_plan, lambda p: [*of_broken(p), ["verify", p.broken]]
-    ),
+    "plan": Subject(lambda p: work(p).plan, of_json, read_plan, lambda p: [*of_broken(p), ["verify", p.broken]]),
     "journal": Subject(lambda p: work(p).journal, of_lines, read_journal, of_broken),
-    "manifest": Subject(
-        lambda p: p.output / "manifest.json", of_json, lambda p, _: read_output(p.output),
-        lambda p: [*of_output(p.output), ["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]],
-    ),
+    "manifest": of("output", MANIFEST, more=lambda p: [["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]]),
     "index": Subject(lambda p: p.source / INDEX, of_json, lambda _, path: read_index(path), of_source),
     "config": Subject(lambda p: p.source / "config.json", of_json, read_architecture, of_source),
     "header": Subject(
-        lambda p: p.source / "model-00001-of-00003.safetensors", of_safetensors, lambda _, path: read_header(path), of_source
+        lambda p: p.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), of_source
     ),
-    "GGUF": Subject(
-        lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)),
-        lambda p: [
-            ["inspect", p.gguf], ["cpu", "-i", p.gguf, "-o", new(p), *PARTS, "--dry-run"],
-            ["gpu", "-i", p.gguf, "-o", new(p), *RTN, "--dry-run"],
-        ],
-    ),
+    "GGUF": Subject(lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), of_model),
     "arch file": Subject(
-        lambda p: p.arch, of_toml, read_arch,
-        lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]],
+        lambda p: p.arch, of_toml, read_arch, lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]]
     ),
-    "mask": Subject(
-        lambda p: p.mask, of_safetensors, lambda _, path: hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2), lambda _: []
-    ),
-}  # fmt: skip
+    "mask": Subject(lambda p: p.mask, of_safetensors, read_mask, lambda _: []),
+}
 # The same files of other outputs.
 OUTPUTS: Mapping[str, Subject] = {
-    "manifest of a packed output": Subject(
-        lambda p: p.packed / "manifest.json", of_json, lambda p, _: read_output(p.packed),
-        lambda p: [*of_packed(p), ["gpu", "-i", p.source, "-o", p.packed, *RTN, "--dry-run"]],
+    "manifest of a packed output": of(
+        "packed", MANIFEST, more=lambda p: [["gpu", "-i", p.source, "-o", p.packed, *RTN, "--dry-run"]]
     ),
-    "manifest of a loose output": Subject(
-        lambda p: p.loose / "manifest.json", of_json, lambda p, _: read_output(p.loose),
-        lambda p: [*of_output(p.loose), ["merge", "-i", p.loose, "-o", new(p), "--dry-run"]],
+    "manifest of a loose output": of(
+        "loose", MANIFEST, more=lambda p: [["merge", "-i", p.loose, "-o", new(p), "--dry-run"]]
     ),
-    "index of an output": Subject(
-        lambda p: p.output / INDEX, of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
-    ),
-    "config of an output": Subject(
-        lambda p: p.output / "config.json", of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
-    ),
-    "config of a packed output": Subject(
-        lambda p: p.packed / "config.json", of_json, lambda p, _: read_output(p.packed), of_packed
-    ),
-    "header of an output": Subject(
-        lambda p: p.output / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: read_output(p.output),
-        lambda p: of_output(p.output),
-    ),
-    "header of a packed output": Subject(
-        lambda p: p.packed / "model-00001-of-00003.safetensors", of_safetensors, lambda p, _: read_output(p.packed), of_packed
-    ),
-    "manifest of panels": Subject(
-        lambda p: p.panels / "manifest.json", of_json, lambda p, _: load_output(p.panels), lambda p: of_output(p.panels)
-    ),
-    "header of panels": Subject(
-        lambda p: p.panels / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.panels),
-        lambda p: of_output(p.panels),
-    ),
-    "header of a native output": Subject(
-        lambda p: p.native / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.native),
-        lambda p: of_output(p.native),
-    ),
-}  # fmt: skip
+    "index of an output": of("output", INDEX),
+    "config of an output": of("output", "config.json"),
+    "config of a packed output": of("packed", "config.json"),
+    "header of an output": of("output", FIRST.format(2), of_safetensors),
+    "header of a packed output": of("packed", FIRST.format(3), of_safetensors),
+    "manifest of panels": of("panels", MANIFEST, load=True),
+    "header of panels": of("panels", FIRST.format(2), of_safetensors, load=True),
+    "header of a native output": of("native", FIRST.format(2), of_safetensors, load=True),
+}
 
 
 @contextlib.contextmanager
@@ -350,28 +329,15 @@ def test_commands_that_read_a_file(name: str, paths: Paths) -> None:
         check()
 
 
-def changed(path: Path, change: Callable[[Any], object]) -> None:
-    document = json.loads(path.read_bytes())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def test_a_plan_whose_source_has_no_name(paths: Paths) -> None:
     with restored(work(paths).plan):
-        changed(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
-        assert (
-            command(
-                "resume",
-                paths.broken,
-                "--dry-run",
-                words="not a plan (Object missing required field `name` - at `$.source[0]`)",
-            )
-            == 7
-        )
+        edit_json(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
+        words = "not a plan (Object missing required field `name` - at `$.source[0]`)"
+        assert command("resume", paths.broken, "--dry-run", words=words) == 7
     with restored(work(paths).plan):
-        changed(work(paths).plan, lambda plan: plan["settings"].pop("scale"))
+        edit_json(work(paths).plan, lambda plan: plan["settings"].pop("scale"))
         assert command("resume", paths.broken, "--dry-run", words="cannot be understood (scale is missing)") == 7
-        changed(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
+        edit_json(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
         assert command("resume", paths.broken, "--dry-run", words="cannot be understood (layers: Expected `str`") == 7
 
 
@@ -395,7 +361,7 @@ def test_a_record_of_a_file_that_cannot_be(name: str, paths: Paths) -> None:
 
 def test_a_manifest_of_more_experts_than_memory_holds(paths: Paths) -> None:
     with restored(paths.packed / "manifest.json"):
-        changed(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
+        edit_json(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
         assert command("verify", paths.packed, "--no-load", words="`$.model.experts`") == 6
 
 

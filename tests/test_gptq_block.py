@@ -24,9 +24,7 @@ RANGES = {
 LIBRARY = {RANGES["W4A16"]: 4, RANGES["W8A16"]: 8}
 KINDS = ("bf16", "f32")
 NAMES = ("weight", "value", "error")
-with_library = pytest.mark.skipif(
-    find_spec("llmcompressor") is None, reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')"
-)
+with_library = pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 
 
 def to_bf16(x: Any) -> Any:
@@ -105,9 +103,7 @@ def special_block(finite: bool) -> tuple[Any, Any, Any]:
     return inverse, scale, weight
 
 
-def ours(
-    code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1
-) -> tuple[Any, Any, Any]:
+def ours(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> Any:
     weight = weight.copy()
     value, error = np.full_like(weight, 7), np.full_like(weight, 7)
     kernels.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
@@ -167,24 +163,15 @@ def test_any_shape_and_number_of_threads(
 def test_rows_do_not_depend_on_each_other() -> None:
     inverse, scale, weight = special_block(finite=False)
     whole = ours(CodeRange(-8, 7), "bf16", inverse, scale, weight)
-    for row in range(len(weight)):
-        assert_same(
-            ours(CodeRange(-8, 7), "bf16", inverse, scale[row : row + 1], weight[row : row + 1]),
-            [x[row : row + 1] for x in whole],
-        )
+    for row in (slice(at, at + 1) for at in range(len(weight))):
+        assert_same(ours(CodeRange(-8, 7), "bf16", inverse, scale[row], weight[row]), [x[row] for x in whole])
 
 
 def test_wrong_arguments_are_refused() -> None:
     inverse, scale, weight = random_block(np.random.default_rng(0), 5, 16)
     value, error = np.empty_like(weight), np.empty_like(weight)
-    good: dict[str, Any] = {
-        "code_range": CodeRange(-8, 7),
-        "kind": "bf16",
-        "inverse": inverse,
-        "scale": scale,
-        "weight": weight,
-    }
-    good |= {"value": value, "error": error}
+    good: dict[str, Any] = {"code_range": CodeRange(-8, 7), "kind": "bf16", "inverse": inverse, "scale": scale}
+    good |= {"weight": weight, "value": value, "error": error}
     kernels.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
