@@ -1,6 +1,4 @@
-"""Scales of least squared error for groups: NumPy = scalar C = AVX2 = AVX-512, no error above that by the largest value,
-and codes that are packed as MXFP4 in both orders.
-"""
+"""Scales of least squared error for groups: NumPy = scalar C = AVX2 = AVX-512, and no error above that by the largest value."""
 
 import re
 from typing import Any
@@ -77,10 +75,8 @@ def test_no_group_is_worse_than_by_its_largest_value(seed: int, weighted: str) -
     rng = np.random.default_rng(seed)
     n, k = 64, 128
     values = rng.standard_t(rng.uniform(1, 8), (n, k)) * 10.0 ** rng.uniform(-30, 30, (n, 1))
-    bf16, importance = (
-        reference.f32_to_bf16(np.clip(values, -3e38, 3e38).astype(np.float32)),
-        IMPORTANCES[weighted](rng, k),
-    )
+    bf16 = reference.f32_to_bf16(np.clip(values, -3e38, 3e38).astype(np.float32))
+    importance = IMPORTANCES[weighted](rng, k)
     codes, exponents = search_groups("mxfp4", bf16, importance)
     numbers = codes.reshape(n, -1, 32) * (e8m0(exponents) * np.float32(GRID.step))[:, :, None]
     weights = group_search.weights(k, importance).astype(np.float64)

@@ -1,7 +1,5 @@
-"""Features of torch and transformers on a model with our experts: compiled, exported, traced, copied, saved, and trained
-against by mistake.
-
-The bundled model in INT8, with all experts cold, and with some that torch computes (hot).
+"""Features of torch and transformers on a model with our experts, all of them cold, or some computed by torch: compiled,
+exported, traced, copied, saved, and trained against by mistake.
 """
 
 import copy
