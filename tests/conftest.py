@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
-from rig import conversion, draws
+from rig import conversion, draws, isas
 from rig.safetensors import write_file
 from rig.toys import Toy
 
@@ -39,10 +39,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in use; a machine without it says so. Whatever the test sets, the one before is put back."""
     if request.param not in kernels.available_isas():
         pytest.skip(f"this machine has no {request.param}")
-    before = kernels.isa()
-    kernels.set_isa(request.param)
-    yield request.param
-    kernels.set_isa(before)
+    with isas.using(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels, reference
-from rig import conversion
+from rig import conversion, isas
 from rig.safetensors import bits_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden" / "amx_bf16.v1.backward_t1.safetensors"
@@ -45,11 +45,8 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
 def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
     values = bits((n, k), seed)
     codes = np.empty(n * k, np.uint16)
-    kernels.set_isa(isa)
-    try:
+    with isas.using(isa):
         kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
-    finally:
-        kernels.set_isa(None)
     assert (codes == panels.to_blocks(values)).all()
     assert (panels.from_blocks(codes, n, k) == values).all()
 

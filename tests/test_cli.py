@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import machine
-from ktconvert.quantizers import reference
+from rig import stored
+from rig.safetensors import edit_file, read_folder
 
 # kt-kernel's scripts README, every example of convert_cpu_weights.py (0.7.2), and merge_cpu_weights.py as its --help
 # describes it: only the program's name and the paths differ. {bf16}, {fp16}, {fp8} are checkpoints, {out} the output,
@@ -180,35 +181,23 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example:
     assert "HF_HUB_OFFLINE" in cli("cpu", "-i", "org/absent", "-o", tmp_path / "x", env=env, code=5).stderr
 
 
-def test_an_architecture_of_the_users_own(
-    tmp_path: Path, cli: Any, write_safetensors: Any, random_experts: Any
-) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    experts = random_experts(2, 128, 128)
-    tensors = {
-        f"net.block.0.moe.{e}.{name}": ("BF16", experts[p][e])
-        for e in range(2)
-        for p, name in (("gate", "a"), ("up", "b"), ("down", "c"))
-    }
-    write_safetensors(source / "model.safetensors", tensors)
-    config = {"model_type": "mine", "num_hidden_layers": 1, "num_experts": 2}
-    config |= {"hidden_size": 128, "moe_intermediate_size": 128}
-    (source / "config.json").write_text(json.dumps(config))
+def test_an_architecture_of_the_users_own(tmp_path: Path, cli: Any, example: Path, packed_example: Any) -> None:
+    source = stored.model(example, tmp_path / "in", "BF16")
+    stored.configure(source, model_type="mine", architectures=["Mine"])
+
+    def rename(tensors: Any) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[re.sub(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w)\w*_proj.*", r"net.\1.moe.\2.\3", name)] = (
+                tensors.pop(name)
+            )
+
+    edit_file(source / "model.safetensors", rename)
     cli("cpu", "-i", source, "-o", tmp_path / "x", "--threadpool-count", 1, code=3)
     row = tmp_path / "mine.toml"
-    names = [
-        f'{part} = "net.block.{{layer}}.moe.{{expert}}.{end}"'
-        for part, end in (("gate", "a"), ("up", "b"), ("down", "c"))
-    ]
+    names = [f'{part} = "net.{{layer}}.moe.{{expert}}.{part[0]}"' for part in ("gate", "up", "down")]
     row.write_text("\n".join(['name = "Mine"', 'matches = ["mine"]', "[[stored]]", 'style = "separate"', *names]))
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, "--arch-file", row)
-    from safetensors.numpy import load_file
-
-    shard = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
-    weight, scale = reference.quantize_pack(4, experts["down"][1])
-    assert shard["blk.0.ffn_down_exps.1.numa.0.weight"].tobytes() == weight.tobytes()
-    assert shard["blk.0.ffn_down_exps.1.numa.0.scale"].tobytes() == scale.tobytes()
+    assert read_folder(tmp_path / "out") == read_folder(packed_example("int4", 1))
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, GGML, INT4, INT4_AWQ, INT8, INTEGERS, Matrix
 from ktconvert.quantizers import groups, packed, reference
+from rig import isas
 from rig.gguf import SCALES, blocks
 
 KINDS = {kind.name: kind for kind in (*INTEGERS, FP4_E2M1, FP8_E4M3)}
@@ -200,9 +201,7 @@ def test_any_slice_finds_its_codes_and_scales(
     first, top = data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, n - 1))
     stop, bottom = data.draw(st.integers(first + 1, k)), data.draw(st.integers(top + 1, n))
     inner, below = data.draw(st.integers(0, stop - first - 1)), data.draw(st.integers(0, bottom - top - 1))
-    before = kernels.isa()
-    for name in kernels.available_isas():
-        kernels.set_isa(name)
+    for _ in isas.each():
         part = whole.columns(first, stop).rows(top, bottom)
         assert part.shape == (bottom - top, stop - first) and (kind in GGML or part.origin == (top, first))
         same(part, expected[top:bottom, first:stop])
@@ -211,7 +210,6 @@ def test_any_slice_finds_its_codes_and_scales(
         same(part.columns(inner, stop - first), expected[top:bottom, first + inner : stop])
         assert (kernels.decode(part.rows(below, bottom - top)) == expected[top + below : bottom, first:stop]).all()
         assert (kernels.decode(whole.every_other(n > 1)) == expected[n > 1 :: 2]).all()
-    kernels.set_isa(before)
 
 
 @pytest.mark.usefixtures("isa")

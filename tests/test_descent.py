@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, group_search, scales
+from rig import isas
 
 GRIDS = {grid.name: grid for grid in (*ROW_GRIDS.values(), SIGNED_GRIDS["rawint4"], FLOAT_GRIDS["mxfp4"])}
 with_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
@@ -64,15 +65,12 @@ def test_kernels_are_the_definition(name: str, n: int, groups: int, group: int, 
     gradient = ((weight - codes * np.repeat(scale, group, 1)) @ hessian).astype(np.float32)
     gradient[-1, 0] = np.nan
     want = definition(GRIDS[name].code_range, hessian, scale, codes, gradient)
-    before = kernels.isa()
-    for isa in kernels.available_isas():
-        kernels.set_isa(isa)
+    for _ in isas.each():
         got = codes.copy(), gradient.copy()
         changed = kernels.descend(GRIDS[name].code_range, hessian, scale, *got, threads=threads)
         assert changed == np.count_nonzero(got[0] != codes)
         for ours, wanted in zip(got, want, strict=True):
             np.testing.assert_array_equal(ours, wanted)
-    kernels.set_isa(before)
 
 
 def test_wrong_arguments_are_refused() -> None:

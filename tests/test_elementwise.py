@@ -11,6 +11,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.quantizers import reference
+from rig import isas
 
 # Each instruction set above scalar, which it is compared with.
 above_scalar = pytest.mark.parametrize("isa", kernels.ISAS[1:], indirect=True)
@@ -116,12 +117,10 @@ def case(shape: tuple[int, ...], exact: int) -> tuple[Layer, tuple[Any, ...], An
     bits, hidden, width, parts, tokens, topk = shape
     layer = Layer(bits, hidden, width, parts)
     arguments = (rows(tokens, hidden, 1), *routes(tokens, topk, 2), exact)
-    before = kernels.isa()
-    kernels.set_isa("scalar")
-    pool = make_pool([2])
-    expected = layer.forward(pool, *arguments)
-    lib.ktq_pool_free(pool)
-    kernels.set_isa(before)
+    with isas.using("scalar"):
+        pool = make_pool([2])
+        expected = layer.forward(pool, *arguments)
+        lib.ktq_pool_free(pool)
     return layer, arguments, expected
 
 

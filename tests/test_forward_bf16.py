@@ -12,14 +12,13 @@ import pytest
 from ktconvert.layouts import outputs
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
-from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from ktconvert.quantizers.reference import bf16_to_f32
-from rig import floats
+from rig import floats, isas
 from rig.native import distance
 from rig.pools import grouped
 from rig.safetensors import data_start, edit_header, header_of
@@ -80,11 +79,9 @@ def cached(name: str, hidden: int, parts: int, tokens: int) -> Case:
 @functools.cache
 def exactly(name: str, parts: int) -> tuple[Any, Any]:
     """The outputs of a layer in float64, and what the scalar kernels give."""
-    case, before = cached(name, 384, parts, 9), kernels.isa()
-    kernels.set_isa("scalar")
-    out = case.run()
-    kernels.set_isa(before)
-    return case.truth(), floats.from_bits(out)
+    case = cached(name, 384, parts, 9)
+    with isas.using("scalar"):
+        return case.truth(), floats.from_bits(case.run())
 
 
 @pytest.fixture(scope="module")

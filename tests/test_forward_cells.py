@@ -90,17 +90,6 @@ def test_the_table(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None
     assert note.startswith("* ")
 
 
-def test_different_cores(modules: Modules) -> None:
-    """A core for each thread; a thread that slept where another one runs will wake elsewhere."""
-    different = modules["state"].different
-    assert different(None, [3], range(8)) == [3]
-    assert different(5, [], range(8)) == [-1]
-    assert different(5, [0, 1], range(8)) == [-1, 0, 1]
-    assert different(0, [0], range(2)) == [-1, 1]
-    assert different(None, [1, 1, 0], range(4)) == [1, 0, 2]
-    assert different(None, [1, 1, 0], range(2)) == [1, 0], "more threads than CPUs"
-
-
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
 @pytest.mark.parametrize("own", [True, False])
 def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:

@@ -1,9 +1,7 @@
 """kt-kernel's native methods, computed from checkpoints: closer to float64 than kt-kernel, or refused in a sentence."""
 
 import itertools
-import json
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +14,11 @@ import torch
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
-from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import encodings, floats, native
+from rig import encodings, floats, isas, native
 from rig.files import rewrite
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors, read_file, write_file
@@ -191,21 +188,15 @@ def test_threads_and_batch_change_no_bit(name: str, tmp_path: Path) -> None:
     tokens = len(layer.hidden)
     order = np.random.default_rng(1).permutation(tokens)
     outs = {}
-    try:
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
-            loaded = [Experts.load(tmp_path, 0, method=layer.method or name, parts=2, pool=pool) for pool in pools]
-            outs[isa], *others = (forward(experts, layer) for experts in loaded)
-            for other in others:
-                np.testing.assert_array_equal(other, outs[isa], err_msg=isa)
-            mixed = replace(layer, hidden=layer.hidden[order], ids=layer.ids[order], weights=layer.weights[order])
-            np.testing.assert_array_equal(forward(loaded[1], mixed), outs[isa][order], err_msg=isa)
-            for t in (0, tokens - 1):
-                alone = replace(layer, hidden=layer.hidden[[t]], ids=layer.ids[[t]], weights=layer.weights[[t]])
-                np.testing.assert_array_equal(forward(loaded[2], alone)[0], outs[isa][t], err_msg=isa)
-            assert distance(outs[isa], floats.from_bits(outs["scalar"])) <= 2.0**-8, isa
-    finally:
-        kernels.set_isa(None)
+    for isa in isas.each():
+        loaded = [Experts.load(tmp_path, 0, method=layer.method or name, parts=2, pool=pool) for pool in pools]
+        outs[isa], *others = (forward(experts, layer) for experts in loaded)
+        for other in others:
+            np.testing.assert_array_equal(other, outs[isa], err_msg=isa)
+        for moe, rows in ((loaded[1], order), *((loaded[2], [t]) for t in (0, tokens - 1))):
+            some = replace(layer, hidden=layer.hidden[rows], ids=layer.ids[rows], weights=layer.weights[rows])
+            np.testing.assert_array_equal(forward(moe, some), outs[isa][rows], err_msg=isa)
+        assert distance(outs[isa], floats.from_bits(outs["scalar"])) <= 2.0**-8, isa
 
 
 @pytest.mark.usefixtures("isa")
@@ -480,11 +471,6 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: st
         sizes = {"experts": 2, "topk": 2, "hidden": experts.hidden, "width": experts.intermediate}
         more = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
         runs[key], cases[key] = sizes | more, (layer.truth, forward(experts, layer))
-    job, result = tmp_path / "job.json", tmp_path / "result"
-    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
-    program = str(Path(native.__file__).with_name("native_peer.py"))
-    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    theirs = read_file(result)
+    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-6, key

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, reference
+from rig import isas
 
 RANGES = {
     "W4A16": CodeRange(-8, 7),
@@ -152,11 +153,8 @@ def test_any_shape_and_number_of_threads(
 ) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
     want = definition(code_range, kind, *block)
-    before = kernels.isa()
-    for name in kernels.available_isas():
-        kernels.set_isa(name)
+    for _ in isas.each():
         assert_same(ours(code_range, kind, *block, threads=threads), want)
-    kernels.set_isa(before)
 
 
 @pytest.mark.usefixtures("isa")
@@ -237,15 +235,12 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
 def test_equals_the_librarys_loop(code_range: CodeRange, kind: str) -> None:
     rng = np.random.default_rng(code_range[1])
     blocks = [random_block(rng, n, width) for n, width in ((1, 1), (2, 128), (75, 37), (3000, 128))]
-    before = kernels.isa()
     for block in (*blocks, special_block(True), special_block(False)):
         want = library_block(code_range, kind, *block)
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(np.square(want[2]), want[3])
-        for name in kernels.available_isas():
-            kernels.set_isa(name)
+        for _ in isas.each():
             assert_same(ours(code_range, kind, *block), want[:3])
-    kernels.set_isa(before)
 
 
 @with_library

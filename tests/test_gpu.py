@@ -247,20 +247,6 @@ def test_shards_are_cut_between_experts(tmp_path: Path, gpu: Any, write_qwen: An
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2 * E + 1
 
 
-@pytest.mark.parametrize("dtype", ["F16", "F32"])
-def test_other_floats_are_rounded_from_bf16(dtype: str, tmp_path: Path, gpu: Any, save: Any) -> None:
-    rng = np.random.default_rng(7)
-    source = others(rng, "mlp.gate")
-    kind = np.float16 if dtype == "F16" else np.float32
-    source["model.norm.weight"] = (dtype, rng.standard_normal(H).astype(kind).view(f"u{kind(0).itemsize}"))
-    values = {name: rng.standard_normal(shape).astype(kind) for name, shape in LINEARS.items()}
-    stored = {f"{name}.weight": (dtype, x) for name, x in values.items()}
-    folder = save(source | stored, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I)
-    gpu(folder)
-    rounded = {name: reference.f32_to_bf16(x.astype(np.float32)) for name, x in values.items()}
-    check(source, rounded, read(tmp_path / "out"), "W8A16")
-
-
 def test_values_that_are_reported(tmp_path: Path, cli: Any, gpu: Any, write_qwen: Any, random_experts: Any) -> None:
     """An expert of zeros, and a value that is not finite."""
     experts = random_experts(2, 128, 256)
@@ -408,18 +394,6 @@ def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
     assert (report["experts"], report["tensors"]) == (8, 144) and "NUMA" not in cli("inspect", converted).stdout
     for command in (("bench", converted), ("verify", converted, "--run")):  # no weights for the CPU
         assert "W4A16" in cli(*command, code=3).stderr
-
-
-def test_dry_run_and_json(tmp_path: Path, gpu: Any, example: Path) -> None:
-    plan = json.loads(gpu(example, "--json", "--dry-run").stdout.splitlines()[-1])
-    assert [s["name"] for s in plan["stages"]] == ["experts", "carry_over", "assemble"]
-    assert plan["model"]["packed_linears"] == 48
-    assert not (tmp_path / "out").exists()
-    events = [json.loads(line) for line in gpu(example, "--json").stdout.splitlines()]
-    written = sum(e["bytes"] for e in events if e["event"] == "done")
-    assert written == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
-    assert abs(written - plan["bytes_out"]) < 100_000  # headers
-    assert events[-1]["event"] == "finished"
 
 
 def test_another_option_is_refused_with_both_values(tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:

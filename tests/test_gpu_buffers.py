@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.methods import METHODS
@@ -77,13 +75,8 @@ def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> 
         path = layer.write(tmp_path / name)
         sizes = {"experts": EXPERTS, "topk": 2, "hidden": SIZE, "width": SIZE}
         runs[name] = {"path": str(path), "method": layer.method, "parts": parts, "ranks": ranks, **sizes}
-    job, result = tmp_path / "job.json", tmp_path / "result.safetensors"
-    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
-    program = str(Path(native.__file__).with_name("native_peer.py"))
-    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    theirs = load_file(result)
-    found = {name: {str(n): digest(theirs[f"{name}.{n}"]) for n in ranks} for name, ranks in RANKS.items()}
+    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
+    found = {name: {str(n): digest(theirs[f"{name}.{n}"].bits) for n in ranks} for name, ranks in RANKS.items()}
     assert found == json.loads(GOLDEN.read_text())
 
 

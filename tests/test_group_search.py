@@ -19,6 +19,7 @@ from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import FLOAT_GRIDS, SIGNED_GRIDS, group_search, mxfp4, reference
 from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE
 from ktconvert.quantizers.scales import e8m0
+from rig import isas
 
 GRID = FLOAT_GRIDS["mxfp4"]
 GRIDS = {"mxfp4": GRID, **SIGNED_GRIDS}
@@ -49,15 +50,10 @@ def test_every_instruction_set_is_the_definition(
     space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
     spaced = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
     spaced[:] = bf16
-    before = kernels.isa()
-    try:
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
-            ours = search_groups(grid, spaced, importance)
-            same("codes", ours[0], codes)
-            same("scales", ours[1], scales)
-    finally:
-        kernels.set_isa(before)
+    for _ in isas.each():
+        ours = search_groups(grid, spaced, importance)
+        same("codes", ours[0], codes)
+        same("scales", ours[1], scales)
 
 
 def errors(bf16: Any, numbers: Any, weights: Any) -> Any:

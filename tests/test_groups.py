@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import GROUP_GRIDS, groups, reference
+from rig import isas
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
@@ -127,12 +128,9 @@ def test_any_shape_encoding_and_orientation(
     bf16 = reference.decode(Matrix(values, KINDS[kind], **options))
     if turned:
         values = np.asfortranarray(values)
-    before = kernels.isa()
-    for name in kernels.available_isas():
-        kernels.set_isa(name)
+    for _ in isas.each():
         made = ours(bits, values, kind, group, rounding=rounding, **options)
         assert_same(made, expected(bits, group, bf16, rounding))
-    kernels.set_isa(before)
 
 
 @pytest.mark.usefixtures("isa")

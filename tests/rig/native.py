@@ -1,6 +1,7 @@
 """Layers of tests/golden/native_*: a checkpoint under kt-kernel's names, an input, and what kt-kernel and float64 give."""
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def read(name: str) -> Native:
     outputs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(("in.", "out."))}
     return Native(name.rsplit("_", 1)[0], tensors, *inputs, *outputs)
+
+
+def by_kt_kernel(python: str, runs: Any, folder: Path) -> Tensors:
+    """What kt-kernel itself gives, by native_peer.py."""
+    job, result = folder / "job.json", folder / "result.safetensors"
+    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
+    program = str(Path(__file__).with_name("native_peer.py"))
+    done = subprocess.run([python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return read_file(result)
 
 
 def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
