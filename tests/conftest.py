@@ -130,7 +130,6 @@ def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
 
 @pytest.fixture(scope="session")
 def read_tree() -> Callable[[Path], conversion.Tree]:
-    """All files below a folder with their bytes."""
     return conversion.tree
 
 

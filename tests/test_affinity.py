@@ -61,7 +61,6 @@ def run(script: str, *arguments: object, under: tuple[object, ...] = (), **env: 
 
 
 def nodes(root: Path, *lists: str) -> Path:
-    """A tree of /sys with NUMA nodes of these CPUs."""
     for number, cpus in enumerate(lists):
         folder = root / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -233,7 +232,6 @@ show(threads)
 
 @TWO_CPUS
 def test_threads_that_were_moved_go_back_between_forwards(two_nodes: Path) -> None:
-    """As far as whoever moved them lets them."""
     script = f"""
 workers = started(lambda: Pool([1, 2]))
 experts = Experts.from_bf16(*layer, parts=2, pool=made)

@@ -293,7 +293,6 @@ def lost(part: str, layer: int, expert: int = 0) -> Change:
 
 
 def other(part: str, layer: int, expert: int, *shape: int) -> Change:
-    """A tensor of another shape."""
     return lambda model: model.experts.update({model.name(part, layer, expert): model.bits(*shape)})
 
 
@@ -306,7 +305,6 @@ def stray(name: str, *shape: int) -> Change:
 
 
 def also(style: Style, prefix: str = "model.") -> Change:
-    """The experts of another model, too."""
     return lambda model: model.experts.update(Model(model.arch, style, prefix).experts)
 
 

@@ -176,7 +176,6 @@ def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Pat
 
 
 def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
-    """By other commands, and of sources."""
     new, stacked = tmp_path / "new", random_experts(2, 96, 64)
     stacked["up"][1, 5, 7] = 0x7F80
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})
@@ -197,7 +196,6 @@ def cpu(source: Path, out: Path, parts: int) -> tuple[str | Path, ...]:
 
 
 def test_half_deleted_and_damaged_folders_are_refused(output: Path, tmp_path: Path, cli: Any) -> None:
-    """The file is named."""
     for what in ("half", "scale", "cut", "byte", "forward", "infinite"):
         copy = tmp_path / what
         shutil.copytree(output, copy)

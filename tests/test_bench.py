@@ -30,7 +30,6 @@ def output(packed_example: Callable[..., Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest runs, a small set."""
     monkeypatch.setattr(benchmark, "SECONDS", 0)
     monkeypatch.setattr(benchmark, "CACHES", 0)
     monkeypatch.setattr(benchmark, "SLICE", 1 << 20)
@@ -41,7 +40,6 @@ def run(*arguments: object) -> Result:
 
 
 def sentence(*arguments: object) -> tuple[int, str]:
-    """Exit code and message of what must fail."""
     done = run(*arguments)
     assert done.exception is not None
     code = getattr(done.exception, "exit_code", done.exit_code)

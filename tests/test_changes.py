@@ -64,7 +64,6 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
 
 
 def test_with_hashes_a_touched_input_costs_nothing_and_an_edit_is_seen(bench: Bench) -> None:
-    """Whatever its time says."""
     expected = bench.fresh("--verify-inputs")
     bench.stop_after(2, "--verify-inputs")
     conversion.edit(bench.source / SHARD, keep_time=True)

@@ -23,7 +23,6 @@ CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.sa
 
 
 def merged(folder: Path) -> dict[str, Any]:
-    """All tensors of a merged output."""
     return bits_of(read_folder(folder))
 
 

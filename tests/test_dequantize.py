@@ -58,7 +58,6 @@ CONFIG |= {"num_hidden_layers": 2, "num_experts": 3, "hidden_size": H, "moe_inte
 
 
 def written(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
-    """A checkpoint of one file."""
     folder.mkdir()
     write_file(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config))

@@ -48,7 +48,6 @@ OWN_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/
 
 
 def named(path: Path) -> str:
-    """The id of a page in test names."""
     return path.relative_to(ROOT).as_posix()
 
 
@@ -197,7 +196,6 @@ def events() -> dict[str, set[str]]:
 
 
 def test_every_event_and_its_fields_are_documented(tmp_path: Path, cli: Any, example: Path) -> None:
-    """Those of a dry run's plan, too."""
     text = section(text_of(COMMANDS_PAGE), "JSON")
     kinds = events()
     done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--dry-run", "--json")
@@ -323,7 +321,6 @@ def _row(arch: Arch) -> str:
 
 
 def table() -> str:
-    """The table of docs/architectures.md."""
     head = "| family | `model_type` or `architectures` | experts | activation | |\n|---|---|---|---|---|"
     return "\n".join([head, *map(_row, ARCHS)])
 

@@ -67,7 +67,6 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 
 @pytest.fixture(scope="module")
 def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
-    """The JSON document of each method."""
     documents = {}
     for method, weights in converted.items():
         done = run(example, weights, text, "--json", which=which(method))
@@ -77,7 +76,6 @@ def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, 
 
 
 def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
-    """Exit code and message of what must fail."""
     done = run(*arguments, which=which)
     assert done.exception is not None
     assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
@@ -121,7 +119,6 @@ def test_the_original_is_what_transformers_computes(
 
 
 def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    """The text is no picture."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "eval.png"
     done = run(example, converted["int4"], text, "--plot", picture)

@@ -61,7 +61,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def request(command: str, source: Path, output: Path, **options: Any) -> Request[ConversionOptions]:
-    """As the command line makes it."""
     return commands.request(command, input=source, output=output, cpuinfer_threads=2, **options)
 
 
@@ -186,7 +185,6 @@ def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Pat
 
 
 def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -> None:
-    """From its begin to its end: who, where, when."""
     records: list[Any] = []
 
     class Last(Events):

@@ -38,7 +38,6 @@ class Setting:
         return self.pool.submit(self.run, "cpu", "-i", self.source, "-o", output, *at(cluster), *words, env=env)
 
     def run(self, *words: str | Path, env: dict[str, str] | None = None) -> Any:
-        """The command line to its end."""
         output = Path(words[words.index("-o") + 1] if "-o" in words else words[1])
         log = output.parent.parent / f"{output.parent.name}-{time.monotonic_ns()}.said"
         return self.servers.run(words, log, env)
@@ -365,7 +364,6 @@ def tasks_of_workers(scheduler: str) -> list[int]:
 
 
 def alive(session: int) -> list[int]:
-    """The processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -119,7 +119,6 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_pa
 
 
 def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
-    """It waits for one, and says what is missing."""
     said = tmp_path / "out.said"
     with Cluster(tmp_path / "cluster") as cluster, ThreadPoolExecutor(1) as pool:
         cluster.start("other", words=("--resources", "GPU=1"))

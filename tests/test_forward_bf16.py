@@ -152,7 +152,6 @@ def test_large_values_of_one_token_and_exact_mode() -> None:
 
 @pytest.fixture(scope="module", params=FORMATS)
 def output(request: pytest.FixtureRequest, packed_example: Any) -> Path:
-    """The bundled model in two parts."""
     path: Path = packed_example(request.param.lower(), 2)
     return path
 

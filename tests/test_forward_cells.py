@@ -27,7 +27,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
 
 
 def turn(walls: list[float], probes: list[float], cpu: float = 1.0, workers: float | None = None) -> dict[str, Any]:
-    """What turns.timed reports."""
     assert len(probes) == len(walls) + 1
     return {"walls": walls, "probes": probes, "cpu": cpu, "workers": workers}
 

@@ -52,7 +52,6 @@ def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], 
 
 
 def test_the_wrapper_gives_the_same(golden: tuple[Native, Path], pool: Pool) -> None:
-    """In the memory of the weights."""
     layer, path = golden
     inputs = [torch.from_numpy(x.copy()) for x in (layer.hidden, layer.ids, layer.weights)]
     for parts in (1, 2):
@@ -278,7 +277,6 @@ def shorter(tensor: Tensor) -> Tensor:
 
 
 def begins(data: bytes) -> Callable[[Tensor], Tensor]:
-    """Its first items are replaced by these bytes."""
     return lambda tensor: tensor._replace(data=data + tensor.data[len(data) :])
 
 

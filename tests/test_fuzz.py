@@ -175,7 +175,6 @@ def read_output(root: Path) -> None:
 
 
 def load_output(root: Path) -> None:
-    """As read_output, and as the runtime does."""
     read_output(root)
     touch(root)  # what it knows of a directory it keeps until that changes
     Experts.load(root, 0).close()

@@ -121,7 +121,6 @@ def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any =
 
 @functools.cache
 def case(name: str, n: int, k: int, in_tiles: bool = False) -> tuple[Weight, Any, Any]:
-    """Weight, activations, and what comes out."""
     weight, activations = floats.random(name, n, k), floats.activations(max(TOKENS), k)
     return weight, activations, by_definition(name, activations, weight, in_tiles=in_tiles)
 

@@ -35,7 +35,6 @@ def recognised(path: Path, config: str | None = None) -> MoeModel:
 
 @pytest.fixture(scope="module")
 def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers go through all types."""
     return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), about(len(LAYERS)))
 
 
@@ -50,7 +49,6 @@ def values(path: Path) -> dict[tuple[int, str], Any]:
 
 
 def in_bf16(path: Path, folder: Path, write_qwen: Any) -> Path:
-    """A checkpoint of these values."""
     layers: dict[int, dict[str, Any]] = {}
     for (layer, part), bits in values(path).items():
         layers.setdefault(layer, {})[part] = bits
@@ -130,7 +128,6 @@ def test_the_forward_is_kt_kernels_reference(name: str) -> None:
 
 
 def small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensors: None, **more: Any) -> Path:
-    """Two layers in Q8_0, changed."""
     tensors = model([("Q8_0",) * 3] * 2)
     change(tensors)
     arch = more.pop("arch", "qwen3moe")
@@ -258,7 +255,6 @@ def biased(tensors: dict[str, Any]) -> None:
 
 
 def scaled(tensors: dict[str, Any]) -> None:
-    """gguf-py's values do not contain it."""
     tensors |= model([("NVFP4",) * 3]) | {"blk.0.ffn_down_exps.scale": ("F32", np.ones(E, np.float32))}
 
 

@@ -157,7 +157,6 @@ print(json.dumps(ended))
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], example: Path) -> dict[str, Path]:
-    """The outputs of all GPTQ examples."""
     if missing := [name for name in ("llmcompressor", "datasets", "transformers") if find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}: pip install 'ktconvert[gpu]'")
     folder = tmp_path_factory.mktemp("calibrated")

@@ -57,7 +57,6 @@ def logits(model: Any, ids: Any = IDS, **more: Any) -> Any:
 
 
 def test_backward_is_one_sentence(model: Any) -> None:
-    """With gradient checkpointing, too."""
     for change in (model.eval, model.gradient_checkpointing_enable):
         change()
         with pytest.raises(RuntimeError, match=SENTENCE) as refused:

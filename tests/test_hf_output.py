@@ -72,7 +72,6 @@ def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
 
 
 def assert_same(output: Path, source: Path, **options: Any) -> Any:
-    """The output is the source with its experts."""
     given = {"quantization_config": KTConvertConfig(**options)} if options else {}
     ours, ids = complete(output, **given), torch.arange(3, 40)[None]
     expected = complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))

@@ -48,11 +48,9 @@ class Attempts:
         return done
 
     def calls_of(self, output: Path) -> list[Any]:
-        """The calls of the last run."""
         return killpoint.calls(output.parent.with_suffix(".log"), output.parent)
 
     def finish(self, output: Path, where: str, *words: str) -> None:
-        """Resume, and compare."""
         done = self.run(output, *words)
         assert done.returncode == 0, f"{where}: {done.stderr}"
         assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
@@ -89,7 +87,6 @@ class Attempts:
         return next(n for n, call in enumerate(self.calls, 1) if n > stored and call[:2] == book)
 
     def recorded(self, output: Path) -> set[str]:
-        """The units that the journal says are done."""
         book = output.with_name("out.work") / "journal.jsonl"
         done = journal.finished(journal.read(book)).values() if book.exists() else ()
         return {record.unit.removeprefix(f"{self.stage}.") for record in done}

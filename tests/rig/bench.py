@@ -65,7 +65,6 @@ class Bench:
         return self.run(command, *where, *rest, *options, kill=kill)
 
     def fresh(self, *options: str, source: Path | None = None) -> Any:
-        """What an uninterrupted run makes."""
         place = self.base / "fresh"
         assert self.cpu(*options, output=place, source=source).returncode == 0
         tree = conversion.tree(place)
@@ -91,7 +90,6 @@ class Bench:
         assert len(journal.finished(journal.read(self.work / "journal.jsonl"))) == units
 
     def units_written(self) -> int:
-        """How many units the last run wrote."""
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())
 
     def finished_as(self, expected: Any) -> None:

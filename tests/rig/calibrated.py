@@ -142,7 +142,6 @@ def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same in BF16."""
     import torch
 
     converted: dict[str, Any] = {}
@@ -174,24 +173,20 @@ def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[li
 
 
 def usual(dataset: Path, threads: int = 1) -> list[str]:
-    """Options of every conversion with samples."""
     words = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
     return [*words, "--force-cpu"]
 
 
 def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
-    """The words of a conversion."""
     return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, *usual(dataset, threads), *options]
 
 
 def scale_gptq(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
-    """The words of `ktconvert cpu --scale gptq`."""
     where = ("-i", str(model), "-o", str(out))
     return ["cpu", *where, "--scale", "gptq", "--min-expert-tokens", "4", *usual(dataset), *options]
 
 
 def calibrate(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
-    """The words of `ktconvert calibrate`."""
     return ["calibrate", str(model), "--output", str(out), *usual(dataset), *options]
 
 
@@ -328,7 +323,6 @@ def divergence(original: Any, other: Any, text: str) -> float:
 
 
 def without_experts(path: Path) -> Any:
-    """The model with its routed experts silent."""
     import torch
 
     model, _ = reloaded(path)

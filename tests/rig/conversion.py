@@ -100,7 +100,6 @@ def ktconvert(
 
 
 def here(*arguments: object) -> Result:
-    """The command in this process."""
     from ktconvert.pipeline.cli import group
 
     return CliRunner().invoke(group, [*map(str, arguments)])
@@ -172,7 +171,6 @@ def _stands_still(pid: int) -> bool:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """What --json says, or a journal."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
@@ -204,11 +202,9 @@ class Mounts(contextlib.AbstractContextManager[Any]):
         self._holder.wait()
 
     def mount(self, *arguments: str | Path) -> None:
-        """mount(8) within."""
         subprocess.run([*self.prefix, "mount", *map(str, arguments)], check=True)
 
     def seen(self, path: Path) -> Path:
-        """A path as it looks within."""
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
 
@@ -244,7 +240,6 @@ def identity(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def names(folder: Path) -> list[str]:
-    """The entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -57,7 +57,6 @@ class Cluster(contextlib.AbstractContextManager[Any]):
 
     @property
     def address(self) -> str:
-        """What `--executor dask:ADDRESS` names."""
         _wait(lambda: "Scheduler at:" in self.log("scheduler"), self, "scheduler")
         return next(line.split()[-1] for line in self.log("scheduler").splitlines() if "Scheduler at:" in line)
 
@@ -76,7 +75,6 @@ class Cluster(contextlib.AbstractContextManager[Any]):
         return self
 
     def log(self, name: str) -> str:
-        """What a process has said until now."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def pid(self, name: str) -> int:

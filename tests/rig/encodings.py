@@ -55,7 +55,6 @@ def rounded(x: Any) -> Bits:
 
 
 def spread(scales: Any, block: tuple[int, int], n: int, k: int) -> Any:
-    """The scale of each element."""
     return np.repeat(np.repeat(scales, min(n, block[0]), axis=0), min(k, block[1]), axis=1)[:n, :k]
 
 
@@ -158,8 +157,6 @@ SCALES = {"F16": lambda s: s.astype(np.float16), "BF16": rounded, "F32": lambda 
 def compressed(
     dtype: str = "F16", unit: str = "I32", shape: str = "I64", zeros: bool = False, order: bool = False
 ) -> Any:
-    """compressed-tensors' pack-quantized."""
-
     def store(own: Codes) -> Stored:
         packed = words(own.bits, own.codes)
         out: Stored = {
@@ -195,8 +192,6 @@ def gptq(zeros: str = "", order: bool = True) -> Any:
 
 
 def awq(own: Codes) -> Stored:
-    """AutoAWQ's GEMM version."""
-
     def rows(values: Any) -> Any:
         shuffled = values.reshape(len(values), -1, 8)[:, :, (0, 2, 4, 6, 1, 3, 5, 7)]
         return words(4, shuffled.reshape(len(values), -1)).view(np.int32)
@@ -206,7 +201,6 @@ def awq(own: Codes) -> Stored:
 
 
 def int8(own: Codes) -> Stored:
-    """compressed-tensors' int-quantized."""
     codes, zeros = ((values - 128).astype(np.int8) for values in (own.codes, own.zeros))
     return {".weight": ("I8", codes), ".weight_scale": ("F32", own.scales), ".weight_zero_point": ("I8", zeros)}
 
@@ -214,7 +208,6 @@ def int8(own: Codes) -> Stored:
 def scheme(
     bits: int, group: int | None, symmetric: bool = True, kind: str = "pack-quantized", **others: Any
 ) -> dict[str, Any]:
-    """compressed-tensors'."""
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group, **others}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -330,6 +323,5 @@ def write(
 
 
 def write_plain(folder: Path, values: Mapping[tuple[int, str], Bits]) -> Path:
-    """The same in BF16."""
     plain = ENCODINGS["awq"]
     return checkpoint(folder, {f"{plain.base(*key)}.weight": ("BF16", bits) for key, bits in values.items()})

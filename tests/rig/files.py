@@ -18,7 +18,6 @@ def touch(path: Path) -> None:
 
 
 def rewrite(path: Path, data: bytes | str) -> None:
-    """Write a file anew."""
     before = path.stat()
     path.chmod(0o644)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -26,7 +25,6 @@ def rewrite(path: Path, data: bytes | str) -> None:
 
 
 def edit_json(path: Path, change: Callable[[Any], object]) -> None:
-    """Change a JSON document in place."""
     document = json.loads(path.read_bytes())
     change(document)
     path.write_text(json.dumps(document))

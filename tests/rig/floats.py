@@ -88,12 +88,10 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
-    """BF16 bits [n, k]."""
     return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def f16(halves: npt.NDArray[np.float16]) -> Weight:
-    """FP16 [n, k]."""
     return Weight(as_bytes(panels.to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
 
 

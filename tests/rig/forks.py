@@ -65,7 +65,6 @@ class Forks(contextlib.AbstractContextManager[Any]):
 
 
 def serve(modules: Sequence[str]) -> None:
-    """Fork a child for each order and wait for it."""
     main = importlib.import_module("ktconvert.pipeline.cli").main
     with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
         for package in PACKAGES:

@@ -39,7 +39,6 @@ FORMATS = {name: (getattr(lib, f"KTQ_FORMAT_{name}"), *rest) for name, rest in B
 
 @functools.cache
 def _c() -> Any:
-    """gemm.c, compiled."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "gemm.so"
         flags = ["-std=c11", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ARCH}"]
@@ -51,7 +50,6 @@ def _c() -> Any:
 
 
 def _kernels() -> ctypes.c_void_p:
-    """The table of the kernels in use."""
     read_environment()
     return ctypes.c_void_p(int(ffi.cast("uintptr_t", lib.ktq_kernels())))
 

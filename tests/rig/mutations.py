@@ -78,7 +78,6 @@ def near(random: Random, value: Any) -> Any:
 
 
 def of_json(random: Random, file: bytes) -> bytes:
-    """Values, keys and members of a JSON document."""
     root = [json.loads(file, object_pairs_hook=Object)]  # in a list, so that the whole document is a value, too
     for _ in range(random.randint(1, EDITS)):
         if not (every := places(root)):

@@ -41,7 +41,6 @@ class Native:
 
 
 def read(name: str) -> Native:
-    """The file native_NAME."""
     stored = read_file(GOLDEN / f"native_{name}.safetensors")
     inputs = (stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights"))
     outputs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))

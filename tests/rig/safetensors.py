@@ -46,7 +46,6 @@ def encode(header: Header | bytes, data: bytes = b"", length: int | None = None)
 
 
 def data_start(path: Path) -> int:
-    """Where the data begin."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 

@@ -81,7 +81,6 @@ class Served:
     end: Callable[[], None] = lambda: None
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for it."""
         end = time.monotonic() + PATIENCE
         while not happened():
             assert time.monotonic() < end, "it never happened"
@@ -102,7 +101,6 @@ class Served:
             handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Count what happens."""
         model = self.scheduler.model
         generate, left = model.generate, clients.Client.left
 

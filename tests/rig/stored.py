@@ -36,7 +36,6 @@ def _store(tensors: Tensors, method: str) -> None:
 
 
 def configure(folder: Path, **more: Any) -> None:
-    """Change config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
 

@@ -35,7 +35,6 @@ class Toy(contextlib.AbstractContextManager[Any]):
 
 
 def main(add: Callable[[], object]) -> None:
-    """The program, once the row is added."""
     add()
     if sys.argv[1:] == ["serve"]:
         forks.serve([])

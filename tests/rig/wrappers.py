@@ -45,5 +45,4 @@ def inputs(tokens: int, seed: int = 7, topk: int = TOPK) -> Batch:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """The same bits."""
     return left.dtype == right.dtype and torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
