@@ -1,6 +1,5 @@
 """Shared fixtures: small checkpoints of any encoding and way of storage, and the real command line."""
 
-import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
-from rig import conversion, draws, isas
+from rig import conversion, draws, encodings, isas
 from rig.safetensors import write_file
 from rig.toys import Toy
 
@@ -88,18 +87,14 @@ def write_safetensors() -> Write:
 
 
 @pytest.fixture(scope="session")
-def write_qwen(write_safetensors: Write) -> Write:
+def write_qwen() -> Write:
     """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}})."""
 
     def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        first = next(iter(layers.values()))
-        experts, width, hidden = first["gate"].shape
-        document = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
-        document |= {"num_hidden_layers": max(layers) + 1, "num_experts": experts, "num_experts_per_tok": 2}
-        document |= {"hidden_size": hidden, "moe_intermediate_size": width}
-        document["mlp_only_layers"] = [n for n in range(max(layers)) if n not in layers]
-        (folder / "config.json").write_text(json.dumps(document | config))
+        experts, width, hidden = next(iter(layers.values()))["gate"].shape
+        sizes = {"num_hidden_layers": max(layers) + 1, "num_experts": experts, "num_experts_per_tok": 2}
+        sizes |= {"hidden_size": hidden, "moe_intermediate_size": width}
+        dense = {"mlp_only_layers": [n for n in range(max(layers)) if n not in layers]}
         tensors: dict[str, tuple[str, npt.NDArray[Any]]] = {}
         for layer, stacked in layers.items():
             for expert in range(experts):
@@ -109,8 +104,7 @@ def write_qwen(write_safetensors: Write) -> Write:
                     tensors[name] = (dtype if not suffix else "F32", array[expert])
             tensors[f"model.layers.{layer}.input_layernorm.weight"] = ("BF16", np.full(hidden, 0x3F80, np.uint16))
         tensors["model.embed_tokens.weight"] = ("BF16", np.zeros((16, hidden), np.uint16))
-        write_safetensors(folder / "model.safetensors", tensors)
-        return folder
+        return encodings.checkpoint(folder, tensors, **(sizes | dense | config))
 
     return write
 

@@ -176,6 +176,24 @@ def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "called", "activation"),
     [
+        (
+            "Mixtral",
+            {"hidden_act": "relu2"},
+            (UnsupportedError, 'hidden_act = "relu2", an activation that is not known'),
+        ),
+        (
+            "Mixtral",
+            {"hidden_act": ["silu"]},
+            (UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
+        ),
+        (
+            "Kimi-K3",
+            {"hidden_act": "xielu"},
+            (UnsupportedError, 'hidden_act = "xielu", an activation that is not known'),
+        ),
+        ("Kimi-K3", {"hidden_act": "silu"}, (InputError, r"and experts of Kimi-K3 compute 4 \* tanh\(gate / 4\)")),
+        (GEMMA, {"hidden_activation": "silu"}, (InputError, rf"of {GEMMA} compute gelu\(gate\) \* up")),
+        ("MiniMax-M3", {"hidden_act": "gelu"}, (InputError, "and experts of MiniMax-M3 compute")),
         ("Mixtral", {"hidden_act": "gelu"}, "gelu"),
         ("Mixtral", {"swiglu_limit": 7.0}, "swiglu_limit"),
         ("Mixtral", {"hidden_act": "SiLU"}, "silu"),
@@ -190,36 +208,21 @@ def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
         ("Step-3.5, 3.7", {"swiglu_limits": [0, 0, 0]}, "silu"),  # limits that are all zero are none
     ],
 )
-def test_the_activation_of_the_config_and_the_row(
-    name: str, called: dict[str, Any], activation: str, tmp_path: Path
-) -> None:
-    """The config may name another one than the row, or the same in its own words ("")."""
+def test_the_activation_of_the_config_and_the_row(name: str, called: Any, activation: Any, tmp_path: Path) -> None:
+    """The config may name another one than the row, or the same in its own words (""). What is unknown or contradicts the
+    row is taken for no other: the option that decides is named."""
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(called)
+    if isinstance(activation, tuple):
+        error, words = activation
+        with pytest.raises(
+            error, match=words + r".*; say with --arch-file what the experts compute: activation = 'silu',"
+        ):
+            model.read(tmp_path)
+        return
     parsed = model.read(tmp_path)
     assert parsed.activation == activation or (ROWS[name].activation == parsed.activation and not activation)
     assert parsed.plain == (parsed.activation == "silu")
-
-
-@pytest.mark.parametrize(
-    ("name", "called", "error", "words"),
-    [
-        ("Mixtral", {"hidden_act": "relu2"}, UnsupportedError, 'hidden_act = "relu2", an activation that is not known'),
-        ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
-        ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act = "xielu", an activation that is not known'),
-        ("Kimi-K3", {"hidden_act": "silu"}, InputError, r"and experts of Kimi-K3 compute 4 \* tanh\(gate / 4\)"),
-        (GEMMA, {"hidden_activation": "silu"}, InputError, rf"of {GEMMA} compute gelu\(gate\) \* up"),
-        ("MiniMax-M3", {"hidden_act": "gelu"}, InputError, "and experts of MiniMax-M3 compute"),
-    ],
-)
-def test_an_activation_that_is_unknown_or_contradicts_the_row(
-    name: str, called: dict[str, Any], error: type[KtconvertError], words: str, tmp_path: Path
-) -> None:
-    """No activation is taken for another: the option that decides is named."""
-    model = Model(ROWS[name], ROWS[name].stored[0])
-    model.config.update(called)
-    with pytest.raises(error, match=words + r".*; say with --arch-file what the experts compute: activation = 'silu',"):
-        model.read(tmp_path)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -263,24 +266,19 @@ def test_mtp_blocks_are_left_out_and_named(base: str, tmp_path: Path) -> None:
         assert model.read(tmp_path / "other").layers == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("key", "nested"),
-    [
-        ("n_routed_experts", ""),
-        ("num_experts", "text_config"),
-        ("num_local_experts", "llm_config"),
-        ("moe_num_experts", "language_config"),
-        ("moe.num_experts", ""),
-        ("moe.num_experts", "text_config"),
-    ],
-)
-def test_config_aliases(key: str, nested: str, tmp_path: Path) -> None:
-    model = Model(ROWS[QWEN], SEPARATE, nested=nested)
-    scope = model.config[nested] if nested else model.config
+ALIASES = {"n_routed_experts": "", "num_experts": "text_config", "num_local_experts": "llm_config"}
+ALIASES |= {"moe_num_experts": "language_config", "moe": "", "moe ": "text_config"}
+
+
+@pytest.mark.parametrize("key", ALIASES)
+def test_config_aliases(key: str, tmp_path: Path) -> None:
+    """Also in an object `moe`."""
+    model = Model(ROWS[QWEN], SEPARATE, nested=ALIASES[key])
+    scope = model.config[ALIASES[key]] if ALIASES[key] else model.config
     del scope["n_routed_experts"]
-    scope.update({key: E} if "." not in key else {"moe": {"num_experts": E}})
+    scope[key.strip()] = {"num_experts": E} if key.strip() == "moe" else E
     check(model, model.read(tmp_path / "right"))
-    scope.update({key: E + 1} if "." not in key else {"moe": {"num_experts": E + 1}})
+    scope[key.strip()] = {"num_experts": E + 1} if key.strip() == "moe" else E + 1
     with pytest.raises(InputError, match=rf"experts\.{E}\.gate_proj.weight' is missing"):
         model.read(tmp_path / "wrong")
 
@@ -290,6 +288,26 @@ Change = Callable[[Model], object]
 
 def lost(part: str, layer: int, expert: int = 0) -> Change:
     return lambda model: model.experts.pop(model.name(part, layer, expert))
+
+
+def last_expert(model: Model) -> None:
+    model.config = {}
+    for part in SEPARATE.parts:
+        del model.experts[model.name(part, 2, E - 1)]
+
+
+def dropped(word: str) -> Change:
+    """All tensors whose name has this word."""
+    return lambda model: [model.experts.pop(name) for name in list(model.experts) if word in name]
+
+
+def another_scale(part: str, suffix: str) -> Change:
+    """Of a tensor that has one, or needs none."""
+    return lambda model: model.experts.update({model.name(part, 2) + suffix: ("F32", np.ones((1, 1), np.float32))})
+
+
+def both(*changes: Change) -> Change:
+    return lambda model: [change(model) for change in changes]
 
 
 def other(part: str, layer: int, expert: int, *shape: int) -> Change:
@@ -308,16 +326,6 @@ def also(style: Style, prefix: str = "model.") -> Change:
     return lambda model: model.experts.update(Model(model.arch, style, prefix).experts)
 
 
-def without_the_last_expert(model: Model) -> None:
-    model.config = {}
-    for part in SEPARATE.parts:
-        del model.experts[model.name(part, 2, E - 1)]
-
-
-def without_a_layer(model: Model) -> None:
-    model.experts = {name: tensor for name, tensor in model.experts.items() if ".layers.2." not in name}
-
-
 def scaled(part: str, suffix: str, *shape: int, block: int = 128, expert: int = 0) -> Change:
     """A tensor in FP8 with a scale of this shape, or without any."""
 
@@ -329,15 +337,6 @@ def scaled(part: str, suffix: str, *shape: int, block: int = 128, expert: int = 
             model.experts[scale] = ("F32", np.ones(shape, np.float32))
 
     return change
-
-
-def two_scales(model: Model) -> None:
-    scale = model.to_fp8("gate", 2, (128, 128))
-    model.experts[scale.removesuffix("_inv")] = model.experts[scale]
-
-
-def scale_of_bf16(model: Model) -> None:
-    model.experts[model.name("up", 2) + "_scale_inv"] = ("F32", np.ones((1, 1), np.float32))
 
 
 def of_type(dtype: str, kind: Any, scale: str = "", scale_dtype: str = "U8") -> Change:
@@ -390,12 +389,12 @@ REFUSED: list[tuple[str, Style, Change, str]] = [
     (QWEN, FUSED, config(moe_intermediate_size=12), r"must be 6, config.json says moe_intermediate_size = 12"),
     ("Step-3.5, 3.7", STACKED, config(hidden_size=12), "hidden_size = 12"),
     (QWEN, SEPARATE, lost("up", 2, 1), r"layers\.2\.mlp\.experts\.1\.up_proj\.weight' is missing"),
-    (QWEN, SEPARATE, without_the_last_expert, r"layers\.2\.mlp\.experts\.2\.gate_proj\.weight' is missing"),
+    (QWEN, SEPARATE, last_expert, r"layers\.2\.mlp\.experts\.2\.gate_proj\.weight' is missing"),
     (QWEN, SEPARATE, config(n_routed_experts=E - 1), "2.*_proj.weight' is one expert too many.*n_routed_experts = 2"),
     (QWEN, SEPARATE, stray("experts.1.side_proj.weight", 2, 2), r"side_proj\.weight' stands among the experts"),
     (QWEN, SEPARATE, stray("experts.01.up_proj.weight", I, H), "01.up_proj.weight' stands among the experts"),
     (QWEN, SEPARATE, other("down", 2, 1, I, H), r"down_proj.weight' has shape \[6, 10\], but must be \[10, 6\]"),
-    (QWEN, SEPARATE, without_a_layer, "layer 2 has a router but no experts"),
+    (QWEN, SEPARATE, dropped(".layers.2."), "layer 2 has a router but no experts"),
     (QWEN, SEPARATE, config(num_hidden_layers=4), "layer 3 is missing"),
     (QWEN, SEPARATE, also(FUSED), "stored in two ways"),
     (DEEPSEEK, SEPARATE, scaled("gate", "_scale_inv", expert=1), "1.gate_proj.weight' is FP8 but .*_inv is missing"),
@@ -403,8 +402,8 @@ REFUSED: list[tuple[str, Style, Change, str]] = [
         (DEEPSEEK, SEPARATE, scaled("gate", "_scale_inv", *shape, block=4), FIT)
         for shape in ((2, 2), (3, 2), (I, 1), (I,))
     ),
-    (DEEPSEEK, SEPARATE, scale_of_bf16, "which is BF16 and needs none"),
-    (DEEPSEEK, SEPARATE, two_scales, "both claim to be the scale"),
+    (DEEPSEEK, SEPARATE, another_scale("up", "_scale_inv"), "which is BF16 and needs none"),
+    (DEEPSEEK, SEPARATE, both(scaled("gate", "_scale_inv", 1, 1), another_scale("gate", "_scale")), "both claim to be"),
     (
         "Hunyuan-A13B",
         SEPARATE,
@@ -555,11 +554,11 @@ def test_fp8_per_channel_and_per_tensor(shape: tuple[int, ...], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("kind", ["tensor", "channel"])
-def test_fp8_fused_without_blocks(turned: bool, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(E,), (E, 2 * I)], ids=["tensor", "channel"])
+def test_fp8_fused_without_blocks(turned: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
     model = Model(ROWS["Mistral-Large-3, Mistral 4"], FUSED, layers=(1,), turned=turned)
     scale = model.to_fp8("gate_up", 1, (1, 1), "_scale")
-    values = model.rng.random((E,) if kind == "tensor" else (E, 2 * I), dtype=np.float32)
+    values = model.rng.random(shape, dtype=np.float32)
     model.experts[scale] = ("F32", values)
     parsed = model.read(tmp_path)
     for e in range(E):

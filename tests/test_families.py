@@ -1,6 +1,5 @@
 """Every mixture-of-experts family of the installed transformers, as docs/architectures.md says: converted and computed
-with the logits of the original, or refused with the sentence that is expected.
-"""
+with the logits of the original, or refused with the sentence that is expected."""
 
 import re
 from pathlib import Path
