@@ -204,10 +204,8 @@ def test_arguments_that_are_refused() -> None:
 
 def test_the_bandwidth_of_each_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread reads as often in one number of streams as in another, one slice after the other."""
-    monkeypatch.setattr(benchmark, "SECONDS", 0)
     monkeypatch.setattr(benchmark, "CACHES", 1)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: 8 << 20)
-    monkeypatch.setattr(benchmark, "SLICE", 1 << 20)
     seen: list[tuple[int, int]] = []
     addresses: set[int] = set()
 

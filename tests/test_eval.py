@@ -17,6 +17,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import tokens
 from rig.files import edit_json
 
 torch = pytest.importorskip("torch")
@@ -120,6 +122,7 @@ def test_the_original_is_what_transformers_computes(
 
 def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None  # no weights
     picture = tmp_path / "eval.png"
     done = run(example, converted["int4"], text, "--plot", picture)
     assert done.exception is None, done.exception
@@ -242,3 +245,13 @@ def test_what_cannot_be_evaluated(
 ) -> None:  # fmt: skip
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
     assert found[0] == code and re.search(words, found[1]), found
+
+
+def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconvert.pipeline.ui.progress.LINE_EVERY", 0)
+    reporter = Reporter()
+    reporter.begin(1024, 0, tokens)
+    reporter.advance(512)
+    reporter.end()
+    output = capsys.readouterr().err
+    assert "50.0 %  512 tokens of 1024 tokens" in output and "tokens/s" in output and "ETA" in output

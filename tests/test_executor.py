@@ -251,7 +251,7 @@ def test_what_is_no_executor(
     place = name.removeprefix("dask:")
     shown = f"dask:{tmp_path / place}" if place in NO_SCHEDULERS else name
     words_of = ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown]
-    done = servers.run(words_of, tmp_path / "said", {"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"})
+    done = servers.run(words_of, tmp_path / "said")
     conversion.refused(done, code, "--executor", *words)
     assert not (tmp_path / "o").exists()
 
@@ -263,6 +263,21 @@ def test_a_chain_is_refused_before_anything_else(
     done = servers.run([*words, "--executor", "dask:tcp://nowhere:1"], tmp_path / "said")
     conversion.refused(done, 2, "gpu: each layer's calibration needs", "leave out --executor")
     assert not (tmp_path / "o").exists()
+
+
+LOGS = """
+import logging, sys
+from ktconvert.pipeline.engine.dask_executor import connected
+with connected(sys.argv[1], print):
+    logging.getLogger("distributed.scheduler").critical("Closed comm while trying to write", exc_info=True)
+"""
+
+
+def test_dask_says_nothing(cluster: Cluster) -> None:
+    """Also of what it calls critical: that some client has left a scheduler of this process."""
+    command = [sys.executable, "-c", LOGS, str(cluster.file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # The command line in a process where Dask cannot be imported.

@@ -130,6 +130,10 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, g
     assert report["ok"] and report["arrangement"] == "pack-quantized" and report["method"] == kind
     assert max(e["relative_error"] for e in report["errors"]) < {"W4A16": 0.12, "W8A16": 0.01}[kind]
     cli("resume", out)
+    plan = json.loads(gpu(example, "--quant-type", kind, "--json", "--dry-run", to="plan").stdout.splitlines()[-1])
+    assert [s["name"] for s in plan["stages"]] == ["experts", "carry_over", "assemble"]
+    assert plan["model"]["packed_linears"] == 48
+    assert abs(sum(p.stat().st_size for p in out.glob("*.safetensors")) - plan["bytes_out"]) < 100_000  # headers
     more = ("--quant-type", kind, "--rounding", rounding, "--cpuinfer-threads", "1", "--ignore-patterns", *ignored)
     gpu(example, *more, env={"KTCONVERT_ISA": "scalar"}, to="scalar")
     assert conversion.differing(conversion.tree(tmp_path / "scalar"), conversion.tree(out)) == []
