@@ -219,20 +219,17 @@ def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
         assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
 
 
-@pytest.mark.parametrize(
-    ("dataset", "files", "words"),
-    [
+def test_what_is_no_data_set(tmp_path: Path) -> None:
+    for dataset, files, words in (
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: is of no kind"),
         ("empty", ("README.md",), "holds no data"),
         ("none", (), "no such file or folder"),
-    ],
-)
-def test_what_is_no_data_set(dataset: str, files: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    for name in files:
-        jsonl(tmp_path / dataset / name, [{"text": "a"}])
-    with pytest.raises(InputError, match=words):
-        local_files(str(tmp_path / dataset))
+    ):
+        for name in files:
+            jsonl(tmp_path / dataset / name, [{"text": "a"}])
+        with pytest.raises(InputError, match=words):
+            local_files(str(tmp_path / dataset))
     with pytest.raises(InputError, match="no such file or folder"):
         local_files("data/none.jsonl")
     assert local_files("HuggingFaceH4/ultrachat_200k") == []  # a name of the hub

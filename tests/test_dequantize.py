@@ -1,5 +1,6 @@
 """`ktconvert dequantize`: the values of every encoding in BF16, all else bit for bit, in what nothing takes for quantized."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,12 @@ blocks_of_fp8 = encodings.ENCODINGS["FP8 in blocks"].make
 def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
     """The stems of the linears that are stored quantized, MTP's among them: (n, k)."""
     stems = {}
-    for layer in range(layers + 1):  # the last is of MTP
-        base = f"model.layers.{layer}."
+    for base in (f"model.layers.{layer}." for layer in range(layers + 1)):  # the last is of MTP
         stems[f"{base}self_attn.q_proj"] = (H, H)
-        for expert in range(experts):
-            stems |= {f"{base}mlp.experts.{expert}.{part}_proj": (I, H) for part in ("gate", "up")}
-            stems[f"{base}mlp.experts.{expert}.down_proj"] = (H, I)
+        for expert, (part, shape) in itertools.product(
+            range(experts), (("gate", (I, H)), ("up", (I, H)), ("down", (H, I)))
+        ):
+            stems[f"{base}mlp.experts.{expert}.{part}_proj"] = shape
     return stems
 
 

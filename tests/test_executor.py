@@ -303,9 +303,6 @@ def test_without_dask_all_else_works(inputs: dict[str, str], tmp_path: Path) -> 
     conversion.refused(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
 
 
-# ---- hosts that are not what they should be --------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "source", layers=2, experts=1)

@@ -26,9 +26,7 @@ from rig import hf  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.arange(3, 30)[None]
-SENTENCE = (
-    r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvertConfig"
-)
+SENTENCE = r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvert"
 
 
 @pytest.fixture(scope="module")
