@@ -1,8 +1,5 @@
 """Shared fixtures: small checkpoints of any encoding and way of storage, and the real command line."""
 
-from __future__ import annotations
-
-import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
-from rig import conversion, draws
+from rig import conversion, draws, encodings, isas
 from rig.safetensors import write_file
 from rig.toys import Toy
 
@@ -41,17 +38,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in use; a machine without it says so. Whatever the test sets, the one before is put back."""
     if request.param not in kernels.available_isas():
         pytest.skip(f"this machine has no {request.param}")
-    before = kernels.isa()
-    kernels.set_isa(request.param)
-    yield request.param
-    kernels.set_isa(before)
+    with isas.using(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")
 def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: Path) -> Write:
-    """The bundled model, converted once for each choice: packed_example("int8", parts, *more options). Whoever changes
-    it copies it first.
-    """
+    """The bundled model, converted once for each choice; whoever changes it copies it first."""
     outputs: dict[tuple[object, ...], Path] = {}
 
     def get(method: str, parts: int = 1, *more: str) -> Path:
@@ -69,9 +62,7 @@ def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: 
 def cli() -> Cli:
     """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
-    def run(
-        *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, code: int | None = 0, env: dict[str, str] | None = None) -> Any:
         done = conversion.ktconvert(*map(str, arguments), env=env)
         assert "Traceback" not in done.stderr, done.stderr
         if code is not None:
@@ -90,33 +81,20 @@ def ktconvert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def write_safetensors() -> Write:
-    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks
-    come as unsigned bits."""
+    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
 
     return write_file
 
 
 @pytest.fixture(scope="session")
-def write_qwen(write_safetensors: Write) -> Write:
-    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}},
-    dtype="BF16")."""
+def write_qwen() -> Write:
+    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}})."""
 
     def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        first = next(iter(layers.values()))
-        experts, width, hidden = first["gate"].shape
-        document = {
-            "model_type": "qwen3_moe",
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "num_hidden_layers": max(layers) + 1,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "hidden_size": hidden,
-            "moe_intermediate_size": width,
-            "mlp_only_layers": [n for n in range(max(layers)) if n not in layers],
-            "hidden_act": "silu",
-        }
-        (folder / "config.json").write_text(json.dumps(document | config))
+        experts, width, hidden = next(iter(layers.values()))["gate"].shape
+        sizes = {"num_hidden_layers": max(layers) + 1, "num_experts": experts, "num_experts_per_tok": 2}
+        sizes |= {"hidden_size": hidden, "moe_intermediate_size": width}
+        dense = {"mlp_only_layers": [n for n in range(max(layers)) if n not in layers]}
         tensors: dict[str, tuple[str, npt.NDArray[Any]]] = {}
         for layer, stacked in layers.items():
             for expert in range(experts):
@@ -126,8 +104,7 @@ def write_qwen(write_safetensors: Write) -> Write:
                     tensors[name] = (dtype if not suffix else "F32", array[expert])
             tensors[f"model.layers.{layer}.input_layernorm.weight"] = ("BF16", np.full(hidden, 0x3F80, np.uint16))
         tensors["model.embed_tokens.weight"] = ("BF16", np.zeros((16, hidden), np.uint16))
-        write_safetensors(folder / "model.safetensors", tensors)
-        return folder
+        return encodings.checkpoint(folder, tensors, **(sizes | dense | config))
 
     return write
 
@@ -139,17 +116,14 @@ def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
     def make(experts: int, hidden: int, width: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         rng = np.random.default_rng(seed)
         shapes = {"gate": (experts, width, hidden), "up": (experts, width, hidden), "down": (experts, hidden, width)}
-        normal = {
-            name: rng.standard_normal(shape).astype(np.float32) * np.float32(0.02) for name, shape in shapes.items()
-        }
-        return {name: (x.view(np.uint32) >> 16).astype(np.uint16) for name, x in normal.items()}
+        normal = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        return {name: ((x * np.float32(0.02)).view(np.uint32) >> 16).astype(np.uint16) for name, x in normal.items()}
 
     return make
 
 
 @pytest.fixture(scope="session")
 def read_tree() -> Callable[[Path], conversion.Tree]:
-    """All files below a folder with their bytes."""
     return conversion.tree
 
 

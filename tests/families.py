@@ -1,21 +1,16 @@
-"""Every mixture-of-experts family of the installed transformers: a tiny model, converted by the real command to INT8
-and computed with our experts.
-
-`python tests/families.py [MODEL_TYPE ...]` prints the table of docs/architectures.md, or these rows of it.
+"""Every mixture-of-experts family of the installed transformers: a tiny model, converted by the real command to INT8 and
+computed with our experts. `python tests/families.py [MODEL_TYPE ...]` prints the table of docs/architectures.md.
 """
 
-from __future__ import annotations
-
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconvert.layouts.checkpoints.archs import ARCHS
+from rig import conversion
 from rig.families import VOCABULARY
 from rig.family_rows import ROWS, TINY, VISION, Row, Settings
 
@@ -24,14 +19,9 @@ BLOCK = re.compile(r"^class \w*(?:Experts|MoE|MOE|MoeBlock)\w*\(", re.M)
 HEAD = "| `model_type` | family | transformers | converts | computes | error |\n|---|---|---|---|---|---|"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a family.
-
-    unbuilt, refused, computes, warned   as in Row, whole sentences
-    error    relative error of the logits, the median over tokens
-    without  how far the logits move when the experts give nothing: where it is large, they decide
-    """
+class Outcome(NamedTuple):
+    """What became of a family: as in Row, whole sentences; the relative error of the logits (median over tokens), and how
+    far they move when the experts give nothing: where that is large, they decide."""
 
     unbuilt: str = ""
     refused: str = ""
@@ -70,7 +60,8 @@ def outcome(model_type: str, row: Row, folder: Path) -> Outcome:
         want = _logits(original)
     except Exception as error:  # whatever this transformers says of a model of its own
         return Outcome(unbuilt=str(error) or repr(error))
-    done = _convert(folder / "model", folder / "int8")
+    where = ("-i", folder / "model", "-o", folder / "int8")
+    done = conversion.ktconvert("cpu", *where, "--quant-method", "int8", "--threadpool-count", "1")
     if done.returncode:
         return Outcome(refused=f"{done.stderr.strip().splitlines()[-1]} (exit code {done.returncode})")
     warned = "would compute something else" in done.stdout + done.stderr
@@ -122,12 +113,6 @@ def _make(kind: Any, config: Any, folder: Path) -> None:
             inputs = min(weight.shape[-2:]) if weight.ndim == 3 else weight[0].numel()
             torch.nn.init.normal_(weight, std=1 if "embed" in name else loud * inputs**-0.5)
     model.save_pretrained(folder)
-
-
-def _convert(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(model), "-o", str(out)]
-    command += ["--quant-method", "int8", "--threadpool-count", "1"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def _logits(model: Any) -> Any:

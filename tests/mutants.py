@@ -1,20 +1,19 @@
 """Small faults put into the product at random, one at a time, to see which of them a test notices.
 
-    python tests/mutants.py --tree TREE --seed 1 --count 60 [--list] [--again LOG]
+    python tests/mutants.py --tree TREE --seed 1 --count 60 [--seconds 170] [--list]
 
 TREE is a checkout to spoil and restore, with an environment of its own in .venv and the extension built there with
 `.venv/bin/python setup.py build_ext --inplace --build-temp build/temp`. A line is drawn among the lines of code, then a
 change among those the line allows. Tests run file by file, those first that share rare words with the changed function,
-until one fails or TIERS is spent; a failure counts if the same test passes without the change. --again runs the
-survivors of a log with more time. As the first process of a namespace (unshare --pid --fork --mount-proc) it also ends
-what tests leave running. One line of output per mutant: killed, survived, or not compiled (drawn again).
+until one fails that passes without the change, or the seconds of CPU are spent. As the first process of a namespace
+(unshare --pid --fork --mount-proc) it also ends what tests leave running. One line of output per mutant: killed,
+survived, or not compiled (drawn again).
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -25,40 +24,39 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 FOLDERS = ("layouts", "quantizers", "pipeline/engine", "pipeline/plans", "native_quant")
-TIERS = ((8, 50), (24, 120))  # test files, and seconds of CPU for them
-AGAIN = ((60, 400),)
-WALL = 3600  # seconds for a tier, on a machine that is busy with other things
+FILES = 24  # of tests, for each mutant
+WALL = 3600  # seconds, on a machine that is busy with other things
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",
          "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+", "<<": ">>", ">>": "<<",
-         "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and", "&&": "||", "||": "&&"}  # fmt: skip
+         "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and", "&&": "||", "||": "&&", "+=": "-=", "-=": "+="}  # fmt: skip
+OPERATOR = re.compile(r"not\s+in|is\s+not|\b(?:in|is|and|or)\b|<<|>>|//|\*\*|[<>=!]=|[-+*/%&|^<>]")
 TEXT = ("note", "warn", "warning", "say", "echo", "info", "debug", "secho")  # calls that only tell people something
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     path: str
     line: int
     start: int  # offsets in the file's text
     end: int
     new: str
     function: str  # the text of the function around it
-    kind: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line} [{self.start}:{self.end}] {self.kind}"
+        return f"{self.path}:{self.line} [{self.start}:{self.end}] -> {self.new!r}"
 
 
 def of_python(path: str, text: str) -> Iterator[Mutant]:
     """The changes that a Python file allows; not in docstrings, annotations, f-strings and messages."""
     lines = text.splitlines(keepends=True)
-    starts = [sum(map(len, lines[:n])) for n in range(len(lines) + 1)]
+    starts = [0, *itertools.accumulate(map(len, lines))]
 
     def at(line: int, column: int) -> int:  # a column counts bytes
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
@@ -66,52 +64,43 @@ def of_python(path: str, text: str) -> Iterator[Mutant]:
     def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
         return at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
 
-    def change(start: int, end: int, new: str, kind: str, function: str) -> Mutant:
-        return Mutant(path, text.count("\n", 0, start) + 1, start, end, new, function, kind)
-
-    def between(left: ast.expr, right: ast.expr, function: str) -> Iterator[Mutant]:
-        start, end = span(left)[1], span(right)[0]
-        found = re.search(r"not\s+in|is\s+not|\b(?:in|is|and|or)\b|<<|>>|//|\*\*|[<>=!]=|[-+*/%&|^<>]", text[start:end])
-        if found and (old := " ".join(found[0].split())) in SWAPS:
-            yield change(start + found.start(), start + found.end(), SWAPS[old], f"{old} -> {SWAPS[old]}", function)
+    def of_node(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+        match node:
+            case ast.Compare() | ast.BinOp() | ast.BoolOp():
+                operands = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
+                for left, right in itertools.pairwise(operands):
+                    start, end = span(left)[1], span(right)[0]
+                    found = OPERATOR.search(text[start:end])
+                    if found and (old := " ".join(found[0].split())) in SWAPS:
+                        yield start + found.start(), start + found.end(), SWAPS[old]
+            case ast.UnaryOp(op=ast.Not()):
+                yield span(node)[0], span(node.operand)[0], ""
+            case ast.Constant(value=bool()):
+                yield *span(node), str(not node.value)
+            case ast.Constant(value=int() | float()):
+                yield *span(node), f"({ast.unparse(node)} + 1)"
+            case ast.If() | ast.IfExp():
+                yield *span(node.test), f"not ({text[slice(*span(node.test))]})"
+            case ast.AugAssign() | ast.Raise() | ast.Return() | ast.Delete() | ast.Continue() | ast.Break():
+                yield *span(node), "pass"
+            case ast.Expr(value=value) if not isinstance(value, ast.Constant):
+                yield *span(node), "pass"
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+                yield *span(node), "pass"
 
     def visit(node: ast.AST, function: str) -> Iterator[Mutant]:
-        if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert | ast.arguments):
-            return
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in TEXT:
-            return
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            function = text[slice(*span(node))]
-            yield from (m for d in getattr(node.args, "defaults", []) for m in visit(d, function)) if not isinstance(node, ast.ClassDef) else ()  # fmt: skip
-        if isinstance(node, ast.Compare):
-            for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-                yield from between(left, right, function)
-        elif isinstance(node, ast.BinOp):
-            yield from between(node.left, node.right, function)
-        elif isinstance(node, ast.BoolOp):
-            for left, right in zip(node.values, node.values[1:], strict=False):
-                yield from between(left, right, function)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield change(span(node)[0], span(node.operand)[0], "", "not removed", function)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-            new = str(not node.value) if isinstance(node.value, bool) else f"({ast.unparse(node)} + 1)"
-            yield change(*span(node), new, f"{ast.unparse(node)} -> {new}", function)
-        elif isinstance(node, ast.If | ast.IfExp):
-            start, end = span(node.test)
-            yield change(start, end, f"not ({text[start:end]})", "branches swapped", function)
-        removable = isinstance(
-            node, ast.AugAssign | ast.Raise | ast.Return | ast.Delete | ast.Continue | ast.Break
-        ) or (
-            (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
-            or (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript))
-        )
-        if removable and isinstance(node, ast.stmt):
-            yield change(*span(node), "pass", f"{type(node).__name__.lower()} removed", function)
-        if isinstance(node, ast.Raise):
-            return
-        for name, field in ast.iter_fields(node):
+        match node:
+            case ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.Assert() | ast.arguments():
+                return
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in TEXT:
+                return
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                function = text[slice(*span(node))]
+        for start, end, new in of_node(node):
+            yield Mutant(path, text.count("\n", 0, start) + 1, start, end, new, function)
+        for name, field in ast.iter_fields(node) if not isinstance(node, ast.Raise) else ():
             if name not in ("annotation", "returns", "type_params", "decorator_list", "bases"):
                 for child in field if isinstance(field, list) else [field]:
                     if isinstance(child, ast.AST):
@@ -120,48 +109,31 @@ def of_python(path: str, text: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(text), text[:2000])
 
 
+C = re.compile(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>]|[-+]=)(?= )|(?<=[(\s])!(?=[\w(])|(?<![\w.])\d+(?![\w.])"
+               r"|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)|^ +(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$"
+               r"|^ +[\w.\->\[\]]+ [-+*/|&^<>]*= [^;{}]*;$", re.M)  # fmt: skip
+
+
 def of_c(path: str, text: str) -> Iterator[Mutant]:
     """The changes that a C file allows, inside the bodies of functions; a sign between spaces is an operator."""
     blank = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\])+'|^[ \t]*#(?:\\\n|[^\n])*",
                    lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)  # fmt: skip
-    depth, head, bodies = 0, 0, []
-    for mark in re.finditer(r"[{}]", blank):
-        if mark[0] == "{" and depth == 0:
-            head = mark.start() if blank[: mark.start()].rstrip().endswith(")") else 0
-        depth += 1 if mark[0] == "{" else -1
-        if depth == 0 and head:
-            bodies.append((head, mark.end()))
-    for start, end in bodies:
+    for body in re.finditer(r"\)\s*(\{$.*?^\})", blank, re.S | re.M):
+        start, end = body.span(1)
         function = text[text.rfind("\n\n", 0, start) + 1 : end]
-        for found in re.finditer(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>])(?= )|(?<=[(\s])!(?=[\w(])|(?<=\s)[-+]=(?=\s)"
-                                 r"|(?<![\w.])\d+(?![\w.])|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)"
-                                 r"|^[ ]*(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$|^[ ]*[\w.\->\[\]]+ [-+*/|&^<>]*= [^;{}]*;$", blank[start:end], re.M):  # fmt: skip
-            old = found[0]
-            if old in SWAPS:
-                new, kind = SWAPS[old], f"{old} -> {SWAPS[old]}"
-            elif old in ("+=", "-="):
-                new = "-=" if old == "+=" else "+="
-                kind = f"{old} -> {new}"
-            elif old == "!":
-                new, kind = "", "! removed"
-            elif old.isdigit():
-                new = str(int(old) + 1)
-                kind = f"{old} -> {new}"
-            elif old.startswith("("):
-                new, kind = f"(!{text[start + found.start() : start + found.end()]})", "branches swapped"
-            else:
-                new, kind = ";", f"removed: {' '.join(old.split())[:60]}"
-            where = start + found.start() + len(old) - len(old.lstrip())
-            yield Mutant(path, text.count("\n", 0, where) + 1, where, start + found.end(), new, function, kind)
+        for found in C.finditer(blank, start, end):
+            old = found[0].lstrip()
+            new = f"(!{old})" if old[0] == "(" else str(int(old) + 1) if old.isdigit() else "" if old == "!" else ";"
+            where = found.end() - len(old)
+            yield Mutant(path, text.count("\n", 0, where) + 1, where, found.end(), SWAPS.get(old, new), function)
 
 
 def mutants(tree: Path) -> dict[tuple[str, int], list[Mutant]]:
     """All changes of all product files, by line."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for file in sorted(p for f in FOLDERS for p in (tree / f).rglob("*") if p.suffix in (".py", ".c", ".h")):
-        path = str(file.relative_to(tree))
-        for mutant in (of_python if file.suffix == ".py" else of_c)(path, file.read_text()):
-            by_line.setdefault((path, mutant.line), []).append(mutant)
+        for mutant in (of_python if file.suffix == ".py" else of_c)(str(file.relative_to(tree)), file.read_text()):
+            by_line.setdefault((mutant.path, mutant.line), []).append(mutant)
     return by_line
 
 
@@ -171,75 +143,58 @@ def words(text: str) -> set[str]:
 
 
 def ranked(tree: Path, mutant: Mutant) -> list[str]:
-    """The test files, those first that share rare words with the function, its file's name and its line."""
-    tests = {str(p.relative_to(tree)): words(p.stem + " " + p.read_text()) for p in (tree / "tests").glob("test_*.py")}
-    common = Counter(word for known in tests.values() for word in known)
-    source = (tree / mutant.path).read_text()
-    heading = mutant.function.split("(")[0].splitlines()[-1] if mutant.function else ""
-    module = re.sub(r"_(?:avx\w*|amx|scalar|template)?$", "", Path(mutant.path).stem)
-    python = mutant.path.endswith(".py")
-    weights = (
-        dict.fromkeys(words(mutant.function), 1.0)
-        if python
-        else {"isa": 3.0, "kernels": 2.0, "forward" if "forward" in mutant.path else "golden": 3.0}
-    )
-    weights |= dict.fromkeys(words(source.splitlines()[mutant.line - 1]), 2.0) if python else {}
-    weights |= dict.fromkeys(words(f"{heading} {module}") - {"static", "void", "const"}, 4.0)
+    """The test files, those first that share rare words with the function and its file's name."""
+    texts = {str(p.relative_to(tree)): p.read_text() for p in (tree / "tests").glob("test_*.py")}
+    known = {name: words(Path(name).stem + " " + text) for name, text in texts.items()}
+    common = Counter(word for of_file in known.values() for word in of_file)
+    weights = dict.fromkeys(words(mutant.function), 1) | dict.fromkeys(words(Path(mutant.path).stem), 4)
+    if not mutant.path.endswith(".py"):
+        weights |= {"isa": 20, "kernels": 10, "forward" if "forward" in mutant.path else "golden": 20}
 
     def score(name: str) -> float:
-        shared = sum(w * math.log(len(tests) / common[k]) ** 2 for k, w in weights.items() if k in tests[name])
-        direct = mutant.path.removesuffix(".py").replace("/", ".") in (tree / name).read_text()
-        same = len(words(Path(name).stem) & words(module))
-        length = math.sqrt(len(tests[name])) if python else 1.0
-        return shared / length * (2 if direct else 1) * (1 + same)
+        shared = sum(w * math.log(len(known) / common[k]) ** 2 for k, w in weights.items() if k in known[name])
+        return shared / math.sqrt(len(known[name])) * (2 if mutant.path[:-3].replace("/", ".") in texts[name] else 1)
 
-    builds = {name for name in tests if re.search(r"build_ext|build\.sh|emulated\.sh", (tree / name).read_text())}
-    return sorted(tests, key=lambda name: (name in builds, -score(name), name))  # these take minutes
+    builds = {name for name, text in texts.items() if re.search(r"build_ext|build\.sh|emulated\.sh", text)}
+    return sorted(texts, key=lambda name: (name in builds, -score(name), name))  # these take minutes
 
 
 class Budget:
-    """A pytest plugin: one case of each test first, if `cases`, and no new test when the CPU time is spent."""
+    """A pytest plugin: one case of each test first, and no new test when the CPU time is spent."""
 
-    def __init__(self, seconds: float, cases: bool) -> None:
-        self.seconds, self.cases = seconds, cases
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    def pytest_collection_modifyitems(self, items: list) -> None:  # type: ignore[type-arg]
-        seen: Counter[str] = Counter()
-        turn = {}
-        for item in items:
-            key = item.nodeid.split("[")[0]
-            turn[item] = min(seen[key], 1)
-            seen[key] += 1
-        if self.cases:
-            items.sort(key=turn.__getitem__)  # stable: files stay in their order
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        seen: set[str] = set()
+        later = {item: (key := item.nodeid.split("[")[0]) in seen or seen.add(key) for item in items}
+        items.sort(key=lambda item: bool(later[item]))  # stable: files stay in their order
 
     def pytest_runtest_setup(self) -> None:
         if sum(os.times()[:4]) > self.seconds:
-            import pytest
-
             pytest.exit("the time is spent", returncode=0)
 
 
-def run_tests(tree: Path, tests: list[str], seconds: float, cases: str = "cases") -> str:
-    """The first test that fails, or nothing."""
-    command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), cases, *tests]
-    # A process that loops or grows for ever ends by itself (see __main__).
+def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
+    """The first test that fails, or nothing. A process that loops or grows for ever ends by itself (see __main__)."""
+    command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), *tests]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    first = os.getpid() == 1
     with tempfile.TemporaryFile("w+") as log:  # no pipe, which what it leaves running would keep open
-        process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, start_new_session=os.getpid() != 1,
-                                   stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                   stderr=subprocess.STDOUT, start_new_session=not first)  # fmt: skip
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=WALL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL) if os.getpid() == 1 else os.killpg(process.pid, signal.SIGKILL)
+            os.kill(-1, signal.SIGKILL) if first else os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         log.seek(0)
         output = log.read()
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.M)
-    begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", output, re.M)
     if failed or process.returncode == 0:
         return failed[1] if failed else ""
-    return f"end with {process.returncode}: {(begun or tests)[-1].strip()}"
+    begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", output, re.M)
+    return (begun or tests)[-1].strip()  # it was killed, or crashed
 
 
 def compiled(tree: Path, path: str) -> bool:
@@ -247,7 +202,7 @@ def compiled(tree: Path, path: str) -> bool:
     build = runpy.run_path("native_quant/_build.py")
     include = f"{sys.base_prefix}/include/python3.{sys.version_info[1]}"
     flags = [*build["COMPILE"], "-fPIC", f"-I{build['CSRC']}", f"-I{build['ARCH']}", f"-I{include}"]
-    (temp,) = (tree / "build").glob("temp")
+    temp = tree / "build" / "temp"
     names = [n for n in build["sources"]() if n == path or path.endswith(".h")]
     for name in names:
         needs = subprocess.run(["cc", "-MM", *flags, name], cwd=tree, capture_output=True, text=True).stdout
@@ -259,80 +214,47 @@ def compiled(tree: Path, path: str) -> bool:
     return bool(names) and subprocess.run(link, cwd=tree, capture_output=True).returncode == 0
 
 
-def tried(tree: Path, mutant: Mutant, tiers: tuple[tuple[int, int], ...]) -> str:
+def tried(tree: Path, mutant: Mutant, seconds: float) -> str:
     """What becomes of a mutant."""
-    file = tree / mutant.path
-    text = file.read_text()
-    files = ranked(tree, mutant)
-    flaky: list[str] = []
-    done = 0
+    file, python = tree / mutant.path, mutant.path.endswith(".py")
+    text, tests = file.read_text(), ranked(tree, mutant)[:FILES]
     while True:
         file.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
         try:
-            if not mutant.path.endswith(".py") and not compiled(tree, mutant.path):
+            if not python and not compiled(tree, mutant.path):
                 return "not compiled"
-            killer = ""
-            while done < len(tiers) and not killer:
-                first = tiers[done - 1][0] if done else 0
-                killer = run_tests(
-                    tree,
-                    [*files[first : tiers[done][0]], *flaky],
-                    tiers[done][1],
-                    "cases" if mutant.path.endswith(".py") else "files",
-                )
-                done += not killer
+            killer = run_tests(tree, tests, seconds)
         finally:
             file.write_text(text)
-            assert mutant.path.endswith(".py") or compiled(tree, mutant.path), mutant.path
+            assert python or compiled(tree, mutant.path), mutant.path
         if not killer:
-            return (
-                f"survived {len(files[: tiers[-1][0]])} test files, first {' '.join(Path(f).stem for f in files[:3])}"
-            )
-        test = killer.split(": ", 1)[-1] if not killer.startswith("tests/") else killer
-        if not run_tests(tree, [test], 300):
+            return "survived"
+        if not run_tests(tree, [killer], 300):
             return f"killed by {killer}"
-        flaky += ["--deselect", test]  # it fails without the change, too
+        tests += ["--deselect", killer]  # it fails without the change, too
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path)
+    parser.add_argument("--tree", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--skip", type=int, default=0, help="how many draws to leave out")
+    parser.add_argument("--seconds", type=float, default=170, help="of CPU, for the tests of one mutant")
     parser.add_argument("--list", action="store_true", help="only print what would be changed")
-    parser.add_argument("--again", type=Path, help="a log of the same seed, of which the survivors get more time")
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
-    again = arguments.again.read_text() if arguments.again else ""
     os.chdir(tree)
-    by_line = mutants(tree)
-    draws = random.Random(arguments.seed)
-    survived = re.findall(r"^\S+ survived .*?: (\S+:\d+ \[.*\])", again, re.M)
+    by_line, draws, number = mutants(tree), random.Random(arguments.seed), 0
     print(f"# {len(by_line)} lines, {sum(map(len, by_line.values()))} mutants, seed {arguments.seed}", flush=True)
-    number = 0
     while number < arguments.count:
         mutant = draws.choice(by_line[draws.choice(sorted(by_line))])
-        start, before = time.monotonic(), sum(os.times()[:4])
-        if arguments.skip > 0:
-            arguments.skip, number = arguments.skip - 1, number + 1
-            continue
-        if arguments.list:
-            fate = "listed " + " ".join(Path(f).stem for f in ranked(tree, mutant)[:4])
-        elif arguments.again and str(mutant).rpartition("]")[0] + "]" not in survived:
-            number += 1
-            continue
-        else:
-            fate = tried(tree, mutant, AGAIN if arguments.again else TIERS)
+        fate = "listed" if arguments.list else tried(tree, mutant, arguments.seconds)
         number += fate != "not compiled"
-        seconds = f"{sum(os.times()[:4]) - before:.0f} s of CPU, {time.monotonic() - start:.0f} s"
-        print(f"{number:3d} {fate.split()[0]:8s}: {mutant}; {fate} ({seconds})", flush=True)
+        print(f"{number:3d} {mutant}: {fate}", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
-        import pytest
-
         resource.setrlimit(resource.RLIMIT_CPU, (int(float(sys.argv[2])) + 60,) * 2)
         Path("/proc/self/oom_score_adj").write_text("1000")
         options = [
@@ -346,5 +268,5 @@ if __name__ == "__main__":
             "--timeout-method=thread",
             "--tb=no",
         ]
-        sys.exit(pytest.main([*options, *sys.argv[4:]], plugins=[Budget(float(sys.argv[2]), sys.argv[3] == "cases")]))
+        sys.exit(pytest.main([*options, *sys.argv[3:]], plugins=[Budget(float(sys.argv[2]))]))
     main()

@@ -1,7 +1,4 @@
-"""Where the runtime's threads run: on the process's CPUs whatever their caller is bound to, each on its node, and back
-on it after somebody moved them."""
-
-from __future__ import annotations
+"""Where the runtime's threads run: on the process's CPUs whatever their caller is bound to, each on its node."""
 
 import importlib.util
 import json
@@ -57,15 +54,13 @@ expected = Experts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
 
 def run(script: str, *arguments: object, under: tuple[object, ...] = (), **env: str) -> Any:
     command = [*map(str, under), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
-    )
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return json.loads(done.stdout)
 
 
 def nodes(root: Path, *lists: str) -> Path:
-    """A tree of /sys with NUMA nodes of these CPUs."""
     for number, cpus in enumerate(lists):
         folder = root / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -78,8 +73,6 @@ def two_nodes(tmp_path: Path) -> Path:
     """This machine's first CPU on node 1, its last on node 0."""
     return nodes(tmp_path, str(SECOND), str(FIRST))
 
-
-# --- which CPUs ------------------------------------------------------------------------------------------------------
 
 WORKERS = """
 from ktconvert.native_quant.runtime.pool import Pool, shared_pool
@@ -124,6 +117,7 @@ def test_a_caller_that_openmp_bound(first: str, bind: dict[str, str], openmp: Pa
 
 @TWO_CPUS
 def test_a_caller_that_bound_itself(unbound: Any) -> None:
+    assert run(WORKERS, under=("taskset", "-c", SECOND)) == [[[SECOND]] * 3, 1]  # that is all that there is
     bind = f"os.sched_setaffinity(0, [{FIRST}])\n"
     assert run(OURS_FIRST + bind + WORKERS) == unbound
     thread = f"""
@@ -137,20 +131,11 @@ one.join()
     assert run(thread, WORKERS) == unbound
 
 
-@TWO_CPUS
-def test_the_cpus_that_the_process_was_started_with_are_all() -> None:
-    workers, threads = run(WORKERS, under=("taskset", "-c", SECOND))
-    assert (workers, threads) == ([[SECOND]] * 3, 1)
-
-
 def test_a_cpu_that_is_off_is_not_counted(tmp_path: Path) -> None:
     online = tmp_path / "sys/devices/system/cpu/online"
     online.parent.mkdir(parents=True)
     online.write_text(f"{FIRST}\n")
     assert machine.affinity(tmp_path) == {FIRST}
-
-
-# --- which node ------------------------------------------------------------------------------------------------------
 
 
 def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
@@ -161,10 +146,8 @@ def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[
 
 def test_threads_are_spread_by_cores(tmp_path: Path) -> None:
     root = nodes(tmp_path, "0-2", "3")
-    assert places(root, range(4), 1) == [[[0]]]
-    assert places(root, range(4), 2) == [[[0]], [[3]]]
-    assert places(root, range(4), 3) == [[[0], [1]], [[3]]]
-    assert places(root, range(4), 4) == [[[0], [1], [2]], [[3]]]
+    for number, expected in enumerate(([[[0]]], [[[0]], [[3]]], [[[0], [1]], [[3]]], [[[0], [1], [2]], [[3]]]), 1):
+        assert places(root, range(4), number) == expected
     assert [len(group) for group in places(root, range(4), 8)] == [6, 2]
     assert places(root, range(4), [1, 3], (1, 0)) == [[[3]], [[0], [1], [2]]]
     with pytest.raises(ValueError, match="3 counts of threads for 2 NUMA nodes"):
@@ -194,9 +177,6 @@ show(workers, [pool.nodes for pool in made])
     assert numbers == [[0, 1]] * 3
     # The caller is the first thread of the first node.
     assert workers == [twos] + [ones] * 2 + [twos] * 3 + [twos] * 2
-
-
-# --- while it works --------------------------------------------------------------------------------------------------
 
 
 @TWO_CPUS
@@ -252,7 +232,6 @@ show(threads)
 
 @TWO_CPUS
 def test_threads_that_were_moved_go_back_between_forwards(two_nodes: Path) -> None:
-    """As far as whoever moved them lets them."""
     script = f"""
 workers = started(lambda: Pool([1, 2]))
 experts = Experts.from_bf16(*layer, parts=2, pool=made)
@@ -288,7 +267,6 @@ def caught():
     return bool(int(blocked, 16) >> (signal.SIGTRAP - 1) & 1)
 libc.signal(signal.SIGTRAP, ctypes.cast(libc.pause, ctypes.c_void_p))
 libc.signal(signal.SIGFPE, ctypes.cast(libc.abs, ctypes.c_void_p))
-signals = []
 def send(number, arrived):
     assert libc.tgkill(os.getpid(), worker, number) == 0
     while caught() != arrived:

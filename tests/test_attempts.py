@@ -1,7 +1,5 @@
 """Records of attempts: files that anybody may have written, and processes that are called like others."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
 from rig.bench import Bench
+from rig.files import edit_json
 
 UNIT: Unit[None] = Unit("stage", "layer-000", (1,), 1, None, final="model.safetensors", bytes_in=1)
 
@@ -49,30 +48,26 @@ NO_RECORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", NO_RECORDS)
 def test_what_cannot_be_a_record_does_not_count(paths: Paths, which: str) -> None:
-    path = paths.attempts / f"{made(paths).name}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | NO_RECORDS[which]))
+    edit_json(paths.attempts / f"{made(paths).name}.json", lambda record: record.update(NO_RECORDS[which]))
     assert attempts.read(paths) == []
     attempts.sweep(paths)
     assert conversion.names(paths.root) == ["attempts", "partial"]
 
 
-@pytest.mark.parametrize("files", [[], [[__file__, 1, ""]], [["../../other", 4, ""]]])
+@pytest.mark.parametrize("files", [[], [[__file__, Path(__file__).stat().st_size, ""]], [["../../other", 4, ""]]])
 def test_files_elsewhere_are_not_those_of_an_attempt(paths: Paths, files: list[Any]) -> None:
-    attempt = made(paths)
     (paths.root.parent / "other").write_bytes(b"0123")
-    files = [[name, Path(name).stat().st_size if name.startswith("/") else size, ""] for name, size, _ in files]
-    path = paths.attempts / f"{attempt.name}.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"result": record["result"] | {"files": files}}))
+    edit_json(paths.attempts / f"{made(paths).name}.json", lambda record: record["result"].update(files=files))
     (read,) = attempts.read(paths)
     assert not read.is_whole(paths)
 
 
-@pytest.mark.parametrize("name", ["", ".", ".."])
-def test_no_name_leads_out_of_the_folder(paths: Paths, name: str) -> None:
+def test_no_name_leads_out_of_the_folder(paths: Paths) -> None:
     attempt = made(paths)
     record = json.loads((paths.attempts / f"{attempt.name}.json").read_text())
-    (paths.attempts / f"{name}.json").write_text(json.dumps(record | {"name": name, "result": None, "failure": "no"}))
+    for name in ("", ".", ".."):
+        wrong = {"name": name, "result": None, "failure": "no"}
+        (paths.attempts / f"{name}.json").write_text(json.dumps(record | wrong))
     attempts.sweep(paths)
     assert attempts.read(paths) == [attempt]
     assert attempt.is_whole(paths)
@@ -83,8 +78,7 @@ def test_a_resume_among_such_records(bench: Bench) -> None:
     assert bench.cpu("--part", "0/2").returncode == 0
     paths = sorted((bench.work / "attempts").glob("*.json"))
     for path, wrong in zip(paths, ({"files": []}, {"files": [["", 1, "\ud800"]]}), strict=True):
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps(record | {"result": record["result"] | wrong}))
+        edit_json(path, lambda record, wrong=wrong: record["result"].update(wrong))
     for command in ("status", "resume"):
         done = bench.run(command, bench.output)
         assert done.returncode == (7 if command == "resume" else 0)
@@ -121,8 +115,8 @@ def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -
     elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace)
     begun = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
     for attempt, process in zip(begun, (of_ended, elsewhere, own), strict=True):
-        path = paths.attempts / f"{attempt.name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"process": msgspec.structs.asdict(process)}))
+        record = {"process": msgspec.structs.asdict(process)}
+        edit_json(paths.attempts / f"{attempt.name}.json", lambda document, record=record: document.update(record))
         (paths.partial / attempt.name).write_bytes(b"0")
     whole = made(paths)
     attempts.free(paths)

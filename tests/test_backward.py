@@ -1,7 +1,4 @@
-"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition in any number of parts, and what
-every command says of a folder of them."""
-
-from __future__ import annotations
+"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition, and what commands say of them."""
 
 import json
 import shutil
@@ -22,7 +19,7 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels, reference
-from rig import conversion
+from rig import conversion, isas
 from rig.safetensors import bits_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden" / "amx_bf16.v1.backward_t1.safetensors"
@@ -37,9 +34,6 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
     return values
 
 
-# --- the order ------------------------------------------------------------------------------------
-
-
 @given(
     n=st.sampled_from((32, 96, 256, 288, 544)),
     k=st.sampled_from((32, 64, 1792, 1824, 3616)),
@@ -51,11 +45,8 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
 def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
     values = bits((n, k), seed)
     codes = np.empty(n * k, np.uint16)
-    kernels.set_isa(isa)
-    try:
+    with isas.using(isa):
         kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
-    finally:
-        kernels.set_isa(None)
     assert (codes == panels.to_blocks(values)).all()
     assert (panels.from_blocks(codes, n, k) == values).all()
 
@@ -73,23 +64,17 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     assert (panels.to_blocks(positions)[at] == positions).all()
 
 
-@pytest.mark.parametrize("row", [0, 255, 256, 287])
-def test_numbers_that_are_not_finite_are_named(row: int) -> None:
-    values = np.ones((288, 96), np.float32)
-    values[row, 95] = np.inf
-    with pytest.raises(kernels.NonFinite) as raised:
-        kernels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
-    assert (raised.value.row, raised.value.column) == (row, 95)
-
-
-def test_sizes_are_checked_before_c_sees_them() -> None:
+def test_what_is_refused_before_it_is_packed() -> None:
+    for row in (0, 255, 256, 287):
+        values = np.ones((288, 96), np.float32)
+        values[row, 95] = np.inf
+        with pytest.raises(kernels.NonFinite) as raised:
+            kernels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
+        assert (raised.value.row, raised.value.column) == (row, 95)
     matrix = Matrix(np.zeros((64, 64), np.uint16), BF16)
     for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
         with pytest.raises(ValueError, match="codes must be"):
             kernels.pack_bf16(matrix, codes)  # type: ignore[arg-type]
-
-
-# --- the files ------------------------------------------------------------------------------------
 
 
 def kt_files(folder: Path) -> dict[str, bytes]:
@@ -148,9 +133,6 @@ def test_parts_are_those_of_the_definition(
     assert len(report.errors) == 6 and all(e.figures["cosine"] == pytest.approx(1) for e in report.errors)
 
 
-# --- what else there is ---------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("backward") / "source", layers=2, hidden=96, width=64)
@@ -194,7 +176,6 @@ def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Pat
 
 
 def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
-    """By other commands, and of sources."""
     new, stacked = tmp_path / "new", random_experts(2, 96, 64)
     stacked["up"][1, 5, 7] = 0x7F80
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})
@@ -215,7 +196,6 @@ def cpu(source: Path, out: Path, parts: int) -> tuple[str | Path, ...]:
 
 
 def test_half_deleted_and_damaged_folders_are_refused(output: Path, tmp_path: Path, cli: Any) -> None:
-    """The file is named."""
     for what in ("half", "scale", "cut", "byte", "forward", "infinite"):
         copy = tmp_path / what
         shutil.copytree(output, copy)

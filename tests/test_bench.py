@@ -1,7 +1,5 @@
 """`ktconvert bench`: what it measures, counts and reports. No test depends on timing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -32,7 +30,6 @@ def output(packed_example: Callable[..., Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest runs, a small set."""
     monkeypatch.setattr(benchmark, "SECONDS", 0)
     monkeypatch.setattr(benchmark, "CACHES", 0)
     monkeypatch.setattr(benchmark, "SLICE", 1 << 20)
@@ -43,7 +40,6 @@ def run(*arguments: object) -> Result:
 
 
 def sentence(*arguments: object) -> tuple[int, str]:
-    """Exit code and message of what must fail."""
     done = run(*arguments)
     assert done.exception is not None
     code = getattr(done.exception, "exit_code", done.exit_code)
@@ -69,66 +65,54 @@ def test_the_document(output: Path) -> None:
     assert report["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
 
 
-def test_the_report_for_people(output: Path) -> None:
-    lines = run(output, "--tokens", "1,4").stdout.splitlines()
+@pytest.mark.parametrize(
+    ("caches", "last", "words"),
+    [
+        (1, 1 << 30, "fits in the last-level cache (1.0 GiB)"),
+        (1 << 10, 1 << 12, "is not much larger than the last-level cache (4.0 KiB)"),
+        (1, 1 << 10, ""),
+    ],
+)
+def test_the_report_for_people(
+    caches: int, last: int, words: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "CACHES", caches)
+    monkeypatch.setattr(benchmark, "last_level_cache", lambda: last)
+    done = run(output, "--tokens", "1,4", "--threads", 100000)
+    assert words in done.stdout and ("note" in done.stdout) == bool(words)
+    assert "--threads 100000 is lowered" in done.stderr and f"{machine.allowed_cpus()} thread" in done.stdout
+    lines = done.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "4"]
     assert any(re.match(r"memory .* GB/s read by .* threads?, (1 stream|[24] streams) each$", line) for line in lines)
 
 
-def test_a_layer_in_the_cache_is_reported(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "CACHES", 1)
-    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 30)
-    assert "fits in the last-level cache (1.0 GiB)" in run(output, "--tokens", 1).stdout
-    monkeypatch.setattr(benchmark, "CACHES", 1 << 10)
-    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 12)
-    assert "is not much larger than the last-level cache (4.0 KiB)" in run(output, "--tokens", 1).stdout
-    monkeypatch.setattr(benchmark, "CACHES", 1)
-    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 10)
-    assert "note" not in run(output, "--tokens", 1).stdout
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture(output: Path, tmp_path: Path, suffix: str) -> None:
+def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / f"bench{suffix}"
-    assert run(output, "--tokens", "1,4", "--plot", picture).exception is None
-    assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
-
-
-def test_without_matplotlib(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix, begins in ((".png", b"\x89PNG\r"), (".svg", b"<?xml")):
+        picture = tmp_path / f"bench{suffix}"
+        assert run(output, "--tokens", "1,4", "--plot", picture).exception is None
+        assert picture.read_bytes().startswith(begins)
     monkeypatch.setattr("ktconvert.pipeline.ui.plots.find_spec", lambda name: None)
-    assert sentence(output, "--plot", tmp_path / "b.png") == (
-        1,
-        "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'",
-    )
+    code, text = sentence(output, "--plot", tmp_path / "b.png")
+    assert code == 1 and "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in text
 
 
-def test_what_cannot_be_measured(output: Path, example: Path, tmp_path: Path) -> None:
-    assert sentence(output, "--layer", 7)[0] == 3
-    assert "layers 0-1" in sentence(output, "--layer", 7)[1]
-    assert sentence(tmp_path)[0] == 3
-    assert "holds no expert weights" in sentence(tmp_path)[1]
-    assert sentence(tmp_path / "none")[0] == 5
-    for wrong in ("0", "1,x", "", "-4"):
-        code, text = sentence(output, "--tokens", wrong)
-        assert code == 2 and "list of numbers" in text
-    assert sentence(output, "--plot", tmp_path / "b.txt")[0] == 2
-    assert "no directory" in sentence(output, "--plot", tmp_path / "none" / "b.png")[1]
-
-
-def test_more_threads_than_cpus(output: Path) -> None:
-    done = run(output, "--tokens", 1, "--json", "--threads", 100000)
-    assert json.loads(done.stdout)["threads"] == machine.allowed_cpus()
-    assert "--threads 100000 is lowered" in done.stderr
-
-
-def test_a_damaged_layer(output: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(output, tmp_path / "copy"))
-    shard = copy / "model-00001-of-00002.safetensors"
+def test_what_cannot_be_measured(output: Path, tmp_path: Path) -> None:
+    shutil.copytree(output, tmp_path / "damaged")
+    shard = tmp_path / "damaged" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4096])
-    code, text = sentence(copy)
-    assert code == 6 and shard.name in text
+    for arguments, code, words in (
+        ((output, "--layer", 7), 3, "layers 0-1"),
+        ((tmp_path,), 3, "holds no expert weights"),
+        ((tmp_path / "none",), 5, "none"),
+        *(((output, "--tokens", wrong), 2, "list of numbers") for wrong in ("0", "1,x", "", "-4")),
+        ((output, "--plot", tmp_path / "b.txt"), 2, "b.txt"),
+        ((output, "--plot", tmp_path / "none" / "b.png"), 2, "no directory"),
+        ((tmp_path / "damaged",), 6, shard.name),
+    ):
+        found = sentence(*arguments)
+        assert found[0] == code and words in found[1], found
 
 
 @pytest.mark.parametrize(
@@ -206,14 +190,11 @@ def test_every_line_is_read(offset: int, size: int, streams: int) -> None:
     assert read_memory(block, streams) == expected(block)
 
 
-def test_arguments_that_c_does_not_see() -> None:
+def test_arguments_that_are_refused() -> None:
     with pytest.raises(ValueError, match="streams must be 1, 2 or 4, not 3"):
         read_memory(BYTES, 3)
     with pytest.raises(ValueError, match="contiguous"):
         read_memory(BYTES[::2], 1)
-
-
-def test_arguments_that_c_refuses() -> None:
     total, data = ffi.new("uint64_t *"), ffi.from_buffer(BYTES)
     for streams, size, start, out in ((0, 1, data, total), (8, 1, data, total), (1, -1, data, total)):
         assert lib.ktq_read(streams, size, start, out) == lib.KTQ_EINVAL
@@ -223,10 +204,8 @@ def test_arguments_that_c_refuses() -> None:
 
 def test_the_bandwidth_of_each_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread reads as often in one number of streams as in another, one slice after the other."""
-    monkeypatch.setattr(benchmark, "SECONDS", 0)
     monkeypatch.setattr(benchmark, "CACHES", 1)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: 8 << 20)
-    monkeypatch.setattr(benchmark, "SLICE", 1 << 20)
     seen: list[tuple[int, int]] = []
     addresses: set[int] = set()
 

@@ -1,7 +1,4 @@
-"""`ktconvert calibrate`: the sums and counts that hooks on the whole model see, llama.cpp's own importance matrix, and
-statistics of something else."""
-
-from __future__ import annotations
+"""`ktconvert calibrate`: the sums and counts that hooks on the whole model see, llama.cpp's own importance matrix."""
 
 import json
 import shutil
@@ -80,9 +77,6 @@ def assert_seen(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]
     assert not statistics.counts[others].any()
 
 
-# ---- what a whole model's experts read -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "computed", "layers", "first"),
     [
@@ -148,28 +142,21 @@ def test_the_output_says_what_it_is(models: dict[str, Path], servers: Any, tmp_p
     metadata = read_header(output / "counts.safetensors").metadata
     assert metadata["architecture"] == statistics.document["model"]["architecture"]
     assert metadata["source"] == statistics.document["model"]["source"]
-    assert conversion.names(output) == [
-        "README.md",
-        "counts.safetensors",
-        "imatrix.gguf",
-        "manifest.json",
-        "statistics.json",
-    ]
+    files = ["README.md", "counts.safetensors", "imatrix.gguf", "manifest.json", "statistics.json"]
+    assert conversion.names(output) == files
     assert f"| 0 | {tokens.min()} |" in (output / "README.md").read_text()
-    again = servers.run(calibrated.calibrate(models["qwen3_moe"], output, dataset), tmp_path / "again")
+    words = calibrated.calibrate(models["qwen3_moe"], output, dataset)
+    again = servers.run(words, tmp_path / "again")
     assert again.returncode == 0 and "nothing to do" in again.stderr
-    other = servers.run(
-        calibrated.calibrate(models["qwen3_moe"], output, dataset, "--random-seed", "1"), tmp_path / "other"
-    )
+    other = servers.run([*words, "--random-seed", "1"], tmp_path / "other")
     assert other.returncode == 7 and "--random-seed was 42, is 1" in other.stderr
 
 
 def test_a_plan_has_the_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     """Of a dry run: what is written, what is on disk meanwhile, and the memory; nothing is written."""
     dataset, _ = calibrated.data(tmp_path, "texts", (60,))
-    done = servers.run(
-        calibrated.calibrate(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json"), tmp_path / "said"
-    )
+    words = calibrated.calibrate(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json")
+    done = servers.run(words, tmp_path / "said")
     assert done.returncode == 0, done.stderr
     plan = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("{")))
     units = {unit["unit"].removeprefix("calibrate."): unit for unit in plan["units"]}
@@ -179,17 +166,13 @@ def test_a_plan_has_the_sizes(models: dict[str, Path], servers: Any, tmp_path: P
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
-# ---- llama.cpp's -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """On the same text in the same chunks of 512 tokens, of which llama.cpp leaves out a last one that is not full.
 
     llama.cpp computes attention and residuals in float32 and caches keys and values in FP16, where transformers has
-    BF16. A few tokens that are close to a tie therefore go to another expert, and single tokens are a sixth of some
-    columns of what down reads: of these columns one in 25 differs by more than 2 %, the sums of every expert taken
-    together by less than 1 %.
+    BF16: a few tokens that are close to a tie go to another expert, and single tokens are a sixth of some columns of
+    what down reads. Of these columns one in 25 differs by more than 2 %, the sums of each expert by less than 1 %.
     """
     chunks = ("--max-sequence-length", "512", "--num-calibration-samples", "63")
     ours = calibrate(servers, example, tmp_path / "out", FOLDER / "llama_cpp.imatrix.txt", *chunks)
@@ -203,24 +186,6 @@ def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -
             have, want = (each.read(layer, projection).astype(np.float64) for each in (mine, theirs))
             assert (np.abs(have - want).sum(1) < 0.02 * want.sum(1)).all()
             assert (np.abs(have - want) < 0.02 * want).mean() > near
-    taken_by_others(tmp_path / "out", example, tmp_path)
-
-
-def taken_by_others(statistics: Path, model: Path, scratch: Path) -> None:
-    """`experts` and `cpu --scale imatrix` take the folder."""
-    mask = scratch / "mask.safetensors"
-    for words in (
-        ("experts", statistics, "--output", mask, "--num-gpu-experts", 3),
-        ("cpu", "-i", model, "-o", scratch / "int4", "--scale", "imatrix", "--statistics", statistics),
-        ("verify", scratch / "int4", "--against", model, "--statistics", statistics),
-    ):
-        done = conversion.ktconvert(*map(str, words))
-        assert done.returncode == 0, done.stderr
-    counts = read_statistics(statistics).counts
-    assert [set(np.flatnonzero(row)) for row in hot_mask.read(mask)] == [set(np.argsort(-row)[:3]) for row in counts]
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
@@ -228,9 +193,8 @@ def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_pat
     output.mkdir()
     dataset, _ = calibrated.data(output, "texts", calibrated.FEW)
     before = conversion.identity(tmp_path)
-    done = servers.run(
-        calibrated.calibrate(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others"), tmp_path / "said"
-    )
+    words = calibrated.calibrate(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others")
+    done = servers.run(words, tmp_path / "said")
     conversion.refused(done, 2, f"{dataset} is read", "the input is never written to")
     (tmp_path / "said").unlink()
     assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
@@ -251,9 +215,6 @@ def test_only_a_walk_has_statistics(which: tuple[str, str], servers: Any, tmp_pa
     words = ("gpu", "-i", str(example), "-o", str(tmp_path / "o"), "--save-statistics", str(tmp_path / "s"), *which)
     done = servers.run(words, tmp_path / "said")
     assert done.returncode == 2 and "ktconvert calibrate" in done.stderr
-
-
-# ---- statistics of something else ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -325,13 +286,16 @@ def test_commands_that_read_it(made: Path, small: Path, servers: Any, tmp_path: 
 
     done = convert(small, "int4")
     assert done.returncode == 0, done.stderr
+    done = run("verify", tmp_path / "int4", "--against", small, "--statistics", made)
+    assert done.returncode == 0, done.stderr
     settings = json.loads((tmp_path / "int4" / "manifest.json").read_text())["model"]
     assert settings["imatrix"] == publish.sha256_file(made / "imatrix.gguf")
-    conversion.refused(
-        convert(example, "other"), 5, "layers 0-2 with 4 experts of 128 x 128", "layers 0-1 with 8 experts"
-    )
+    words = ("layers 0-2 with 4 experts of 128 x 128", "layers 0-1 with 8 experts")
+    conversion.refused(convert(example, "other"), 5, *words)
     chosen = ("experts", made, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
     assert run(*chosen).returncode == 0
+    hot = hot_mask.read(tmp_path / "mask.safetensors")
+    assert [list(np.flatnonzero(row)) for row in hot] == [[np.argmax(row)] for row in read_statistics(made).counts]
     for command in ("verify", "inspect"):
         conversion.refused(run(command, made), 3, "statistics of a model's experts, and no weights")
     damage(made, "imatrix.gguf flipped")

@@ -1,7 +1,4 @@
-"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from
-files that users have."""
-
-from __future__ import annotations
+"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from files that users have."""
 
 import functools
 import json
@@ -165,12 +162,10 @@ def test_folder_is_read_by_name(tmp_path: Path) -> None:
     read = texts(samples(calibration(folder, count=25), tokenizer()))
     assert sorted(read) == sorted(f"{row // 10} {row % 10}" for row in range(25))
     assert texts(token_ids(calibration(f"{folder}/", count=3), tokenizer())) != []
-
-
-def test_folder_of_texts_is_cut_file_by_file(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt"):
-        (tmp_path / name).write_text(f"{name} " * 30)
-    chunks = texts(samples(calibration(tmp_path, length=50), tokenizer()))
+    (tmp_path / "texts").mkdir()
+    for name in ("b.txt", "a.txt"):  # each is cut by itself
+        (tmp_path / "texts" / name).write_text(f"{name} " * 30)
+    chunks = texts(samples(calibration(tmp_path / "texts", length=50), tokenizer()))
     assert all(("a.txt" in text) != ("b.txt" in text) for text in chunks) and len(chunks) > 2
 
 
@@ -184,14 +179,14 @@ def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
 
 
 def test_tokenizer_is_left_as_it_was() -> None:
-    own = tokenizer()
-    own.backend_tokenizer.enable_truncation(max_length=5)
-    before = own.backend_tokenizer.truncation
-    samples(calibration(TEXT, count=2), own)
-    assert own.backend_tokenizer.truncation == before
-    own.backend_tokenizer.no_truncation()
-    samples(calibration(TEXT, count=2), own)
-    assert own.backend_tokenizer.truncation is None
+    own = tokenizer().backend_tokenizer
+    own.enable_truncation(max_length=5)
+    before = own.truncation
+    samples(calibration(TEXT, count=2), tokenizer())
+    assert own.truncation == before
+    own.no_truncation()
+    samples(calibration(TEXT, count=2), tokenizer())
+    assert own.truncation is None
 
 
 def broken(folder: Path) -> dict[str, tuple[Path, str]]:
@@ -224,27 +219,20 @@ def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
         assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
 
 
-@pytest.mark.parametrize(
-    ("dataset", "files", "words"),
-    [
+def test_what_is_no_data_set(tmp_path: Path) -> None:
+    for dataset, files, words in (
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: is of no kind"),
         ("empty", ("README.md",), "holds no data"),
         ("none", (), "no such file or folder"),
-    ],
-)
-def test_what_is_no_data_set(dataset: str, files: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    for name in files:
-        jsonl(tmp_path / dataset / name, [{"text": "a"}])
-    with pytest.raises(InputError, match=words):
-        local_files(str(tmp_path / dataset))
-
-
-def test_names_of_the_hub_are_no_files() -> None:
-    for missing in ("data/none.jsonl", "none"):
-        with pytest.raises(InputError, match="no such file or folder"):
-            local_files(missing)
-    assert local_files("HuggingFaceH4/ultrachat_200k") == []
+    ):
+        for name in files:
+            jsonl(tmp_path / dataset / name, [{"text": "a"}])
+        with pytest.raises(InputError, match=words):
+            local_files(str(tmp_path / dataset))
+    with pytest.raises(InputError, match="no such file or folder"):
+        local_files("data/none.jsonl")
+    assert local_files("HuggingFaceH4/ultrachat_200k") == []  # a name of the hub
 
 
 def snapshot(home: Path, name: str) -> None:
@@ -281,13 +269,9 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}
     splits = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+    command = [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)]
+    env = {"HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
     assert done.returncode == 0 and done.stderr == "", done.stderr
     local, rows, split, missing = json.loads(done.stdout)
     assert local == [ids.tolist() for ids in token_ids(calibration(TEXT, count=12), tokenizer())]
@@ -295,7 +279,7 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split
     assert missing.startswith("InputError org/none: cannot be loaded")
-    assert "--dataset FILE" in missing and "hf download --repo-type dataset org/none" in missing
-    assert "--quant-method RTN" in missing
+    for remedy in ("--dataset FILE", "hf download --repo-type dataset org/none", "--quant-method RTN"):
+        assert remedy in missing
     left = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
     assert not left, left

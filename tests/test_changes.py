@@ -1,8 +1,5 @@
 """What was begun with another input or other options is refused with both values, or redone, never mixed."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,26 +12,30 @@ from rig import conversion, killpoint
 from rig.bench import LAYERS, SHARD, Bench
 from rig.files import touch
 
-Done = Any
-
-
-# ---- a changed input -------------------------------------------------------------------------------------------------
+# What changes, where, and how many units are then made: those that read it, and the one that was missing.
+NOTICED: dict[str, tuple[Callable[[Path], None], str, int]] = {
+    "an edited weight": (conversion.edit, SHARD, 2),
+    "a touched file": (touch, SHARD, 2),
+    "an edited companion": (lambda path: conversion.edit(path, 9), "tokenizer.json", 1),
+}
 
 
 @pytest.mark.parametrize("again", ["resume", "the same command"])
-def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: str) -> None:
+@pytest.mark.parametrize("what", NOTICED)
+def test_a_changed_input_is_noticed_and_made_again(bench: Bench, what: str, again: str) -> None:
+    change, name, units = NOTICED[what]
     bench.stop_after(2)
-    conversion.edit(bench.source / SHARD)
+    change(bench.source / name)
 
-    def go(*options: str) -> Done:
+    def go(*options: str) -> Any:
         return bench.run("resume", bench.output, *options) if again == "resume" else bench.cpu(*options)
 
     store = conversion.identity(bench.work / "store")
-    conversion.refused(go(), 5, SHARD, "--verify-inputs")
+    conversion.refused(go(), 5, name, "--verify-inputs")
     assert conversion.identity(bench.work / "store") == store
     done = go("--verify-inputs")
     assert done.returncode == 0, done.stderr
-    assert bench.units_written() == 2  # the layer that reads it, and the one that was missing
+    assert bench.units_written() == units
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
@@ -62,55 +63,41 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
         assert conversion.differing(conversion.tree(bench.output), expected["after"]) == [], died
 
 
-def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
+def test_with_hashes_a_touched_input_costs_nothing_and_an_edit_is_seen(bench: Bench) -> None:
     expected = bench.fresh("--verify-inputs")
-    bench.stop_after(2)
-    touch(bench.source / SHARD)
-    conversion.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
-    assert bench.cpu("--verify-inputs").returncode == 0
-    assert bench.units_written() == 2
-    bench.finished_as(expected)
-
-
-def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
-    expected = bench.fresh("--verify-inputs")
-    bench.stop_after(2, "--verify-inputs")
-    touch(bench.source / SHARD)
-    assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_written() == 1
-    bench.finished_as(expected)
-
-
-def test_with_hashes_an_edit_is_seen_whatever_its_time_says(bench: Bench) -> None:
     bench.stop_after(2, "--verify-inputs")
     conversion.edit(bench.source / SHARD, keep_time=True)
     done = bench.run("resume", bench.output)
     conversion.refused(done, 5, SHARD)
     assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", done.stderr)
+    conversion.edit(bench.source / SHARD)  # it is what it was, and touched
+    assert bench.run("resume", bench.output).returncode == 0
+    assert bench.units_written() == 1
+    bench.finished_as(expected)
 
 
-def _resize(path: Path) -> None:
+def append(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
 
-CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "header": (lambda source: conversion.edit(source / SHARD, 30), r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
-    "companion's size": (lambda source: _resize(source / "tokenizer.json"), r"tokenizer.json had \d+ bytes, has \d+"),
-    "companion gone": (lambda source: (source / "tokenizer.json").unlink(), r"tokenizer.json is gone"),
-    "companion new": (lambda source: (source / "more.txt").write_text("x"), r"more.txt is new"),
-    "config": (lambda source: _resize(source / "config.json"), r"config.json had \d+ bytes, has \d+"),
+def other_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format": "pt"', b'"format": "tp"', 1))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "header": (SHARD, other_header, r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
+    "companion's size": ("tokenizer.json", append, r"tokenizer.json had \d+ bytes, has \d+"),
+    "companion gone": ("tokenizer.json", Path.unlink, r"tokenizer.json is gone"),
+    "companion new": ("more.txt", Path.touch, r"more.txt is new"),
+    "config": ("config.json", append, r"config.json had \d+ bytes, has \d+"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> None:
-    change, words = CHANGES[what]
+    name, change, words = CHANGES[what]
     bench.stop_after(2)
-    if what == "header":  # still a header that can be read: one more space in its metadata would be another size
-        path = bench.source / SHARD
-        path.write_bytes(path.read_bytes().replace(b'"format": "pt"', b'"format": "tp"', 1))
-    else:
-        change(bench.source)
+    change(bench.source / name)
     store = conversion.identity(bench.work / "store")
     for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
         conversion.refused(done, 5)
@@ -122,30 +109,15 @@ def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> N
 def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str) -> None:
     expected = bench.fresh()
     bench.stop_after(2)
-    victim = bench.source if what == "all gone" else bench.source / SHARD
-    away = bench.base / "away"
+    victim, away = bench.source if what == "all gone" else bench.source / SHARD, bench.base / "away"
+    victim.rename(away)
     if what == "cut off":
-        data, times = victim.read_bytes(), victim.stat()
-        victim.write_bytes(data[:-100])
-    else:
-        victim.rename(away)
+        victim.write_bytes(away.read_bytes()[:-100])
     conversion.refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
-    if what == "cut off":
-        victim.write_bytes(data)
-        os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
-    else:
-        away.rename(victim)
+    victim.unlink(missing_ok=True)
+    away.rename(victim)
     assert bench.run("resume", bench.output).returncode == 0
     bench.finished_as(expected)
-
-
-def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
-    bench.stop_after(2)
-    conversion.edit(bench.source / "tokenizer.json", 9)
-    conversion.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
-    assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
-    assert bench.units_written() == 1
-    bench.finished_as(bench.fresh("--verify-inputs"))
 
 
 def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench) -> None:
@@ -174,8 +146,6 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     assert bench.units_written() == 1
     bench.finished_as(expected)
 
-
-# ---- a changed option ------------------------------------------------------------------------------------------------
 
 OTHER_OPTIONS = {
     "--quant-method was int4, is int8": ("--quant-method", "int8"),
@@ -213,13 +183,6 @@ def test_a_dry_run_refuses_what_the_run_would(bench: Bench) -> None:
     conversion.refused(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--dry-run", "--overwrite").returncode == 0
     assert conversion.identity(bench.work) == before
-
-
-def test_another_command_is_refused(bench: Bench) -> None:
-    loose = bench.base / "loose"
-    assert bench.cpu("--no-merge-safetensor", output=loose).returncode == 0
-    bench.stop_after(1)
-    conversion.refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
 
 
 def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:

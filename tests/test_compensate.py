@@ -1,8 +1,6 @@
-"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts that saw no token, one
-or few, and Hessians without a factor; and how `verify` judges such codes.
+"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts that saw few tokens or
+none, Hessians without a factor; and how `verify` judges such codes.
 """
-
-from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Any
@@ -124,8 +122,7 @@ def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, s
 
 
 def test_experts_without_enough_tokens_are_searched() -> None:
-    """Down of an expert without tokens has the codes of mse, of one with few those weighted by what it read; gate and
-    up, of which all tokens are known, are compensated; with a floor of 1 one token is compensated for."""
+    """Down of an expert without tokens has the codes of mse, of one with few those weighted by what it read."""
     rng = np.random.default_rng(5)
     experts = [weights_of(rng, "gauss") for _ in range(4)]
     tokens = [0, 1, 3, 400]
@@ -134,13 +131,10 @@ def test_experts_without_enough_tokens_are_searched() -> None:
     consumer, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
     assert consumer.too_few == [0, 1, 2] and consumer.fell_back == []
 
-    def expected(expert: int, projection: str, hessian: gptq.Hessian) -> Any:
-        importance = torch.diagonal(hessian.sum).numpy().copy()
-        return scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
-
     def check(stored: Any, expert: int, projection: str, searched: bool) -> None:
         ((codes, scales),) = codes_of(4, stored[expert, projection])
-        search = expected(expert, projection, down[expert] if projection == "down" else shared)
+        importance = torch.diagonal((down[expert] if projection == "down" else shared).sum).numpy().copy()
+        search = scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
         np.testing.assert_array_equal(scales, search[1])
         assert np.array_equal(codes, search[0]) == searched, (expert, projection)
 
@@ -169,9 +163,6 @@ def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> No
     ((other, _),) = codes_of(4, stored[0, "down"])
     x = reference.bf16_to_f32(experts[0]["down"])
     assert not np.array_equal(other, np.clip(np.rint(x / step), -7, 7))
-
-
-# --- verify -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, on every instruction
-set and any number of threads."""
-
-from __future__ import annotations
+"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, by any instruction set and number of threads."""
 
 import json
 import shutil
@@ -26,7 +23,6 @@ CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.sa
 
 
 def merged(folder: Path) -> dict[str, Any]:
-    """All tensors of a merged output."""
     return bits_of(read_folder(folder))
 
 
@@ -70,53 +66,31 @@ def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli
     assert any("_bwd_exps" in name for name in merged(tmp_path / "direct"))
 
 
-def test_every_instruction_set_and_thread_count_gives_the_same_output(
-    tmp_path: Path, cli: Any, example: Path, read_tree: Any
-) -> None:
-    runs = [*((isa, 1) for isa in kernels.available_isas()), (kernels.isa(), 2)]
-    trees = []
-    for isa, threads in runs:
-        out = tmp_path / f"{isa}-{threads}"
-        cli("cpu", "-i", example, "-o", out, "--cpuinfer-threads", threads, env={"KTCONVERT_ISA": isa})
-        trees.append(read_tree(out))
-    assert all(t == trees[0] for t in trees)
-
-
-SMALL_BATCHES = """
-from ktconvert.pipeline import cli
-from ktconvert.pipeline.stages import expert_files
-expert_files.BATCH = 1
-cli.main()
-"""
-
-
-def test_output_does_not_depend_on_how_much_a_thread_makes_at_a_time(
-    tmp_path: Path, example: Path, packed_example: Any
-) -> None:
-    command = ["cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", "2"]
-    subprocess.run([sys.executable, "-c", SMALL_BATCHES, *map(str, command)], check=True)
-    same_bytes(merged(tmp_path / "out"), merged(packed_example("int8", 2)))
+def test_output_does_not_depend_on_how_it_is_made(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+    """By which kernels, by how many threads, how much a thread makes at a time, where and when."""
+    copy = shutil.copytree(example, tmp_path / "elsewhere" / "copy")
+    cli("cpu", "-i", example, "-o", tmp_path / "a")
+    expected = read_tree(tmp_path / "a")
+    assert not any(str(tmp_path).encode() in data for data in expected.values())
+    for isa in kernels.available_isas():
+        how = ("--cpuinfer-threads", 1 + (isa == kernels.isa()), "--max-memory", "500MiB")
+        cli("cpu", "-i", copy, "-o", tmp_path / "deep" / isa, *how, env={"KTCONVERT_ISA": isa})
+        assert read_tree(tmp_path / "deep" / isa) == expected, isa
+    program = "from ktconvert.pipeline import cli; from ktconvert.pipeline.stages import expert_files; "
+    program += "expert_files.BATCH = 1; cli.main()"
+    subprocess.run([sys.executable, "-c", program, "cpu", "-i", example, "-o", tmp_path / "small"], check=True)
+    assert read_tree(tmp_path / "small") == expected
+    assert "--max-memory" in cli("cpu", "-i", example, "-o", tmp_path / "no", "--max-memory", "10MB", code=4).stderr
+    assert not (tmp_path / "no").exists()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=5), st.lists(st.text(max_size=5)), st.integers(0, 1 << 50)), max_size=3))
 def test_the_index_is_indented_as_python_does_it(shards: list[tuple[str, list[str], int]]) -> None:
     shard_of = {key: name for name, keys, _ in shards for key in keys}
-    document = {
-        "metadata": {"total_size": sum(nbytes for *_, nbytes in shards)},
-        "weight_map": dict(sorted(shard_of.items())),
-    }
+    total = {"total_size": sum(nbytes for *_, nbytes in shards)}
+    document = {"metadata": total, "weight_map": dict(sorted(shard_of.items()))}
     assert index_json(shards) == (json.dumps(document, indent=2) + "\n").encode()
-
-
-def test_output_does_not_depend_on_where_and_when(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
-    copy = tmp_path / "elsewhere" / "copy"
-    shutil.copytree(example, copy)
-    cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8")
-    cli("cpu", "-i", copy, "-o", tmp_path / "deep" / "b", "--quant-method", "int8", "--max-memory", "500MiB")
-    first = read_tree(tmp_path / "a")
-    assert first == read_tree(tmp_path / "deep" / "b")
-    assert not any(str(tmp_path).encode() in data for data in first.values())
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32"])
@@ -142,27 +116,21 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
     total, keys = 0, {}
     for shard in shards:
         with safe_open(out / shard, "np") as file:
-            metadata = file.metadata()
-            assert metadata["format"] == "pt"
-            assert metadata["method"] == "AMXINT4"
-            assert metadata["numa"] == "2"
+            assert file.metadata().items() >= {"format": "pt", "method": "AMXINT4", "numa": "2"}.items()
             keys |= dict.fromkeys(file.keys(), shard)
         start = data_start(out / shard)
         assert start % 4096 == 0
         total += (out / shard).stat().st_size - start
     assert index["weight_map"] == dict(sorted(keys.items()))
     assert index["metadata"]["total_size"] == total
-    assert {f["name"]: f["size"] for f in manifest["files"]} == {
-        p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"
-    }
+    sizes = {p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"}
+    assert {f["name"]: f["size"] for f in manifest["files"]} == sizes
     source = bits_of(read_file(example / "model.safetensors"))
     others = {k: v for shard in shards for k, v in bits_of(read_file(out / shard)).items() if "_exps" not in k}
-    expected = {
-        n.replace("model.layers.", "blk.").replace("model.", ""): v
-        for n, v in source.items()
-        if ".mlp.experts." not in n
+    named = {
+        n.replace("model.layers.", "blk.").replace("model.", ""): v for n, v in source.items() if ".experts." not in n
     }
-    same_bytes(others, expected)
+    same_bytes(others, named)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (example / name).read_bytes()
     assert all(p.stat().st_mode & 0o444 == 0o444 for p in out.iterdir())
@@ -197,17 +165,14 @@ def test_illegal_numa_counts_name_the_legal_ones(
 ) -> None:
     source = write_qwen(tmp_path / "in", {0: random_experts(2, 256, 384)})
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
-    assert "384/2 = 192" in done.stderr
-    assert "int4 (AMXINT4) takes --threadpool-count 1, 3" in done.stderr
-    assert "int8 (AMXINT8) takes --threadpool-count 1, 2, 3, 6" in done.stderr
+    for words in (
+        "384/2 = 192",
+        "int4 (AMXINT4) takes --threadpool-count 1, 3",
+        "int8 (AMXINT8) takes --threadpool-count 1, 2, 3, 6",
+    ):
+        assert words in done.stderr
     assert not (tmp_path / "out.work").exists()
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 3)
-
-
-def test_too_little_memory_is_reported(tmp_path: Path, cli: Any, example: Path) -> None:
-    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--max-memory", "10MB", code=4)
-    assert "--max-memory" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
@@ -215,18 +180,18 @@ def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
 ) -> None:
     source = write_qwen(tmp_path / "in", {n: random_experts(4, 512, 512, seed=n) for n in range(3)})
     shard = source / "model.safetensors"
-    program = (
-        "import os, sys\n"
-        "from ktconvert.pipeline.stages import quantize_experts as experts\n"
-        "real = experts.quantize\n"
-        "def pack(*given):\n"
-        f"    os.truncate({str(shard)!r}, 100_000)\n"
-        "    return real(*given)\n"
-        "experts.quantize = pack\n"
-        "from ktconvert.pipeline.cli import main\n"
-        f"sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / 'out')!r}]\n"
-        "main()\n"
-    )
+    program = f"""
+import os, sys
+from ktconvert.pipeline.stages import quantize_experts as experts
+real = experts.quantize
+def pack(*given):
+    os.truncate({str(shard)!r}, 100_000)
+    return real(*given)
+experts.quantize = pack
+from ktconvert.pipeline.cli import main
+sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / "out")!r}]
+main()
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 5, done.stderr
     assert str(shard) in done.stderr

@@ -1,8 +1,6 @@
-"""`ktconvert dequantize`: from every encoding of whole checkpoints the values of its definition in BF16, all else bit for
-bit, in a checkpoint that nothing takes for a quantized one."""
+"""`ktconvert dequantize`: the values of every encoding in BF16, all else bit for bit, in what nothing takes for quantized."""
 
-from __future__ import annotations
-
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,18 +23,19 @@ H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
 Cli = Callable[..., Any]
 Model = tuple[Path, Tensors]  # a checkpoint, and what it must become
 FP8: Any = encodings.fp8_config((128, 128))
+AWQ_SCALE = "model.layers.0.self_attn.o_proj.pre_quant_scale"
 blocks_of_fp8 = encodings.ENCODINGS["FP8 in blocks"].make
 
 
 def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
     """The stems of the linears that are stored quantized, MTP's among them: (n, k)."""
     stems = {}
-    for layer in range(layers + 1):  # the last is of MTP
-        base = f"model.layers.{layer}."
+    for base in (f"model.layers.{layer}." for layer in range(layers + 1)):  # the last is of MTP
         stems[f"{base}self_attn.q_proj"] = (H, H)
-        for expert in range(experts):
-            stems |= {f"{base}mlp.experts.{expert}.{part}_proj": (I, H) for part in ("gate", "up")}
-            stems[f"{base}mlp.experts.{expert}.down_proj"] = (H, I)
+        for expert, (part, shape) in itertools.product(
+            range(experts), (("gate", (I, H)), ("up", (I, H)), ("down", (H, I)))
+        ):
+            stems[f"{base}mlp.experts.{expert}.{part}_proj"] = shape
     return stems
 
 
@@ -55,19 +54,11 @@ def others(rng: np.random.Generator) -> dict[str, tuple[str, Any]]:
     }
 
 
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "num_experts": 3,
-    "hidden_size": H,
-    "moe_intermediate_size": I,
-    "torch_dtype": "float16",
-}
+CONFIG: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float16"}
+CONFIG |= {"num_hidden_layers": 2, "num_experts": 3, "hidden_size": H, "moe_intermediate_size": I}
 
 
 def written(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
-    """A checkpoint of one file."""
     folder.mkdir()
     write_file(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config))
@@ -114,16 +105,20 @@ def dequantized(source: Path, out: Path) -> Tensors:
     return read_folder(out)
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8 in rows", "ct 4"])
-def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
-    source, release = checkpoint(tmp_path / "model", kind)
+@pytest.mark.parametrize("kind", ["FP8 in blocks", "ct 4"])
+def test_a_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
+    """Wherever the config says that it is quantized. What the vision part is in stays as it was: its tensors do."""
+    nested = {"model_type": "qwen3_moe", "dtype": "float16"}
+    vision = {"dtype": "float32", "depth": 2, "compression_config": {"quant_method": "x"}}
+    top = {"text_config": nested | {"quantization_config": FP8}, "vision_config": vision, "quantization_config": None}
+    source, release = checkpoint(tmp_path / "model", kind, **top if kind == "FP8 in blocks" else {})
     out = tmp_path / "out"
     assert dequantized(source, out) == release
     config = json.loads((out / "config.json").read_text())
-    assert config == {**CONFIG, "torch_dtype": "bfloat16"}
+    expected = {**CONFIG, "torch_dtype": "bfloat16"}
+    if kind == "FP8 in blocks":
+        expected |= {"text_config": nested | {"dtype": "bfloat16"}, "vision_config": {"dtype": "float32", "depth": 2}}
+    assert config == expected
     assert not (out / "hf_quant_config.json").exists() and (out / "tokenizer.json").exists()
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(len(tensor.data) for tensor in release.values())
@@ -132,9 +127,7 @@ def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", encodings.ENCODINGS)
 def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
-    """Zero points, orders of columns, words along rows or columns: all of it goes. Under their own names; a stack of
-    blocks transposed, as transformers holds gpt-oss.
-    """
+    """Under their own names; a stack of blocks transposed, as transformers holds gpt-oss."""
     encoding = encodings.ENCODINGS[name]
     head: Any = {"lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
     source, values = encodings.write(name, tmp_path / "model", lambda tensors, _: tensors.update(head))
@@ -152,14 +145,6 @@ def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
-def test_a_scale_of_inputs_is_refused(cli: Cli, tmp_path: Path) -> None:
-    """modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model."""
-    name = "model.layers.0.self_attn.o_proj.pre_quant_scale"
-    scale = ("F16", np.ones(8, np.uint16))
-    source, _ = encodings.write("ct 4 bytes", tmp_path / "model", lambda tensors, _: tensors.update({name: scale}))
-    assert f"tensor '{name}' is a scale of inputs" in cli("dequantize", source, tmp_path / "out", code=3).stderr
-
-
 def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
     """Larger than the 4 MiB that a thread makes at a time, of odd sizes, and empty; with one thread and with two."""
     rng = np.random.default_rng(0)
@@ -171,7 +156,8 @@ def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None
         "one": ("U8", np.ones(1, np.uint8)),
         "a window": ("U8", rng.integers(0, 256, 4 << 20, np.uint8)),
     }
-    source = written(tmp_path / "model", tensors, {"quantization_config": FP8})
+    source = written(tmp_path / "model", tensors, {"model_type": "llama", "quantization_config": FP8})
+    cli("cpu", "-i", source, "-o", tmp_path / "no", code=3)  # a dense model
     expected = dict(tensors) | {"wide.weight": ("BF16", bits)}
     del expected["wide.weight_scale_inv"]
     cli("dequantize", source, tmp_path / "out1", "--cpuinfer-threads", 1)
@@ -194,35 +180,6 @@ def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
     finished = json.loads(cli(*command).stdout.splitlines()[-1])
     assert finished["bytes"] == plan["bytes_out"] == 16 * 2 * 2048 * 4096
     assert finished["peak_rss"] < plan["peak_memory"] < finished["bytes"]
-
-
-# ---- which models, which configs -------------------------------------------------------------------------------------
-
-
-def test_a_dense_model(cli: Cli, tmp_path: Path) -> None:
-    """No expert at all: `cpu` refuses it."""
-    rng = np.random.default_rng(1)
-    stem = "model.layers.0.mlp.gate_proj"
-    stored, bits = blocks_of_fp8(rng, I, H)
-    config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": FP8}
-    source = written(tmp_path / "model", {f"{stem}{end}": tensor for end, tensor in stored.items()}, config)
-    cli("cpu", "-i", source, "-o", tmp_path / "no", code=3)
-    assert (dequantized(source, tmp_path / "out")[f"{stem}.weight"].bits == bits).all()
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {"model_type": "llama", "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
-
-
-def test_quantization_anywhere_in_the_config(tmp_path: Path) -> None:
-    """What the vision part is in stays as it was: its tensors do."""
-    nested = {"model_type": "qwen3_vl_moe_text", "dtype": "float16", "quantization_config": FP8}
-    vision = {"dtype": "float32", "depth": 2, "compression_config": {"quant_method": "x"}}
-    top = {"text_config": nested, "vision_config": vision, "quantization_config": None, "torch_dtype": None}
-    source, release = checkpoint(tmp_path / "model", "FP8 in blocks", **top)
-    assert dequantized(source, tmp_path / "out") == release
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["text_config"] == {"model_type": "qwen3_vl_moe_text", "dtype": "bfloat16"}
-    assert config["vision_config"] == {"dtype": "float32", "depth": 2}
-    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
 
 
 def test_what_is_not_quantized_is_copied(example: Path, cli: Cli, tmp_path: Path) -> None:
@@ -248,9 +205,6 @@ def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> N
     cli("verify", tmp_path / "int8", "--against", packed)
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
 def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)
     document["problems"] = [problem for check in document["checks"] for problem in check["problems"]]
@@ -274,23 +228,16 @@ def test_verify_finds_a_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
         assert any("sha256" in problem for problem in bad["problems"])
         assert any(problem.startswith(f"{name} in {file.name} differs from") for problem in bad["problems"])
         file.write_bytes(whole)
+    other, _ = checkpoint(tmp_path / "other", "ct 4")
+    problems = verified(cli, out, "--against", other)["problems"]
+    assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
+    cli("verify", out, "--numa", 1, code=2)
+    assert "no place for biases of experts" in cli("verify", out, "--run", code=3).stderr
     (out / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     assert "config.json still says that the model is quantized" in verified(cli, out)["problems"]
     (out / weight_map[name]).unlink()
     bad = verified(cli, out, "--against", source)
     assert f"{weight_map[name]} is missing" in bad["problems"]
-
-
-def test_verify_against_another_model(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    source, _ = blocks
-    cli("dequantize", source, tmp_path / "out")
-    problems = verified(cli, tmp_path / "out", "--against", checkpoint(tmp_path / "other", "ct 4")[0])["problems"]
-    assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
-    cli("verify", tmp_path / "out", "--numa", 1, code=2)
-    assert "no place for biases of experts" in cli("verify", tmp_path / "out", "--run", code=3).stderr
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_killed_and_resumed_to_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
@@ -308,6 +255,12 @@ def test_other_options_and_what_lies_there(blocks: Model, cli: Cli, tmp_path: Pa
     cli("dequantize", source, out, "--max-shard-size", "1MB", "--overwrite")
     assert read_folder(out) == release
     cli("dequantize", source, source / "inside", code=2)
+    kt = ("--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
+    assert "--config-path is accepted for kt-kernel's sake" in cli("dequantize", *kt).stderr
+    cli("dequantize", "--input-fp8-hf-path", source, "--output-bf16-hf-path", tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
+    assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
+    assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
 
 
 def test_the_plan_and_its_events(blocks: Model, cli: Cli, tmp_path: Path) -> None:
@@ -324,16 +277,6 @@ def test_the_plan_and_its_events(blocks: Model, cli: Cli, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["command"] == "dequantize"
 
 
-def test_kt_kernels_spellings(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    source, release = blocks
-    done = cli("dequantize", "--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
-    assert "--config-path is accepted for kt-kernel's sake" in done.stderr
-    cli("dequantize", "--input-fp8-hf-path", source, "--output-bf16-hf-path", tmp_path / "b")
-    assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
-    assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
-    assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
-
-
 def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     """Also for a model that no other command takes, as this one with its bias; not for a BF16 model."""
     source, release = blocks
@@ -346,9 +289,10 @@ def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> N
     assert f"cpu, gpu         not possible: {document['refused']}" in seen.stdout
     cli("dequantize", source, tmp_path / "out")
     assert "dequantize" not in json.loads(cli("inspect", tmp_path / "out", "--json", code=3).stdout)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
+    seen = json.loads(cli("inspect", encodings.write("awq", tmp_path / "awq")[0], "--json").stdout)
+    words = [line.split() for line in (*seen["convert"], *seen["convert_gpu"], *seen["dequantize"])]
+    folders = [line[line.index("-o") + 1] if "-o" in line else line[-1] for line in words]
+    assert len(folders) > 5 and len({*folders}) == len(folders)  # different things, no folder twice
 
 
 def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> None:
@@ -363,6 +307,8 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         (whole | {"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}, 3, "'lm_head.weight' is FP4; that is not"),
         (whole | {"lm_head.weight": ("F8_E4M3FNUZ", codes)}, 3, "'lm_head.weight' is FP8 E4M3FNUZ; that is not"),
         ({"a.W_q": ("U8", codes.view(np.uint8))}, 3, "says that it is quantized (fp8)"),
+        # modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model
+        (whole | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
     )
     for number, (tensors, code, words) in enumerate(cases):
         source = written(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
@@ -375,12 +321,3 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
     assert "'a.weight' is stored twice" in cli("dequantize", source, tmp_path / "out", code=5).stderr
     (source / "config.json").unlink()
     assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr
-
-
-def test_inspect_names_no_folder_twice(cli: Cli, tmp_path: Path) -> None:
-    """`cpu --quant-method bf16` and `dequantize` make different things."""
-    source, _ = encodings.write("awq", tmp_path / "model")
-    seen = json.loads(cli("inspect", source, "--json").stdout)
-    words = [line.split() for line in (*seen["convert"], *seen["convert_gpu"], *seen["dequantize"])]
-    folders = [line[line.index("-o") + 1] if "-o" in line else line[-1] for line in words]
-    assert len(folders) > 5 and len({*folders}) == len(folders)

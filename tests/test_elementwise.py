@@ -1,7 +1,4 @@
-"""What surrounds the dot products of a forward gives the same bits with every instruction set,
-whatever the numbers are."""
-
-from __future__ import annotations
+"""What surrounds the dot products of a forward gives the same bits with every instruction set, whatever the numbers are."""
 
 import functools
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.quantizers import reference
+from rig import isas
 
 # Each instruction set above scalar, which it is compared with.
 above_scalar = pytest.mark.parametrize("isa", kernels.ISAS[1:], indirect=True)
@@ -71,16 +69,14 @@ class Layer:
     def forward(self, pool: Any, x: Any, ids: Any, weights: Any, exact: int) -> Any:
         """BF16 bits [tokens, hidden]."""
         out = np.full(x.shape, 0x1234, np.uint16)
-        call = {
-            "exact": exact,
-            "tokens": len(x),
-            "topk": ids.shape[1],
-            "hidden": ffi.cast("uint16_t *", x.ctypes.data),
-            "ids": ffi.cast("int64_t *", ids.ctypes.data),
-            "weights": ffi.cast("float *", weights.ctypes.data),
-            "skip": ffi.NULL,
-            "out": ffi.cast("uint16_t *", out.ctypes.data),
+        call = {"exact": exact, "tokens": len(x), "topk": ids.shape[1], "skip": ffi.NULL}
+        arrays = {
+            "hidden": ("uint16_t", x),
+            "ids": ("int64_t", ids),
+            "weights": ("float", weights),
+            "out": ("uint16_t", out),
         }
+        call |= {name: ffi.cast(f"{kind} *", array.ctypes.data) for name, (kind, array) in arrays.items()}
         assert lib.ktq_forward(pool, self.moe, ffi.new("ktq_call *", call)) == lib.KTQ_OK
         return out
 
@@ -121,12 +117,10 @@ def case(shape: tuple[int, ...], exact: int) -> tuple[Layer, tuple[Any, ...], An
     bits, hidden, width, parts, tokens, topk = shape
     layer = Layer(bits, hidden, width, parts)
     arguments = (rows(tokens, hidden, 1), *routes(tokens, topk, 2), exact)
-    before = kernels.isa()
-    kernels.set_isa("scalar")
-    pool = make_pool([2])
-    expected = layer.forward(pool, *arguments)
-    lib.ktq_pool_free(pool)
-    kernels.set_isa(before)
+    with isas.using("scalar"):
+        pool = make_pool([2])
+        expected = layer.forward(pool, *arguments)
+        lib.ktq_pool_free(pool)
     return layer, arguments, expected
 
 

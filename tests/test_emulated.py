@@ -1,7 +1,5 @@
 """Kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI), run all the same: emulated."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -24,14 +22,9 @@ EMULATED = ("amx", "avxvnni")
 def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
     if "avx512vnni" not in kernels.available_isas():
         pytest.skip("this machine has no avx512vnni, with which the emulated build computes")
-    done = subprocess.run(
-        ["sh", "tests/emulated.sh", sys.executable],
-        cwd=ROOT,
-        env={**os.environ, "OUT": str(tmp_path / "build"), "PYTEST_ADDOPTS": "-v"},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
+    env = {**os.environ, "OUT": str(tmp_path / "build"), "PYTEST_ADDOPTS": "-v"}
+    command = ["sh", "tests/emulated.sh", sys.executable]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     # "tests/test_gemm.py::test_name[4-amx-17] PASSED [ 3%]"
     lines = re.findall(r"^tests/(\w+)\.py::\w+\[(\S+)\] (PASSED|SKIPPED)", done.stdout, re.MULTILINE)

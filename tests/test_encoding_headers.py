@@ -1,9 +1,6 @@
 """Contradictory headers of every quantized encoding in safetensors: they are read, or refused in one sentence.
-
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
-
-from __future__ import annotations
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8,
-INT4, W8A16, W4A16."""
-
-from __future__ import annotations
+"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model."""
 
 import json
 import math
@@ -9,7 +6,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,19 +29,12 @@ from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 WINDOWS, WINDOW = 3, 128
 
 
-class Cost(NamedTuple):
-    """Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer."""
-
-    divergence: tuple[float, float]
-    agreement: tuple[float, float]
-    error: tuple[float, float]
-
-
+# Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer.
 METHODS = {
-    "int8": Cost((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
-    "int4": Cost((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
-    "W8A16": Cost((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
-    "W4A16": Cost((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
+    "int8": ((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
+    "int4": ((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
+    "W8A16": ((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
+    "W4A16": ((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
 }
 
 
@@ -79,7 +69,6 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 
 @pytest.fixture(scope="module")
 def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
-    """The JSON document of each method."""
     documents = {}
     for method, weights in converted.items():
         done = run(example, weights, text, "--json", which=which(method))
@@ -89,18 +78,14 @@ def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, 
 
 
 def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
-    """Exit code and message of what must fail."""
     done = run(*arguments, which=which)
     assert done.exception is not None
     assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
     return getattr(done.exception, "exit_code", done.exit_code), str(done.exception)
 
 
-# ---- the bundled model -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_what_was_read_is_reported(
+def test_what_was_read_and_what_it_costs(
     method: str, reports: dict[str, dict[str, Any]], converted: dict[str, Path], example: Path, text: Path
 ) -> None:
     from transformers import AutoTokenizer
@@ -111,19 +96,15 @@ def test_what_was_read_is_reported(
     assert one["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
     weights = {"--cpu-weights": one["cpu_weights"], "--gpu-weights": one["gpu_weights"]}
     assert weights.pop(which(method)) == str(converted[method]) and [*weights.values()] == [None]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_it_costs(method: str, reports: dict[str, dict[str, Any]]) -> None:
-    expected, one = METHODS[method], reports[method]
+    divergence, agreement, error = METHODS[method]
     before, after = one["perplexity"]["original"], one["perplexity"]["converted"]
     assert 20 < before < 80 and before == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
-    assert abs(math.log(after / before)) < 5 * expected.divergence[1]
-    assert expected.divergence[0] < one["kl"]["mean"] < expected.divergence[1]
+    assert abs(math.log(after / before)) < 5 * divergence[1]
+    assert divergence[0] < one["kl"]["mean"] < divergence[1]
     assert one["kl"]["mean"] < one["kl"]["p99"] <= one["kl"]["max"]
-    assert expected.agreement[0] < one["top1_agreement"] < expected.agreement[1]
+    assert agreement[0] < one["top1_agreement"] < agreement[1]
     assert [row["layer"] for row in one["layers"]] == [0, 1]
-    assert all(expected.error[0] < row["relative_error"] < expected.error[1] for row in one["layers"])
+    assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
 
 
 def test_the_original_is_what_transformers_computes(
@@ -141,6 +122,7 @@ def test_the_original_is_what_transformers_computes(
 
 def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None  # no weights
     picture = tmp_path / "eval.png"
     done = run(example, converted["int4"], text, "--plot", picture)
     assert done.exception is None, done.exception
@@ -148,10 +130,6 @@ def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, t
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_is_read_is_no_picture(example: Path, text: Path, converted: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for content in (text.read_bytes(), publish.MARK.encode()):  # our own pictures are no exception
         (tmp_path / "t.svg").write_bytes(content)
         said = sentence(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
@@ -203,9 +181,6 @@ def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: P
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
 
 
-# ---- known distributions ---------------------------------------------------------------------------------------------
-
-
 def test_comparing_distributions() -> None:
     """By hand: p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4)."""
     p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
@@ -219,16 +194,8 @@ def test_comparing_distributions() -> None:
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
     one = evaluate.compare(shifted, shifted + 7, torch.tensor([0, 1]))
     assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()
-
-
-@pytest.mark.parametrize(
-    ("original", "difference", "relative"), [(4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
-)
-def test_the_error_of_a_layer(original: float, difference: float, relative: float) -> None:
-    assert evaluate.ExpertsError(3, difference, original).relative == relative
-
-
-# ---- what cannot be evaluated ----------------------------------------------------------------------------------------
+    for original, difference, relative in ((4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)):
+        assert evaluate.ExpertsError(3, difference, original).relative == relative
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +245,6 @@ def test_what_cannot_be_evaluated(
 ) -> None:  # fmt: skip
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
     assert found[0] == code and re.search(words, found[1]), found
-
-
-def test_eval_needs_weights(example: Path, text: Path) -> None:
-    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

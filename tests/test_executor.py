@@ -1,11 +1,10 @@
-"""--executor: every command's bytes are those of threads, whoever makes them; what it cannot take is refused."""
-
-from __future__ import annotations
+"""--executor: every command's bytes are those of threads, whoever makes them; hosts that are not what they should be."""
 
 import contextlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,7 +25,8 @@ from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import plan_request, run
 from ktconvert.pipeline.ui.progress import Reporter
 from rig import conversion, forks, stored
-from rig.dask_cluster import Cluster
+from rig.dask_cluster import Cluster, certificates, other_version
+from rig.files import touch
 
 CASES: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "-i", "SMALL"),
@@ -63,7 +63,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def request(command: str, source: Path, output: Path, **options: Any) -> Request[ConversionOptions]:
-    """As the command line makes it."""
     return commands.request(command, input=source, output=output, cpuinfer_threads=2, **options)
 
 
@@ -109,10 +108,11 @@ def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tm
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
     assert conversion.names(tmp_path) == ["out", "threads"]
-    begun = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "start"}
-    ended = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "done"}
-    assert begun == ended
-    assert len(begun) == 3
+    begun, ended = (
+        {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == event}
+        for event in ("start", "done")
+    )
+    assert begun == ended and len(begun) == 3
 
 
 class Twice(Executor):
@@ -132,23 +132,20 @@ def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, st
     run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
-    said = [e["text"] for e in events.told if e["event"] == "warning"]
-    assert sorted(text.partition(":")[0] for text in said) == [
-        f"experts.layer-00{layer} is made again" for layer in range(3)
-    ]
+    said = sorted(e["text"].partition(":")[0] for e in events.told if e["event"] == "warning")
+    assert said == [f"experts.layer-00{layer} is made again" for layer in range(3)]
 
 
-def test_processes_of_an_executor_do_not_keep_the_lock(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
     """They are forked while it is held, and outlive a conversion that has failed."""
     source = conversion.checkpoint(tmp_path / "source")
     plan: Plan = plan_request(request("cpu", source, tmp_path / "out"))
     conversion.edit(source / "model-00001-of-00004.safetensors")
     with ProcessPoolExecutor(1) as executor:
-        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors"):
-            run(plan, executor)
-        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
-            run(plan, executor)
-        assert not isinstance(caught.value, OutputError)
+        for _ in range(2):
+            with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
+                run(plan, executor)
+            assert not isinstance(caught.value, OutputError)
 
 
 @pytest.mark.parametrize("name", ["partial", "attempts"])
@@ -178,46 +175,32 @@ def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -
         assert conversion.names(tmp_path) == []
 
 
-def test_a_broken_pool_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
     plan = plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
-    with (
-        ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as executor,
-        pytest.raises(KtconvertError, match=r"lost it \(BrokenProcessPool: .*ktconvert resume"),
-    ):
-        run(plan, executor)
+    closed = ThreadPoolExecutor(1)
+    closed.shutdown()
+    with ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as broken:
+        for executor, what in ((broken, "BrokenProcessPool: "), (closed, "RuntimeError: cannot schedule")):
+            with pytest.raises(KtconvertError, match=rf"lost it \({what}.*ktconvert resume"):
+                run(plan, executor)
     assert run(plan)
 
 
-class Broken(Executor):
-    """Takes nothing."""
-
-    def submit(self, *_: Any, **__: Any) -> Future[Any]:
-        raise RuntimeError("closed")
-
-
-def test_an_executor_that_takes_nothing_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(KtconvertError, match=r"lost it \(RuntimeError: closed\).*ktconvert resume"):
-        run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Broken())
-
-
 def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -> None:
-    """From its begin to its end: who, where, when."""
     records: list[Any] = []
 
     class Last(Events):
         def event(self, kind: str, **fields: Any) -> None:
-            super().event(kind, **fields)
             if kind == "done":
                 records[:] = conversion.events((tmp_path / "out.work" / "journal.jsonl").read_text())
 
     with ThreadPoolExecutor(1) as executor:
         run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), executor, Last())
-    for event in ("start", "done"):
-        those = [r for r in records if r.get("event") == event]
-        assert len(those) == 3
-        assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in those)
-    begun = {r["attempt"]: r["at"] for r in records if r.get("event") == "start"}
-    assert all(begun[r["attempt"]] <= r["at"] for r in records if r.get("event") == "done")
+    begun, done = ([r for r in records if r.get("event") == event] for event in ("start", "done"))
+    assert len(begun) == len(done) == 3
+    assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in (*begun, *done))
+    at = {r["attempt"]: r["at"] for r in begun}
+    assert all(at[r["attempt"]] <= r["at"] for r in done)
 
 
 def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -238,7 +221,7 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
     assert run(plan)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+NO_SCHEDULERS = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "Scheduler"})}
 
 
 @pytest.mark.parametrize(
@@ -252,9 +235,10 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
-        ("dask:GARBAGE", 2, ("GARBAGE", "is not what `dask scheduler --scheduler-file` writes")),
-        ("dask:LIST", 2, ("LIST", "is not what `dask scheduler --scheduler-file` writes")),
-        ("dask:WITHOUT", 2, ("WITHOUT", "is not what `dask scheduler --scheduler-file` writes")),
+        *(
+            (f"dask:{name}", 2, (name, "is not what `dask scheduler --scheduler-file` writes"))
+            for name in NO_SCHEDULERS
+        ),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
     ],
@@ -262,24 +246,13 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
 def test_what_is_no_executor(
     name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
 ) -> None:
-    contents = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "Scheduler"})}
-    for file, content in contents.items():
+    for file, content in NO_SCHEDULERS.items():
         (tmp_path / file).write_text(content)
     place = name.removeprefix("dask:")
-    shown = f"dask:{tmp_path / place}" if place in contents else name
-    done = servers.run(
-        ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown],
-        tmp_path / "said",
-    )
+    shown = f"dask:{tmp_path / place}" if place in NO_SCHEDULERS else name
+    words_of = ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown]
+    done = servers.run(words_of, tmp_path / "said")
     conversion.refused(done, code, "--executor", *words)
-    assert not (tmp_path / "o").exists()
-
-
-def test_where_no_scheduler_answers(inputs: dict[str, str], tmp_path: Path) -> None:
-    """It waits as long as Dask's settings say."""
-    words = ("cpu", "-i", inputs["SMALL"], "-o", tmp_path / "o" / "out", "--executor", "dask:tcp://127.0.0.1:1")
-    done = conversion.ktconvert(*words, env={"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"})
-    conversion.refused(done, 1, "--executor dask:tcp://127.0.0.1:1: no Dask scheduler answers there")
     assert not (tmp_path / "o").exists()
 
 
@@ -328,3 +301,127 @@ def test_without_dask_all_else_works(inputs: dict[str, str], tmp_path: Path) -> 
         done = ktconvert(*words, "--executor", "threads:1")
     assert done.returncode == 0, done.stderr
     conversion.refused(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("source") / "source", layers=2, experts=1)
+
+
+def cpu(servers: forks.Forks, source: Path, output: Path, executor: str) -> Any:
+    log = output.with_name(f"{output.name}.said")
+    return servers.run(["cpu", "-i", source, "-o", output, "--executor", executor], log)
+
+
+def test_a_worker_with_another_version_or_a_wrong_setting(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    from ktconvert.pipeline import __version__
+
+    words = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
+    old, wrong = other_version(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
+    for env, code, said in ((old, 7, words), (wrong, 2, ("host museum: ", "avx9"))):
+        with Cluster(tmp_path / f"cluster{code}") as cluster:
+            cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
+            done = cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}")
+        conversion.refused(done, code, *said)
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_a_host_without_ktconvert(source: Path, servers: forks.Forks, tmp_path: Path, where: str) -> None:
+    """Only workers need it."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "ktconvert.py").write_text("raise ModuleNotFoundError(\"No module named 'ktconvert'\")")
+    env = {"PYTHONPATH": str(tmp_path / "without")}
+    with Cluster(tmp_path / "cluster", env=env if where == "scheduler" else {}) as cluster:
+        cluster.start("a", env={"PYTHONPATH": ""} if where == "scheduler" else env)
+        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    if where == "scheduler":
+        assert done.returncode == 0, done.stderr
+    else:
+        conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+
+
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)])
+def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, tmp_path: Path, options: Any) -> None:
+    outputs = {name: tmp_path / name for name in ("threads", "worker")}
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", prefix=("sh", "-c", 'umask 077; exec "$@"', "sh"))
+        for output, executor in zip(outputs.values(), ("threads", f"dask:{cluster.file}"), strict=True):
+            line = ("cpu", "-i", source, "-o", output, "--executor", executor, *options)
+            assert servers.run(line, tmp_path / "said", {}).returncode == 0
+    modes = [
+        {str(path.relative_to(output)): oct(path.stat().st_mode) for path in (output, *output.rglob("*"))}
+        for output in outputs.values()
+    ]
+    assert modes[0] == modes[1]
+
+
+ELSEWHERE = {
+    "no source": (5, ("source", "host elsewhere")),
+    "other header": (5, ("model-00001-of-00003.safetensors had", "is not the input that")),
+    "other time": (5, ("model-00001-of-00003.safetensors was modified", "is not the input that")),
+    "no output": (7, ("out.work: cannot be read here", "every host needs the file system of --output")),
+    "other output": (7, ("out.work: is not the folder of this conversion", "every host needs the file system")),
+}
+
+
+def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    """It has a mount namespace of its own, where something else lies at the paths of the input or the output."""
+    with conversion.Mounts() as mounts, Cluster(tmp_path / "cluster") as cluster:
+        if mounts.refusal:
+            pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
+        folders = {name: tmp_path / name.replace(" ", "-") for name in ELSEWHERE}
+        for name, place in folders.items():
+            (place / "seen").mkdir(parents=True)
+            shutil.copytree(source, place / "source")  # copies keep their times of change
+            shutil.copytree(source, place / "copy")
+            seen = place / ("seen" if name.endswith("output") else "source")
+            if name == "other header":
+                shutil.rmtree(place / "copy")
+                conversion.checkpoint(place / "copy", layers=2, experts=2)
+            elif name == "other time":
+                touch(place / "copy" / "model-00001-of-00003.safetensors")
+            elif name == "other output":
+                (place / "copy" / "out.work").mkdir()
+                (place / "copy" / "out.work" / "token").write_text("another")
+            mounts.mount(*(("-t", "tmpfs", "tmpfs") if name.startswith("no") else ("--bind", place / "copy")), seen)
+        cluster.start("elsewhere", prefix=mounts.prefix, env={"KTCONVERT_HOST": "elsewhere"})
+
+        def convert(name: str) -> Any:
+            return cpu(servers, folders[name] / "source", folders[name] / "seen" / "out", f"dask:{cluster.file}")
+
+        with ThreadPoolExecutor(2) as pool:
+            for name, done in zip(ELSEWHERE, pool.map(convert, ELSEWHERE), strict=True):
+                code, words = ELSEWHERE[name]
+                conversion.refused(done, code, "host elsewhere: ", *words)
+                assert not (folders[name] / "seen" / "out").exists()
+        done = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.said")
+        assert done.returncode == 0, done.stderr
+
+
+def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    said = tmp_path / "out.said"
+    with Cluster(tmp_path / "cluster") as cluster, ThreadPoolExecutor(1) as pool:
+        cluster.start("other", words=("--resources", "GPU=1"))
+        coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
+        pause = threading.Event()
+        words = "no worker offers to make units yet; start one on each host: dask worker"
+        while not said.exists() or words not in said.read_text():
+            assert not coordinator.done()
+            pause.wait(0.02)
+        cluster.start("late")
+        done = coordinator.result()
+    assert done.returncode == 0, done.stderr
+
+
+def test_certificates(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    """Dask's own settings: whoever has them is let in."""
+    with Cluster(tmp_path / "cluster", tls=certificates(tmp_path / "tls")) as cluster, ThreadPoolExecutor(2) as pool:
+        cluster.start("a")
+        assert cluster.address.startswith("tls://")
+        stranger = pool.submit(cpu, servers, source, tmp_path / "stranger", f"dask:{cluster.address}")
+        # Dask reads its settings when it is imported, which a server has done before.
+        words = ("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}")
+        holder = conversion.ktconvert(*words, env=cluster.env)
+        assert holder.returncode == 0, holder.stderr
+        conversion.refused(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
+    assert not (tmp_path / "stranger.work").exists()

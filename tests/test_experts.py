@@ -1,7 +1,5 @@
 """`ktconvert experts`: which experts it makes hot, what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_mask
@@ -35,23 +34,12 @@ def sentence(*arguments: object) -> tuple[int, str]:
     return error.exit_code, str(error)
 
 
-# --- the choice -----------------------------------------------------------------------------------
-
-tables = st.integers(1, 5).flatmap(
-    lambda layers: st.integers(1, 40).flatmap(
-        lambda columns: st.lists(
-            st.lists(st.integers(0, 6), min_size=columns, max_size=columns), min_size=layers, max_size=layers
-        )
-    )
-)
+tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.integers(0, 6))
 
 
-@given(table=tables, data=st.data())
-def test_of_each_layer(table: list[list[int]], data: st.DataObject) -> None:
-    """So many of each layer that has experts; no cold expert has more tokens than a hot one, and of equals the first
-    are hot.
-    """
-    counts = np.array(table, np.int64)
+@given(counts=tables, data=st.data())
+def test_of_each_layer(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
+    """So many of each layer that has experts; of equals the first are hot."""
     number = data.draw(st.integers(0, counts.shape[1]))
     mask = hot_by_counts.of_each_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
@@ -61,11 +49,10 @@ def test_of_each_layer(table: list[list[int]], data: st.DataObject) -> None:
 
 
 @settings(deadline=None)
-@given(table=tables, data=st.data())
-def test_of_all_layers(table: list[list[int]], data: st.DataObject) -> None:
+@given(counts=tables, data=st.data())
+def test_of_all_layers(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
     """So many in all, none of a layer without experts, and no cold one has more tokens than a hot one."""
     pytest.importorskip("torch")
-    counts = np.array(table, np.int64)
     there = counts.any(axis=1)
     number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
     mask = hot_by_counts.of_all_layers(counts, number)
@@ -117,12 +104,9 @@ def test_what_kt_kernel_says_it_does() -> None:
     for name, counts in cases().items():
         number = int(name.split("-")[1])
         _, top = torch.topk(torch.from_numpy(counts).view(-1), k=number, largest=True, sorted=False)
-        masks = torch.zeros(counts.size, dtype=torch.bool)
-        masks[top] = True
-        np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.view(counts.shape).numpy())
-
-
-# --- the command ----------------------------------------------------------------------------------
+        masks = np.zeros(counts.size, bool)
+        masks[top.numpy()] = True
+        np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.reshape(counts.shape))
 
 
 def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
@@ -147,41 +131,30 @@ def test_json_and_total(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
     for _ in range(2):  # a mask may be replaced
         done = here("experts", statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
-    assert json.loads(done.stdout) == {
-        "event": "chosen",
-        "statistics": str(tmp_path / "s"),
-        "output": str(output),
-        "experts": 4,
-        "tokens": 30,
-        "coverage": 16 / 30,
-        "layers": [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}],
-    }
+    expected: dict[str, Any] = {"event": "chosen", "statistics": str(tmp_path / "s"), "output": str(output)}
+    expected |= {"experts": 4, "tokens": 30, "coverage": 16 / 30}
+    expected["layers"] = [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}]
+    assert json.loads(done.stdout) == expected
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
 def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
-    """It is replaced by another one, also behind a link, but nobody else's file is."""
+    """It is replaced by another one, also behind a link, but nobody else's file is, nor the mask."""
     pytest.importorskip("matplotlib")
     picture, link = tmp_path / f"experts{suffix}", tmp_path / f"link{suffix}"
-    words = (statistics(tmp_path / "s"), "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1, "--plot")
-    assert here("experts", *words, picture).exception is None
-    assert picture.read_bytes().startswith(begins)
-    before = picture.stat()
+    words = (statistics(tmp_path / "s"), "--num-gpu-experts", 1, "--output")
     link.symlink_to(picture)
-    assert here("experts", *words, link).exception is None
-    assert link.is_symlink() and picture.stat().st_ino != before.st_ino
+    for name in (picture, link):
+        assert here("experts", *words, tmp_path / "mask.safetensors", "--plot", name).exception is None
+        assert picture.read_bytes().startswith(begins) and link.is_symlink()
     picture.write_bytes(begins + b"drawn by hand, to go with what ktconvert wrote")
     for name in (picture, link):
-        code, text = sentence(*words, name)
+        code, text = sentence(*words, tmp_path / "mask.safetensors", "--plot", name)
         assert code == 7 and f"{picture}: lies there already, and ktconvert did not write it" in text
     assert picture.read_bytes().startswith(begins + b"drawn by hand")
-
-
-def test_two_files_are_not_one(tmp_path: Path) -> None:
-    one = tmp_path / "mask.svg"
-    code, text = sentence(statistics(tmp_path / "s"), "--output", one, "--num-gpu-experts", 1, "--plot", one)
-    assert (code, text) == (2, f"--output {one}: --plot is the same file; give another one.")
-    assert not one.exists()
+    one = tmp_path / f"mask{suffix}"
+    code, text = sentence(*words, one, "--plot", one)
+    assert (code, text) == (2, f"--output {one}: --plot is the same file; give another one.") and not one.exists()
 
 
 @pytest.mark.parametrize(
@@ -202,12 +175,12 @@ def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], word
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.pipeline.models.hot_by_counts.find_spec", lambda name: None)
-    found = sentence(statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors", "--total", 1)
-    assert found == (1, "--total needs torch, not installed here: pip install 'ktconvert[torch]'")
-    assert (
-        here("experts", tmp_path / "s", "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1).exception
-        is None
+    words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
+    assert sentence(*words, "--total", 1) == (
+        1,
+        "--total needs torch, not installed here: pip install 'ktconvert[torch]'",
     )
+    assert here("experts", *words, "--num-gpu-experts", 1).exception is None
 
 
 def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:

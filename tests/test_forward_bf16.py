@@ -1,7 +1,5 @@
 """The forward with MXFP4, FP8 and BF16 experts: close to float64, and the same bits however it is run."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path
@@ -14,14 +12,13 @@ import pytest
 from ktconvert.layouts import outputs
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
-from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from ktconvert.quantizers.reference import bf16_to_f32
-from rig import floats
+from rig import floats, isas
 from rig.native import distance
 from rig.pools import grouped
 from rig.safetensors import data_start, edit_header, header_of
@@ -70,10 +67,21 @@ def test_the_weights_are_what_the_format_says() -> None:
     for name in FORMATS:
         case = Case(name, hidden=128, width=256)
         for part, stored in case.packed.arrays.items():
-            numbers = case.numbers[part.projection, part.expert, part.numa]
-            np.testing.assert_array_equal(
-                outputs.FORMATS[name].encoding.decode(stored, part.n, part.k), numbers.astype(np.float32)
-            )
+            numbers = case.numbers[part.projection, part.expert, part.numa].astype(np.float32)
+            np.testing.assert_array_equal(outputs.FORMATS[name].encoding.decode(stored, part.n, part.k), numbers)
+
+
+@functools.cache
+def cached(name: str, hidden: int, parts: int, tokens: int) -> Case:
+    return Case(name, hidden, width=256, parts=parts, tokens=tokens)
+
+
+@functools.cache
+def exactly(name: str, parts: int) -> tuple[Any, Any]:
+    """The outputs of a layer in float64, and what the scalar kernels give."""
+    case = cached(name, 384, parts, 9)
+    with isas.using("scalar"):
+        return case.truth(), floats.from_bits(case.run())
 
 
 @pytest.fixture(scope="module")
@@ -81,51 +89,29 @@ def pools() -> list[Pool]:
     return [Pool(1), Pool(2), Pool(7), grouped(2, 2), grouped(5, 2)]
 
 
-@functools.cache
-def with_scalar_kernels(name: str, parts: int) -> tuple[Case, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """A layer, its outputs in float64, and what the scalar kernels give."""
-    case = Case(name, hidden=384, width=256, parts=parts)
-    before = kernels.isa()
-    kernels.set_isa("scalar")
-    out = case.run()
-    kernels.set_isa(before)
-    return case, case.truth(), floats.from_bits(out)
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", FORMATS)
 def test_close_to_float64_on_every_instruction_set(name: str, parts: int) -> None:
-    case, truth, scalar = with_scalar_kernels(name, parts)
-    out = case.run()
+    truth, scalar = exactly(name, parts)
+    out = cached(name, 384, parts, 9).run()
     assert distance(out, truth) < NEAR_FLOAT64
     assert distance(out, scalar) <= NEAR
-
-
-@functools.cache
-def many_tokens(name: str) -> Case:
-    """More than 32 for each expert."""
-    return Case(name, hidden=384, width=256, parts=2, tokens=70)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_and_pools_change_no_bit(isa: str, name: str, pools: list[Pool]) -> None:
     if isa == "scalar":
         return  # its kernel is compared above; this would take seconds
-    case = many_tokens(name)
+    case = cached(name, 384, 2, 70)  # more than 32 for each expert
     expected = case.run(pool=pools[0])
     for pool in pools[1:]:
         np.testing.assert_array_equal(case.run(pool=pool), expected)
 
 
-@functools.cache
-def some_tokens(name: str) -> Case:
-    return Case(name, hidden=256, width=256, parts=2, tokens=41)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_token_does_not_see_its_batch(isa: str, name: str) -> None:
-    case = some_tokens(name)
+    case = cached(name, 256, 2, 41)
     order = np.random.default_rng(1).permutation(41)
     together = case.run()
     np.testing.assert_array_equal(case.run(order), together[order])
@@ -164,12 +150,8 @@ def test_large_values_of_one_token_and_exact_mode() -> None:
     np.testing.assert_array_equal(case.run(exact=True), out)
 
 
-# --- outputs of `ktconvert cpu` ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=FORMATS)
 def output(request: pytest.FixtureRequest, packed_example: Any) -> Path:
-    """The bundled model in two parts."""
     path: Path = packed_example(request.param.lower(), 2)
     return path
 

@@ -1,23 +1,20 @@
-"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success; no
-other exception.
-
+"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success.
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -42,7 +39,8 @@ from ktconvert.pipeline.options.types import Size
 from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, gguf, mutations
-from rig.files import touch
+from rig.files import edit_json, touch
+from rig.safetensors import write_file
 
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
@@ -66,14 +64,8 @@ down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
 
 
 def fuzzed(examples: int) -> settings:
-    return settings(
-        max_examples=examples * MORE,
-        deadline=None,
-        database=None,
-        derandomize=MORE == 1,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    usual: Any = {"deadline": None, "database": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=examples * MORE, derandomize=MORE == 1, **usual)
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +75,7 @@ def usual_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: object, words: str = "") -> int:
-    """Run a command in this process, as the real one; its exit code. A failure is one sentence, in
-    which these words stand."""
+    """Run a command in this process, as the real one; its exit code. A failure is one sentence, with these words."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
     code = 0
@@ -107,8 +98,7 @@ def command(*arguments: object, words: str = "") -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Paths:
+class Paths(NamedTuple):
     """A checkpoint, its outputs, and a conversion that was interrupted in its second layer."""
 
     root: Path
@@ -145,20 +135,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     assert old is not None
     plan = plan_request(saved_request(root / "broken", old))
     (root / "arch.toml").write_text(ARCH)
-    gguf.write(
-        root / "model.gguf",
-        gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128),
-        gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128),
-    )
-    header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
-    (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
+    tensors = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
+    about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
+    gguf.write(root / "model.gguf", tensors, about)
+    write_file(root / "mask.safetensors", {hot_mask.KEY: ("BOOL", np.array([[True], [False]]))})
     outputs = (root / name for name in ("output", "packed", "loose", "panels", "native", "broken"))
     files = (root / name for name in ("arch.toml", "model.gguf", "mask.safetensors"))
     return Paths(root, source, *outputs, *files, plan, open_checkpoint(source))
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A file that is damaged: where it lies, how, what reads it (here, and from the command line)."""
 
     file: Callable[[Paths], Path]
@@ -190,7 +176,6 @@ def read_output(root: Path) -> None:
 
 
 def load_output(root: Path) -> None:
-    """As read_output, and as the runtime does."""
     read_output(root)
     touch(root)  # what it knows of a directory it keeps until that changes
     Experts.load(root, 0).close()
@@ -207,6 +192,15 @@ def read_arch(paths: Paths, path: Path) -> None:
 
 def new(paths: Paths) -> Path:
     return paths.root / "new"
+
+
+def of_model(paths: Paths) -> list[list[object]]:
+    where = ["-i", paths.gguf, "-o", new(paths)]
+    return [["inspect", paths.gguf], ["cpu", *where, *PARTS, "--dry-run"], ["gpu", *where, *RTN, "--dry-run"]]
+
+
+def read_mask(_: Paths, path: Path) -> None:
+    hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2)
 
 
 def of_source(paths: Paths) -> list[list[object]]:
@@ -234,77 +228,60 @@ def of_packed(paths: Paths) -> list[list[object]]:
     return [*of_output(paths.packed)[::2], of_output(paths.packed)[3], check, [*check, "--against", paths.source]]
 
 
-INDEX = "model.safetensors.index.json"
+INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
+FIRST = "model-00001-of-0000{}.safetensors"
 of_gguf, of_json, of_lines, of_safetensors, of_toml = (
     mutations.of_gguf, mutations.of_json, mutations.of_lines, mutations.of_safetensors, mutations.of_toml,
 )  # fmt: skip
+
+
+def of(
+    folder: str, file: str, kind: Any = of_json, load: bool = False, more: Callable[[Paths], Any] = lambda _: []
+) -> Subject:
+    """A file of an output. load: the runtime reads it, too. more: commands."""
+
+    def root(p: Paths) -> Path:
+        return Path(getattr(p, folder))
+
+    def commands(p: Paths) -> list[list[object]]:
+        return [*(of_packed(p) if folder == "packed" else of_output(root(p))), *more(p)]
+
+    read = load_output if load else read_output
+    return Subject(lambda p: root(p) / file, kind, lambda p, _: read(root(p)), commands)
+
+
 SUBJECTS: Mapping[str, Subject] = {
-    "plan": Subject(
-        lambda p: work(p).plan, of_json, read_plan, lambda p: [*of_broken(p), ["verify", p.broken]]
-    ),
+    "plan": Subject(lambda p: work(p).plan, of_json, read_plan, lambda p: [*of_broken(p), ["verify", p.broken]]),
     "journal": Subject(lambda p: work(p).journal, of_lines, read_journal, of_broken),
-    "manifest": Subject(
-        lambda p: p.output / "manifest.json", of_json, lambda p, _: read_output(p.output),
-        lambda p: [*of_output(p.output), ["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]],
-    ),
+    "manifest": of("output", MANIFEST, more=lambda p: [["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]]),
     "index": Subject(lambda p: p.source / INDEX, of_json, lambda _, path: read_index(path), of_source),
     "config": Subject(lambda p: p.source / "config.json", of_json, read_architecture, of_source),
     "header": Subject(
-        lambda p: p.source / "model-00001-of-00003.safetensors", of_safetensors, lambda _, path: read_header(path), of_source
+        lambda p: p.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), of_source
     ),
-    "GGUF": Subject(
-        lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)),
-        lambda p: [
-            ["inspect", p.gguf], ["cpu", "-i", p.gguf, "-o", new(p), *PARTS, "--dry-run"],
-            ["gpu", "-i", p.gguf, "-o", new(p), *RTN, "--dry-run"],
-        ],
-    ),
+    "GGUF": Subject(lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), of_model),
     "arch file": Subject(
-        lambda p: p.arch, of_toml, read_arch,
-        lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]],
+        lambda p: p.arch, of_toml, read_arch, lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]]
     ),
-    "mask": Subject(
-        lambda p: p.mask, of_safetensors, lambda _, path: hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2), lambda _: []
-    ),
-}  # fmt: skip
+    "mask": Subject(lambda p: p.mask, of_safetensors, read_mask, lambda _: []),
+}
 # The same files of other outputs.
 OUTPUTS: Mapping[str, Subject] = {
-    "manifest of a packed output": Subject(
-        lambda p: p.packed / "manifest.json", of_json, lambda p, _: read_output(p.packed),
-        lambda p: [*of_packed(p), ["gpu", "-i", p.source, "-o", p.packed, *RTN, "--dry-run"]],
+    "manifest of a packed output": of(
+        "packed", MANIFEST, more=lambda p: [["gpu", "-i", p.source, "-o", p.packed, *RTN, "--dry-run"]]
     ),
-    "manifest of a loose output": Subject(
-        lambda p: p.loose / "manifest.json", of_json, lambda p, _: read_output(p.loose),
-        lambda p: [*of_output(p.loose), ["merge", "-i", p.loose, "-o", new(p), "--dry-run"]],
+    "manifest of a loose output": of(
+        "loose", MANIFEST, more=lambda p: [["merge", "-i", p.loose, "-o", new(p), "--dry-run"]]
     ),
-    "index of an output": Subject(
-        lambda p: p.output / INDEX, of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
-    ),
-    "config of an output": Subject(
-        lambda p: p.output / "config.json", of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
-    ),
-    "config of a packed output": Subject(
-        lambda p: p.packed / "config.json", of_json, lambda p, _: read_output(p.packed), of_packed
-    ),
-    "header of an output": Subject(
-        lambda p: p.output / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: read_output(p.output),
-        lambda p: of_output(p.output),
-    ),
-    "header of a packed output": Subject(
-        lambda p: p.packed / "model-00001-of-00003.safetensors", of_safetensors, lambda p, _: read_output(p.packed), of_packed
-    ),
-    "manifest of panels": Subject(
-        lambda p: p.panels / "manifest.json", of_json, lambda p, _: load_output(p.panels), lambda p: of_output(p.panels)
-    ),
-    "header of panels": Subject(
-        lambda p: p.panels / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.panels),
-        lambda p: of_output(p.panels),
-    ),
-    "header of a native output": Subject(
-        lambda p: p.native / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.native),
-        lambda p: of_output(p.native),
-    ),
-}  # fmt: skip
+    "index of an output": of("output", INDEX),
+    "config of an output": of("output", "config.json"),
+    "config of a packed output": of("packed", "config.json"),
+    "header of an output": of("output", FIRST.format(2), of_safetensors),
+    "header of a packed output": of("packed", FIRST.format(3), of_safetensors),
+    "manifest of panels": of("panels", MANIFEST, load=True),
+    "header of panels": of("panels", FIRST.format(2), of_safetensors, load=True),
+    "header of a native output": of("native", FIRST.format(2), of_safetensors, load=True),
+}
 
 
 @contextlib.contextmanager
@@ -352,31 +329,15 @@ def test_commands_that_read_a_file(name: str, paths: Paths) -> None:
         check()
 
 
-# ---- what it found ---------------------------------------------------------------------------------------------------
-
-
-def changed(path: Path, change: Callable[[Any], object]) -> None:
-    document = json.loads(path.read_bytes())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def test_a_plan_whose_source_has_no_name(paths: Paths) -> None:
     with restored(work(paths).plan):
-        changed(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
-        assert (
-            command(
-                "resume",
-                paths.broken,
-                "--dry-run",
-                words="not a plan (Object missing required field `name` - at `$.source[0]`)",
-            )
-            == 7
-        )
+        edit_json(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
+        words = "not a plan (Object missing required field `name` - at `$.source[0]`)"
+        assert command("resume", paths.broken, "--dry-run", words=words) == 7
     with restored(work(paths).plan):
-        changed(work(paths).plan, lambda plan: plan["settings"].pop("scale"))
+        edit_json(work(paths).plan, lambda plan: plan["settings"].pop("scale"))
         assert command("resume", paths.broken, "--dry-run", words="cannot be understood (scale is missing)") == 7
-        changed(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
+        edit_json(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
         assert command("resume", paths.broken, "--dry-run", words="cannot be understood (layers: Expected `str`") == 7
 
 
@@ -400,7 +361,7 @@ def test_a_record_of_a_file_that_cannot_be(name: str, paths: Paths) -> None:
 
 def test_a_manifest_of_more_experts_than_memory_holds(paths: Paths) -> None:
     with restored(paths.packed / "manifest.json"):
-        changed(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
+        edit_json(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
         assert command("verify", paths.packed, "--no-load", words="`$.model.experts`") == 6
 
 
@@ -427,3 +388,36 @@ def test_numbers_of_any_length(name: str, option: str, paths: Paths) -> None:
     more = {"serve": ["--cpu-weights", paths.output], "eval": ["--text", paths.arch]}.get(name, [])
     for value in (DIGITS, DIGITS * 13, f"{DIGITS}.5", "nan", "inf", "1e999"):
         assert command(name, *where, *more, option, value) == 2
+
+
+TYPES = """
+from __future__ import annotations
+import msgspec
+class Inner(msgspec.Struct):
+    a: float = 0.0
+class Outer(msgspec.Struct):
+    x: Inner | msgspec.UnsetType = msgspec.UNSET
+    y: Inner | msgspec.UnsetType = msgspec.UNSET
+"""
+MEETING = """
+import sys, threading, types
+from ktconvert.layouts.files import documents
+sys.setswitchinterval(1e-6)
+for number in range(1000):
+    sys.modules[f"m{number}"] = module = types.ModuleType(f"m{number}")
+    exec(compile(sys.argv[1], module.__name__, "exec"), module.__dict__)
+    together = threading.Barrier(3)
+    def meet():
+        together.wait()
+        documents.as_type({"x": {"a": 1.0}, "y": {}}, module.Outer)
+        documents.read(b'{"x": {"a": 1.0}}', module.Outer)
+    threads = [threading.Thread(target=meet) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+
+
+def test_threads_that_meet_a_type_together() -> None:
+    """msgspec 0.22 ends in a segmentation fault without a lock: each unit's result is checked by the thread that made it."""
+    done = subprocess.run([sys.executable, "-c", MEETING, TYPES], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,4 @@
-"""The dot products of every instruction set are those of the codes, exactly, for any number of
-tokens, rows and columns."""
-
-from __future__ import annotations
+"""The dot products of every instruction set are those of the codes, exactly, for any number of tokens, rows and columns."""
 
 import functools
 from typing import Any

@@ -1,8 +1,7 @@
 """GGUF as an input: every type, however the experts are named and the files are cut; and what is refused."""
 
-from __future__ import annotations
-
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,6 @@ def recognised(path: Path, config: str | None = None) -> MoeModel:
 
 @pytest.fixture(scope="module")
 def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers go through all types."""
     return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), about(len(LAYERS)))
 
 
@@ -43,17 +41,13 @@ def values(path: Path) -> dict[tuple[int, str], Any]:
     """BF16 [E, n, k] by layer and projection: gguf-py's reader and its values."""
     out = {}
     for tensor in (t for name in parts_of(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
-        block, layer, part, *_ = [*tensor.name.split("."), "", ""]
-        if block == "blk" and part.endswith("_exps"):
+        if found := re.match(r"blk\.(\d+)\.ffn_(\w+)_exps\.", tensor.name):
             exact = library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            out[int(layer), part.removeprefix("ffn_").removesuffix("_exps")] = np.stack(
-                [*map(reference.f32_to_bf16, exact)]
-            )
+            out[int(found[1]), found[2]] = np.stack([*map(reference.f32_to_bf16, exact)])
     return out
 
 
 def in_bf16(path: Path, folder: Path, write_qwen: Any) -> Path:
-    """A checkpoint of these values."""
     layers: dict[int, dict[str, Any]] = {}
     for (layer, part), bits in values(path).items():
         layers.setdefault(layer, {})[part] = bits
@@ -65,9 +59,6 @@ def same_weights(one: Path, other: Path) -> None:
     assert read_folder(one) == read_folder(other)
     ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (one, other))
     assert ours == theirs and (ours or read_folder(one))
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_gguf_py() -> None:
@@ -91,22 +82,19 @@ def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
             assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [("int4", 2), ("int8", 4), ("int4", 2, "--no-merge-safetensor", "--save-backward-weights")],
-    ids=str,
-)
-def test_every_type_is_converted(
-    how: tuple[Any, ...], all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path
-) -> None:
+def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
     """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
-    method, parts, *more = how
-    options = ("--quant-method", method, "--threadpool-count", parts, *more)
-    cli("cpu", "-i", all_types, "-o", tmp_path / "ours", *options, "--input-type", "gguf")
-    cli("cpu", "-i", in_bf16(all_types, tmp_path / "plain", write_qwen), "-o", tmp_path / "theirs", *options)
-    same_weights(tmp_path / "ours", tmp_path / "theirs")
-    if how == ("int4", 2):
-        cli("verify", tmp_path / "ours", "--against", all_types, "--full")
+    plain, loose = (
+        in_bf16(all_types, tmp_path / "plain", write_qwen),
+        ("--no-merge-safetensor", "--save-backward-weights"),
+    )
+    for number, (method, parts, more) in enumerate((("int4", 2, ()), ("int8", 4, ()), ("int4", 2, loose))):
+        ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
+        options = ("--quant-method", method, "--threadpool-count", parts, *more)
+        cli("cpu", "-i", all_types, "-o", ours, *options, "--input-type", "gguf")
+        cli("cpu", "-i", plain, "-o", theirs, *options)
+        same_weights(ours, theirs)
+    cli("verify", tmp_path / "ours0", "--against", all_types, "--full")
 
 
 # Files that other programs wrote. KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.
@@ -138,11 +126,7 @@ def test_the_forward_is_kt_kernels_reference(name: str) -> None:
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
 
 
-# ---- names and files -------------------------------------------------------------------------------------------------
-
-
 def small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensors: None, **more: Any) -> Path:
-    """Two layers in Q8_0, changed."""
     tensors = model([("Q8_0",) * 3] * 2)
     change(tensors)
     arch = more.pop("arch", "qwen3moe")
@@ -211,11 +195,7 @@ BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
 def test_files_that_are_no_checkpoint(what: str, tmp_path: Path) -> None:
     change, words = BAD_SPLITS[what]
     with pytest.raises(InputError, match=words):
-        open_checkpoint(split(tmp_path, change=change))
-
-
-def test_a_file_of_a_split_under_another_name(tmp_path: Path) -> None:
-    split(tmp_path / "split")
+        open_checkpoint(split(tmp_path / "split", change=change))
     (tmp_path / "split" / "m-00001-of-00003.gguf").rename(tmp_path / "alone.gguf")
     with pytest.raises(InputError, match=r"alone\.gguf: split\.count is 3"):
         open_checkpoint(tmp_path / "alone.gguf")
@@ -246,9 +226,6 @@ def test_a_file_of_a_hub_repository(snapshot: Path) -> None:
     assert not any(".gguf" in pattern for pattern in hub.FILES)  # a repository may hold a terabyte of them
 
 
-# ---- what the metadata say -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arch", "family", "words"),
     [
@@ -268,28 +245,16 @@ def test_the_activation_is_that_of_the_architecture(arch: str, family: str, word
     assert (words or "") in " ".join(moe.notes) and (words is None) == (moe.notes == ())
 
 
-def test_a_scale_beside_nvfp4_is_refused(tmp_path: Path) -> None:
-    """gguf-py's values do not contain it."""
-    tensors = model([("NVFP4",) * 3])
-    assert recognised(write(tmp_path / "plain.gguf", tensors, about(1))).dtypes == ("NVFP4",)
-    tensors["blk.0.ffn_down_exps.scale"] = ("F32", np.ones(E, np.float32))
-    words = r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale for the whole tensor .*is not an input yet; use"
-    with pytest.raises(UnsupportedError, match=words):
-        recognised(write(tmp_path / "scaled.gguf", tensors, about(1)))
-
-
-def test_the_last_blocks_are_mtp(tmp_path: Path) -> None:
-    moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
-    assert moe.layers == (0,) and moe.mtp_layers == (1,)
-    assert any("MTP part (layer 1) are left out" in note for note in moe.notes)
-
-
 def lost(*parts: str) -> Callable[[dict[str, Any]], object]:
     return lambda tensors: [tensors.pop(f"blk.1.ffn_{part}_exps.weight") for part in parts]
 
 
 def biased(tensors: dict[str, Any]) -> None:
     tensors["blk.1.ffn_up_exps.bias"] = ("F32", np.zeros((E, I), np.float32))
+
+
+def scaled(tensors: dict[str, Any]) -> None:
+    tensors |= model([("NVFP4",) * 3]) | {"blk.0.ffn_down_exps.scale": ("F32", np.ones(E, np.float32))}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -304,6 +269,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"arch": "gpt-oss"}, "its experts have biases and a clamped activation"),
     ({"change": biased}, r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"),
     ({"hidden_activation": "relu2"}, 'hidden_act = "relu2", an activation that is not known; say with --arch'),
+    ({"change": scaled}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),
 ]
 
 
@@ -318,9 +284,13 @@ def test_metadata_and_tensors_that_do_not_do(
         recognised(small(tmp_path / "m.gguf", **differs))
 
 
-def test_the_activation_of_the_metadata_is_that_of_the_row(tmp_path: Path) -> None:
+def test_other_words_of_the_metadata(tmp_path: Path) -> None:
+    """The activation is that of the row, the last blocks are MTP."""
     for arch, called in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu"), ("qwen3moe", "situ")):
         assert recognised(small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=called)).activation == called
+    moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
+    assert moe.layers == (0,) and moe.mtp_layers == (1,)
+    assert any("MTP part (layer 1) are left out" in note for note in moe.notes)
 
 
 def hugging_face(folder: Path, **changed: Any) -> Path:
@@ -355,8 +325,14 @@ def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> Non
     assert conversion.identity(of) == before
 
 
-def test_config_that_is_no_config(tmp_path: Path, example: Path) -> None:
+def test_other_configs(snapshot: Path, tmp_path: Path, example: Path) -> None:
+    """A model of the hub, whose weights need not be in the cache; and what is no config."""
+    (hugging_face(snapshot) / "model.safetensors").unlink()
     source = small(tmp_path / "m.gguf")
+    moe = recognised(source, "org/name")
+    assert moe.source.config["model_type"] == "qwen3_moe" and moe.source.companion_root == snapshot
+    with pytest.raises(InputError, match="org/other: is not in the local cache"):
+        recognised(source, "org/other")
     assert "gelu" in recognised(source, str(hugging_face(tmp_path / "gelu", hidden_act="gelu"))).notes[0]
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"has no config\.json"):
@@ -408,29 +384,15 @@ def test_families_that_share_an_architecture(arch: str, family: str, changed: di
     assert recognised(source, str(hugging_face(tmp_path / "hf", model_type=family, **changed))).shape(0) == (E, H, I)
 
 
-def test_config_of_a_model_of_the_hub(snapshot: Path, tmp_path: Path) -> None:
-    """Its weights need not be in the cache."""
-    (hugging_face(snapshot) / "model.safetensors").unlink()
-    source = small(tmp_path / "m.gguf")
-    moe = recognised(source, "org/name")
-    assert moe.source.config["model_type"] == "qwen3_moe" and moe.source.companion_root == snapshot
-    with pytest.raises(InputError, match="org/other: is not in the local cache"):
-        recognised(source, "org/other")
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_gguf_is_no_input_for(tmp_path: Path, cli: Cli) -> None:
     source = small(tmp_path / "m.gguf")
-    done = cli("gpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "RTN", code=3)
-    assert "GGUF is no input of `ktconvert gpu`" in done.stderr
-    done = cli("dequantize", source, tmp_path / "out", code=3)
-    assert "GGUF is no input of `ktconvert dequantize`" in done.stderr
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--non-experts", "copy", code=3)
-    assert "GGUF is no input of --non-experts copy" in done.stderr
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "bf16", code=5)
-    assert "the experts are Q8_0" in done.stderr
+    for command, more, code, words in (
+        ("gpu", ("--quant-method", "RTN"), 3, "GGUF is no input of `ktconvert gpu`"),
+        ("dequantize", (), 3, "GGUF is no input of `ktconvert dequantize`"),
+        ("cpu", ("--non-experts", "copy"), 3, "GGUF is no input of --non-experts copy"),
+        ("cpu", ("--input-type", "bf16"), 5, "the experts are Q8_0"),
+    ):
+        assert words in cli(command, "-i", source, "-o", tmp_path / "out", *more, code=code).stderr
     seen = json.loads(cli("inspect", source, "--json").stdout)
     assert (seen["container"], seen["expert_dtypes"]) == ("GGUF", ["Q8_0"])
     assert seen["convert"] and not seen["convert_gpu"]
@@ -458,8 +420,6 @@ def test_a_value_that_is_no_number_is_refused_with_its_place(tmp_path: Path, cli
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, code=5)
     assert "blk.0.ffn_up_exps.weight" in done.stderr and "at row 7, column 64" in done.stderr
 
-
-# ---- headers ---------------------------------------------------------------------------------------------------------
 
 ARCH = pair("general.architecture", "qwen3moe")
 ONE = info("a", [32], 2, 0)  # 18 bytes in Q4_0
@@ -549,8 +509,8 @@ def test_a_vocabulary_is_stepped_over(tmp_path: Path) -> None:
 
 
 def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
-    one, two, three = (tmp_path / name for name in ("one.gguf", "two.gguf", "three.gguf"))
-    one.write_bytes(file([ARCH], [ONE], bytes(18)))
-    two.write_bytes(file([ARCH], [ONE], b"\1" * 18))
-    three.write_bytes(file([ARCH], [info("b", [32], 2, 0)], bytes(18)))
-    assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
+    path, hashes = tmp_path / "m.gguf", []
+    for entry, data in ((ONE, bytes(18)), (ONE, b"\1" * 18), (info("b", [32], 2, 0), bytes(18))):
+        path.write_bytes(file([ARCH], [entry], data))
+        hashes.append(read_header(path).sha256)
+    assert hashes[0] == hashes[1] != hashes[2]

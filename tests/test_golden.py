@@ -1,7 +1,4 @@
-"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every
-instruction set this CPU has."""
-
-from __future__ import annotations
+"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every instruction set of this CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +23,8 @@ OURS = [(method, kind) for method in ROW_GRIDS for kind in ("fp16", "f32", "fp8_
 
 def unsigned(path: Path) -> dict[str, Any]:
     """All tensors of a golden file; weights as the kernels write them, in unsigned bytes."""
-    return {
-        name: bits.view(np.uint8) if bits.dtype == np.int8 else bits for name, bits in bits_of(read_file(path)).items()
-    }
+    tensors = bits_of(read_file(path))
+    return {name: bits.view(np.uint8) if bits.dtype == np.int8 else bits for name, bits in tensors.items()}
 
 
 def parts(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -73,10 +69,8 @@ def test_our_bytes(method: str, kind: str) -> None:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
     for values in (tensors["in.values"], np.asfortranarray(tensors["in.values"])):
         matrix = Matrix(values, KINDS[kind], **options)
-        bf16, weight, scale = (
-            reference.decode(matrix),
-            *(np.empty_like(tensors[f"out.{x}"]) for x in ("weight", "scale")),
-        )
+        bf16 = reference.decode(matrix)
+        weight, scale = (np.empty_like(tensors[f"out.{x}"]) for x in ("weight", "scale"))
         kernels.quantize_pack(grid.bits, matrix, weight, scale)
         for made in ((kernels.decode(matrix), weight, scale), (bf16, *reference.quantize_pack(grid.bits, bf16))):
             for name, ours in zip(("bf16", "weight", "scale"), made, strict=True):

@@ -1,8 +1,6 @@
-"""`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same
-samples once its masks are causal."""
+"""`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same samples with causal masks."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import shutil
 from importlib.util import find_spec
@@ -13,7 +11,8 @@ import numpy as np
 import pytest
 
 from ktconvert.quantizers import groups, reference
-from rig import calibrated, forks
+from rig import calibrated, conversion, forks
+from rig.files import edit_json
 from rig.safetensors import differing, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
@@ -37,9 +36,6 @@ def both(names: list[str], long: list[str]) -> Any:
     return pytest.mark.parametrize(("fixture", "name"), [*(("converted", name) for name in names), *rows])
 
 
-# ---- the library's own result ----------------------------------------------------------------------------------------
-
-
 @both(EQUAL, list(calibrated.LONG))
 def test_0_tensors_differ(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
     """Those that are not quantized are equal, too; the masks of this oracle were causal in every layer."""
@@ -58,8 +54,7 @@ def test_0_tensors_differ(fixture: str, name: str, request: pytest.FixtureReques
 
 
 def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
-    """One expert in memory at a time, as with a model that is much larger: the same bytes. In a
-    process that was not forked."""
+    """One expert in memory at a time: the same bytes. In a process that was not forked."""
     words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.walk import environment; "
     program += "environment.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
@@ -81,9 +76,6 @@ def test_the_engine_of_the_library(converted: Any) -> None:
     name = "qwen3_moe unrepaired"
     assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
     assert "mask, which is not causal for some models" in converted.output_of(name)
-
-
-# ---- what loaders get ------------------------------------------------------------------------------------------------
 
 
 @both(list(calibrated.VERIFIED), list(calibrated.VERIFIED_LONG))
@@ -151,9 +143,6 @@ def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
     assert all(n.endswith("weight_packed") for n in differing(ours, library))
 
 
-# ---- routed tokens only ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "floor"), [("qwen3_moe routed", 1), ("qwen3_moe floor", 4)])
 def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converted: Any) -> None:
     """Those are RTN's bit for bit, are listed, and no other is."""
@@ -171,34 +160,19 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
         if floor == 1 or layer == 0:
             assert reported.get(layer, []) == few
     assert reported
-    nearest = {
-        (layer, e)
-        for layer in range(3)
-        for e in range(8)
-        if all(
-            ours[tensor] == rounded[tensor]
-            for tensor in ours
-            if tensor.startswith(f"model.layers.{layer}.mlp.experts.{e}.")
-        )
-    }
+
+    def own(tensors: Any, layer: int, expert: int) -> Any:
+        return {n: t for n, t in tensors.items() if n.startswith(f"model.layers.{layer}.mlp.experts.{expert}.")}
+
+    every = itertools.product(range(3), range(8))
+    nearest = {(layer, e) for layer, e in every if own(ours, layer, e) == own(rounded, layer, e)}
     assert nearest == {(layer, e) for layer, listed in reported.items() for e in listed}
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def server() -> Any:
     with forks.Forks([], 1, modules=calibrated.MODULES) as forks_server:
         yield forks_server
-
-
-def refused(server: Any, tmp_path: Path, words: list[str], code: int) -> str:
-    done = server.run(words, tmp_path / "log")
-    assert done.returncode == code, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("ktconvert: "))
-    assert "Traceback" not in done.stderr
-    return str(line)
 
 
 def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_path: Path) -> None:
@@ -212,8 +186,7 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
     tensors["model.layers.1.post_attention_layernorm.weight"].fill_(torch.finfo(torch.bfloat16).max)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
-    line = refused(server, tmp_path, words, 6)
-    assert "layer 1" in line and "RTN" in line
+    conversion.refused(server.run(words, tmp_path / "log"), 6, "layer 1", "RTN")
     assert not (tmp_path / "out").exists()
 
 
@@ -221,21 +194,19 @@ def test_refused_before_any_work(converted: Any, server: Any, tmp_path: Path) ->
     """Samples that are nowhere, and a model without a tokenizer; options: test_gpu.py."""
     source, out = converted.model("qwen3_moe"), tmp_path / "out"
     words = calibrated.arguments(source, out, "W4A16", converted.dataset(), "--dataset", "nowhere.jsonl")
-    assert "nowhere.jsonl" in refused(server, tmp_path, words, 5)
+    conversion.refused(server.run(words, tmp_path / "log"), 5, "nowhere.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log"]
     model = shutil.copytree(source, tmp_path / "model", ignore=shutil.ignore_patterns(*calibrated.TOKENIZER))
     words = calibrated.arguments(model, out, "W4A16", converted.dataset())
-    assert "tokenizer" in refused(server, tmp_path, words, 5)
+    conversion.refused(server.run(words, tmp_path / "log"), 5, "tokenizer")
 
 
 def test_both_names_of_the_number_of_experts_are_known(converted: Any, tmp_path: Path, cli: Any) -> None:
     """transformers 5 saves Qwen3-MoE with num_local_experts; checkpoints of others say num_experts."""
     model = tmp_path / "model"
     shutil.copytree(converted.model("qwen3_moe"), model)
-    config = json.loads((model / "config.json").read_text())
-    assert "num_experts" not in config
-    config["num_experts"] = config.pop("num_local_experts")
-    (model / "config.json").write_text(json.dumps(config))
+    assert "num_experts" not in json.loads((model / "config.json").read_text())
+    edit_json(model / "config.json", lambda config: config.update(num_experts=config.pop("num_local_experts")))
     words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
     plan = json.loads(cli(*words, "--dry-run", "--json").stdout.splitlines()[-1])
     assert plan["model"]["packed_linears"] == 72
@@ -247,18 +218,10 @@ from transformers import PreTrainedTokenizer
 
 class OwnTokenizer(PreTrainedTokenizer):
     vocab_size = 256
-
-    def get_vocab(self):
-        return {chr(byte): byte for byte in range(256)}
-
-    def _tokenize(self, text):
-        return [chr(byte) for byte in text.encode()]
-
-    def _convert_token_to_id(self, token):
-        return ord(token)
-
-    def _convert_id_to_token(self, index):
-        return chr(index)
+    get_vocab = lambda self: {chr(byte): byte for byte in range(256)}
+    _tokenize = lambda self, text: [chr(byte) for byte in text.encode()]
+    _convert_token_to_id = lambda self, token: ord(token)
+    _convert_id_to_token = lambda self, index: chr(index)
 """
 
 

@@ -1,7 +1,5 @@
 """The inner loop of GPTQ: the kernels equal the NumPy definition, and that equals llmcompressor's own loop."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, reference
+from rig import isas
 
 RANGES = {
     "W4A16": CodeRange(-8, 7),
@@ -26,9 +25,7 @@ RANGES = {
 LIBRARY = {RANGES["W4A16"]: 4, RANGES["W8A16"]: 8}
 KINDS = ("bf16", "f32")
 NAMES = ("weight", "value", "error")
-with_library = pytest.mark.skipif(
-    find_spec("llmcompressor") is None, reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')"
-)
+with_library = pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 
 
 def to_bf16(x: Any) -> Any:
@@ -107,9 +104,7 @@ def special_block(finite: bool) -> tuple[Any, Any, Any]:
     return inverse, scale, weight
 
 
-def ours(
-    code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1
-) -> tuple[Any, Any, Any]:
+def ours(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> Any:
     weight = weight.copy()
     value, error = np.full_like(weight, 7), np.full_like(weight, 7)
     kernels.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
@@ -158,35 +153,23 @@ def test_any_shape_and_number_of_threads(
 ) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
     want = definition(code_range, kind, *block)
-    before = kernels.isa()
-    for name in kernels.available_isas():
-        kernels.set_isa(name)
+    for _ in isas.each():
         assert_same(ours(code_range, kind, *block, threads=threads), want)
-    kernels.set_isa(before)
 
 
 @pytest.mark.usefixtures("isa")
 def test_rows_do_not_depend_on_each_other() -> None:
     inverse, scale, weight = special_block(finite=False)
     whole = ours(CodeRange(-8, 7), "bf16", inverse, scale, weight)
-    for row in range(len(weight)):
-        assert_same(
-            ours(CodeRange(-8, 7), "bf16", inverse, scale[row : row + 1], weight[row : row + 1]),
-            [x[row : row + 1] for x in whole],
-        )
+    for row in (slice(at, at + 1) for at in range(len(weight))):
+        assert_same(ours(CodeRange(-8, 7), "bf16", inverse, scale[row], weight[row]), [x[row] for x in whole])
 
 
 def test_wrong_arguments_are_refused() -> None:
     inverse, scale, weight = random_block(np.random.default_rng(0), 5, 16)
     value, error = np.empty_like(weight), np.empty_like(weight)
-    good: dict[str, Any] = {
-        "code_range": CodeRange(-8, 7),
-        "kind": "bf16",
-        "inverse": inverse,
-        "scale": scale,
-        "weight": weight,
-    }
-    good |= {"value": value, "error": error}
+    good: dict[str, Any] = {"code_range": CodeRange(-8, 7), "kind": "bf16", "inverse": inverse, "scale": scale}
+    good |= {"weight": weight, "value": value, "error": error}
     kernels.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
@@ -211,9 +194,6 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             kernels.gptq_block(**{**good, **change})
-
-
-# --- the library ----------------------------------------------------------------------------------
 
 
 def library_block(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
@@ -255,15 +235,12 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
 def test_equals_the_librarys_loop(code_range: CodeRange, kind: str) -> None:
     rng = np.random.default_rng(code_range[1])
     blocks = [random_block(rng, n, width) for n, width in ((1, 1), (2, 128), (75, 37), (3000, 128))]
-    before = kernels.isa()
     for block in (*blocks, special_block(True), special_block(False)):
         want = library_block(code_range, kind, *block)
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(np.square(want[2]), want[3])
-        for name in kernels.available_isas():
-            kernels.set_isa(name)
+        for _ in isas.each():
             assert_same(ours(code_range, kind, *block), want[:3])
-    kernels.set_isa(before)
 
 
 @with_library

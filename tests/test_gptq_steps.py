@@ -1,7 +1,4 @@
-"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ
-as its paper states it."""
-
-from __future__ import annotations
+"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ as its paper states it."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -44,9 +41,6 @@ def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.
     return weight, torch.from_numpy(scale).view(torch.bfloat16)
 
 
-# --- the library ----------------------------------------------------------------------------------
-
-
 def by_library(
     bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor, hessian: Any, dampening: float, order: Any
 ) -> tuple[torch.Tensor, float, bool]:
@@ -54,18 +48,11 @@ def by_library(
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    args = QuantizationArgs(
-        num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group, actorder=order
-    )
-    values, losses, fell_back = quantize_weight(  # type: ignore[misc]  # it says two
-        weights=weight.float()[None],
-        hessians=hessian[None].clone(),
-        scale=scale[None],
-        zero_point=torch.zeros_like(scale)[None],
-        global_scale=None,
-        quant_args=args,
-        percdamp=dampening,
-    )
+    how: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    args = QuantizationArgs(**how, group_size=group, actorder=order)
+    scales: dict[str, Any] = {"scale": scale[None], "zero_point": torch.zeros_like(scale)[None], "global_scale": None}
+    given = {"weights": weight.float()[None], "hessians": hessian[None].clone(), "quant_args": args}
+    values, losses, fell_back = quantize_weight(**given, **scales, percdamp=dampening)  # type: ignore[misc]
     return values[0], float(losses[0]), bool(fell_back[0])
 
 
@@ -132,8 +119,7 @@ def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
 
 @pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
 def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) -> None:
-    """Fewer tokens than columns and next to no dampening: its inverse may have no factor, for which
-    the library ends in an error."""
+    """Its inverse may have no factor, for which the library ends in an error."""
     weight, scale = linear(3, 384, 128, 4)
     hessian = calibrated(384, dead=3, batches=(100,))
     try:
@@ -172,14 +158,9 @@ def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
         gptq.compensate(weight, factor, scale.half(), CodeRange(-8, 7))
 
 
-# --- one scale per row ----------------------------------------------------------------------------
-
-
 def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampening: float, ordered: bool) -> Any:
-    """GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k].
-
-    After each column, the inverse of what is left of H follows by one step of Gaussian elimination.
-    """
+    """GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k]. After each
+    column, the inverse of what is left of H follows by one step of Gaussian elimination."""
     h, w = hessian.copy(), weight.astype(np.float64)
     k = len(h)
     dead = np.diag(h) == 0
@@ -200,8 +181,7 @@ def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampeni
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, CodeRange(-7, 7)), (8, 1, CodeRange(-127, 127))])
 def test_a_scale_for_each_row(bits: int, step: int, code_range: CodeRange, ordered: bool) -> None:
-    """The codes of AMXINT4 and AMXINT8: those of the oracle but for what lies within rounding of a
-    tie, and nearer than rounding."""
+    """AMXINT4 and AMXINT8: the codes of the oracle but for what lies within rounding of a tie."""
     n, k, dead = 64, 320, 4
     generator = torch.Generator().manual_seed(bits)
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()

@@ -1,12 +1,8 @@
-"""What SGLang's prefill on GPUs gets of an expert: kt-kernel's bytes (golden/gpu_buffers.json has their hashes), for any
-number of parts and ranks; what cannot be written is refused.
-"""
-
-from __future__ import annotations
+"""What SGLang's prefill on GPUs gets of an expert: kt-kernel's bytes, whose hashes are in golden/gpu_buffers.json."""
 
 import hashlib
+import itertools
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.methods import METHODS
@@ -80,13 +75,8 @@ def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> 
         path = layer.write(tmp_path / name)
         sizes = {"experts": EXPERTS, "topk": 2, "hidden": SIZE, "width": SIZE}
         runs[name] = {"path": str(path), "method": layer.method, "parts": parts, "ranks": ranks, **sizes}
-    job, result = tmp_path / "job.json", tmp_path / "result.safetensors"
-    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
-    program = str(Path(native.__file__).with_name("native_peer.py"))
-    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    theirs = load_file(result)
-    found = {name: {str(n): digest(theirs[f"{name}.{n}"]) for n in ranks} for name, ranks in RANKS.items()}
+    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
+    found = {name: {str(n): digest(theirs[f"{name}.{n}"].bits) for n in ranks} for name, ranks in RANKS.items()}
     assert found == json.loads(GOLDEN.read_text())
 
 
@@ -123,19 +113,12 @@ def test_what_cannot_be_written(arguments: Sequence[int], message: str, tmp_path
     moe.load_weights()
     with pytest.raises(ValueError, match=message):
         moe.submit_write_weight_scale_to_buffer(*arguments, [1], [1], [1], [1])
+    for which, wrong in itertools.product(range(4), ([], [0], [1, 1], [-1])):
+        addresses = [wrong if which == place else [1] for place in range(4)]
+        name = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")[which]
+        with pytest.raises(ValueError, match=f"{name}_ptrs must be an address for each of 1 ranks"):
+            moe.submit_write_weight_scale_to_buffer(1, 0, *addresses)
     moe.sync_write_weight_scale_to_buffer()  # nothing was submitted
-
-
-@pytest.mark.parametrize("wrong", [[], [0], [1, 1], [-1]])
-@pytest.mark.parametrize("which", range(4))
-def test_addresses_are_checked(which: int, wrong: list[int], tmp_path: Path) -> None:
-    moe = wrapper(native.read("FP8_default").write(tmp_path), "FP8")
-    moe.load_weights()
-    addresses = [[1], [1], [1], [1]]
-    addresses[which] = wrong
-    name = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")[which]
-    with pytest.raises(ValueError, match=f"{name}_ptrs must be an address for each of 1 ranks"):
-        moe.submit_write_weight_scale_to_buffer(1, 0, *addresses)
 
 
 def test_bf16_needs_no_scales(tmp_path: Path) -> None:

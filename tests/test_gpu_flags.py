@@ -1,11 +1,6 @@
-"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local
-paths are changed.
-
-Data sets are named as kt-kernel names them and come from a hub cache made here, with a few rows: fewer than asked for
-is fine.
+"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local paths
+are changed. Data sets are named as kt-kernel names them and come from a hub cache made here, with a few rows.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -29,53 +24,49 @@ MODEL, OUTPUT = "--model_id", "--output_dir"
 LINEARS = 2 * 8 * 3  # of the bundled model
 
 # Each is written as in kt-kernel, lines joined.
+PATHS, MNT = "--model_id /path/to/model --output_dir /path/to/output", "/mnt/data/models"
+QWEN, QWEN2 = f"{MNT}/Qwen3-Next-80B-A3B-Instruct", "/mnt/data2/models/Qwen3-Next-80B-A3B-Instruct"
+SAMPLES = "--num_calibration_samples 512 --max_sequence_length 2048"
 EXAMPLES = {
     # kt-kernel/scripts/README.md
-    "gptq": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16",
-    "rtn": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method RTN --quant_type W4A16",
-    "calibration": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ "
-    "--quant_type W4A16 --num_calibration_samples 512 --max_sequence_length 2048 --dataset "
-    "HuggingFaceH4/ultrachat_200k "
-    "--dataset_split train_sft",
-    "memory": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16 "
-    '--max_gpu_memory "40GiB"',
-    "example 1": f"{PROGRAM} --model_id /mnt/data/models/Qwen3-Next-80B-A3B-Instruct "
-    "--output_dir /mnt/data/models/Qwen3-Next-80B-A3B-Instruct-GPTQ-W4A16 --quant_method GPTQ --quant_type W4A16 "
-    '--num_calibration_samples 512 --max_sequence_length 2048 --max_gpu_memory "40GiB" --trust_remote_code',
-    "example 2": f"{PROGRAM} --model_id /mnt/data/models/DeepSeek-R1-0528-BF16 "
-    "--output_dir /mnt/data/models/DeepSeek-R1-0528-RTN-W4A16 --quant_method RTN --quant_type W4A16 "
-    '--max_gpu_memory "70GiB" --trust_remote_code',
-    "example 3": f"{PROGRAM} --model_id /mnt/data/models/GLM-4.5-Air "
-    "--output_dir /mnt/data/models/GLM-4.5-Air-GPTQ-W8A16 --quant_method GPTQ --quant_type W8A16 "
-    '--dataset "tatsu-lab/alpaca" --dataset_split "train" --num_calibration_samples 256 --max_gpu_memory "40GiB" '
-    "--trust_remote_code",
+    "gptq": f"{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16",
+    "rtn": f"{PROGRAM} {PATHS} --quant_method RTN --quant_type W4A16",
+    "calibration": f"{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16 {SAMPLES} "
+    "--dataset HuggingFaceH4/ultrachat_200k --dataset_split train_sft",
+    "memory": f'{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16 --max_gpu_memory "40GiB"',
+    "example 1": f"{PROGRAM} --model_id {QWEN} --output_dir {QWEN}-GPTQ-W4A16 --quant_method GPTQ --quant_type W4A16 "
+    f'{SAMPLES} --max_gpu_memory "40GiB" --trust_remote_code',
+    "example 2": f"{PROGRAM} --model_id {MNT}/DeepSeek-R1-0528-BF16 --output_dir {MNT}/DeepSeek-R1-0528-RTN-W4A16 "
+    '--quant_method RTN --quant_type W4A16 --max_gpu_memory "70GiB" --trust_remote_code',
+    "example 3": f"{PROGRAM} --model_id {MNT}/GLM-4.5-Air --output_dir {MNT}/GLM-4.5-Air-GPTQ-W8A16 --quant_method GPTQ "
+    '--quant_type W8A16 --dataset "tatsu-lab/alpaca" --dataset_split "train" --num_calibration_samples 256 '
+    '--max_gpu_memory "40GiB" --trust_remote_code',
     # the text of scripts/convert_gpu_weights.py itself
-    "script gptq": "python convert_gpu_weights.py --model_id /mnt/data2/models/Qwen3-Next-80B-A3B-Instruct "
-    "--output_dir /mnt/data2/models/Qwen3-Next-80B-A3B-Instruct-GPU-weight --quant_method GPTQ --quant_type W4A16",
-    "script rtn": "python convert_gpu_weights.py --model_id /mnt/data/models/GLM-4.5-Air "
-    "--output_dir /mnt/data/models/GLM-4.5-Air-GPU-weights-rtn --quant_method RTN --quant_type W4A16",
+    "script gptq": f"python convert_gpu_weights.py --model_id {QWEN2} --output_dir {QWEN2}-GPU-weight "
+    "--quant_method GPTQ --quant_type W4A16",
+    "script rtn": f"python convert_gpu_weights.py --model_id {MNT}/GLM-4.5-Air "
+    f"--output_dir {MNT}/GLM-4.5-Air-GPU-weights-rtn --quant_method RTN --quant_type W4A16",
     # kt-kernel/README.md, which relies on the default method
-    "readme": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_type W4A16",
+    "readme": f"{PROGRAM} {PATHS} --quant_type W4A16",
 }
 # The parser of the script: every option with its default, in its own spelling.
-OPTIONS: dict[str, Any] = {
-    "model_id": None,
-    "output_dir": None,
-    "quant_method": "GPTQ",
-    "quant_type": "W8A16",
-    "num_calibration_samples": 512,
-    "max_sequence_length": 2048,
-    "dampening_frac": 0.1,
-    "dataset": "HuggingFaceH4/ultrachat_200k",
-    "dataset_split": "train_sft",
-    "force_cpu": False,
-    "ignore_patterns": (),  # kt-kernel's own are always in the list
-    "torch_dtype": "bfloat16",
+OPTIONS: dict[str, Any] = {"model_id": None, "output_dir": None, "quant_method": "GPTQ", "quant_type": "W8A16"}
+OPTIONS |= {"num_calibration_samples": 512, "max_sequence_length": 2048, "dampening_frac": 0.1, "force_cpu": False}
+OPTIONS |= {"dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "torch_dtype": "bfloat16"}
+OPTIONS |= {
+    "ignore_patterns": (),
     "trust_remote_code": False,
     "random_seed": 42,
-    "max_gpu_memory": None,
-    "max_cpu_memory": None,
-}
+}  # kt-kernel's own are always in the list
+OPTIONS |= {"max_gpu_memory": None, "max_cpu_memory": None}
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    """The options of `ktconvert gpu` with these words; nothing runs."""
+    command = group.get_command(click.Context(group), "gpu")
+    assert command is not None
+    parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+    return command.make_context("gpu", list(words), parent=parent).params
 
 
 def rounds(line: str) -> bool:
@@ -166,19 +157,13 @@ print(json.dumps(ended))
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], example: Path) -> dict[str, Path]:
-    """The outputs of all GPTQ examples."""
     if missing := [name for name in ("llmcompressor", "datasets", "transformers") if find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}: pip install 'ktconvert[gpu]'")
     folder = tmp_path_factory.mktemp("calibrated")
     outputs = {name: folder / name.replace(" ", "-") for name in GPTQ}
     words = {name: words_of(EXAMPLES[name], example, output) for name, output in outputs.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM_OF_ALL, json.dumps(words)],
-        env={**os.environ, **hub},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
+    command = [sys.executable, "-c", PROGRAM_OF_ALL, json.dumps(words)]
+    done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
     assert not any(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr[-4000:]
     for dataset, samples in (("HuggingFaceH4/ultrachat_200k", 512), ("tatsu-lab/alpaca", 256)):
@@ -197,12 +182,10 @@ def test_gptq(name: str, calibrated: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path) -> None:
-    """Options that a line names have its values, all others the script's defaults; nothing runs."""
+    """Options that a line names have its values, all others the script's defaults; hyphens are no other option."""
     words = words_of(EXAMPLES[name], tmp_path / "model", tmp_path / "out")
-    command = group.get_command(click.Context(group), "gpu")
-    assert command is not None
-    parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-    options = command.make_context("gpu", list(words), parent=parent).params
+    options = parsed(*words)
+    assert parsed(*(word.replace("_", "-") if word.startswith("--") else word for word in words)) == options
     expected = dict(OPTIONS)
     while words:
         option = words.pop(0).removeprefix("--")
@@ -214,37 +197,12 @@ def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path)
         assert options[option] is None if value is None else str(options[option]) == str(value), option
 
 
-def test_both_spellings_of_every_option() -> None:
-    """Neither underscores nor hyphens are wrong, nor the case of a method."""
-    command = group.get_command(click.Context(group), "gpu")
-    assert command is not None
-    values = {name: str(value) for name, value in OPTIONS.items() if value not in (None, False, ())}
-    values |= {"model_id": "m", "output_dir": "o", "ignore_patterns": "p", "max_gpu_memory": "40GiB"}
-    values |= {"max_cpu_memory": "1000GiB", "quant_method": "rtn", "quant_type": "w4a16"}
-    spellings = []
-    for spelled in ("--{}".format, lambda name: f"--{name.replace('_', '-')}"):
-        words = ["--force_cpu", "--trust_remote_code"] if not spellings else ["--force-cpu", "--trust-remote-code"]
-        for name, value in values.items():
-            words += [spelled(name), value]
-        parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-        spellings.append(command.make_context("gpu", words, parent=parent).params)
-    assert spellings[0] == spellings[1]
-    assert OPTIONS.keys() - {"model_id", "output_dir"} <= spellings[0].keys()
-    assert (spellings[0]["force_cpu"], spellings[0]["trust_remote_code"]) == (True, True)
-    assert (spellings[0]["quant_method"], spellings[0]["quant_type"]) == ("RTN", "W4A16")
-    assert (spellings[0]["max_gpu_memory"], spellings[0]["max_cpu_memory"]) == (40 << 30, 1000 << 30)
-
-
 def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
-    command = group.get_command(click.Context(group), "gpu")
-    assert command is not None
     for words in (
         ["--ignore_patterns", "a", "re:b.*", "--quant_type", "W4A16"],
         ["--ignore-patterns", "a", "--ignore-patterns=re:b.*", "--quant-type", "W4A16"],
         ["--quant_type", "W4A16", "--ignore_patterns", "a", "re:b.*"],
-        ["--Quant_Type", "W4A16", "--IGNORE-PATTERNS", "a", "re:b.*"],
+        ["--Quant_Type", "w4a16", "--IGNORE-PATTERNS", "a", "re:b.*"],
     ):
-        parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-        options = command.make_context("gpu", ["-i", "m", "-o", "o", *words], parent=parent).params
-        assert options["ignore_patterns"] == ("a", "re:b.*")
-        assert options["quant_type"] == "W4A16"
+        options = parsed("-i", "m", "-o", "o", *words)
+        assert (options["ignore_patterns"], options["quant_type"]) == (("a", "re:b.*"), "W4A16")

@@ -1,8 +1,4 @@
-"""Scales of least squared error for groups: NumPy = scalar C = AVX2 = AVX-512, no error above that by the largest value,
-and codes that are packed as MXFP4 in both orders.
-"""
-
-from __future__ import annotations
+"""Scales of least squared error for groups: NumPy = scalar C = AVX2 = AVX-512, and no error above that by the largest value."""
 
 import re
 from typing import Any
@@ -23,6 +19,7 @@ from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import FLOAT_GRIDS, SIGNED_GRIDS, group_search, mxfp4, reference
 from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE
 from ktconvert.quantizers.scales import e8m0
+from rig import isas
 
 GRID = FLOAT_GRIDS["mxfp4"]
 GRIDS = {"mxfp4": GRID, **SIGNED_GRIDS}
@@ -53,15 +50,10 @@ def test_every_instruction_set_is_the_definition(
     space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
     spaced = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
     spaced[:] = bf16
-    before = kernels.isa()
-    try:
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
-            ours = search_groups(grid, spaced, importance)
-            same("codes", ours[0], codes)
-            same("scales", ours[1], scales)
-    finally:
-        kernels.set_isa(before)
+    for _ in isas.each():
+        ours = search_groups(grid, spaced, importance)
+        same("codes", ours[0], codes)
+        same("scales", ours[1], scales)
 
 
 def errors(bf16: Any, numbers: Any, weights: Any) -> Any:
@@ -79,10 +71,8 @@ def test_no_group_is_worse_than_by_its_largest_value(seed: int, weighted: str) -
     rng = np.random.default_rng(seed)
     n, k = 64, 128
     values = rng.standard_t(rng.uniform(1, 8), (n, k)) * 10.0 ** rng.uniform(-30, 30, (n, 1))
-    bf16, importance = (
-        reference.f32_to_bf16(np.clip(values, -3e38, 3e38).astype(np.float32)),
-        IMPORTANCES[weighted](rng, k),
-    )
+    bf16 = reference.f32_to_bf16(np.clip(values, -3e38, 3e38).astype(np.float32))
+    importance = IMPORTANCES[weighted](rng, k)
     codes, exponents = search_groups("mxfp4", bf16, importance)
     numbers = codes.reshape(n, -1, 32) * (e8m0(exponents) * np.float32(GRID.step))[:, :, None]
     weights = group_search.weights(k, importance).astype(np.float64)

@@ -1,11 +1,8 @@
-"""Models of transformers whose experts come from a converted directory: the same words, and not one expert tensor
-loaded.
+"""Models of transformers whose experts come from a converted directory: the same words, and not one expert tensor loaded.
 
 Every family is a tiny model with random weights, saved by transformers, converted by the real command to INT8 and
 loaded through KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -13,9 +10,8 @@ import json
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.quantizers import reference
-from rig import hf
+from rig import hf, stored
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
 from rig.hf import complete, experts_of, heard, logits, row_distances
 from rig.safetensors import encode
@@ -58,8 +54,7 @@ CASES = [
 LAYER_INT8, LAYER, LOGITS, TOP_1 = 0.035, 0.04, 0.045, 0.8
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A checkpoint and its converted output, both loaded: by transformers alone, and with our experts."""
 
     model: Path
@@ -115,13 +110,10 @@ def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool
 
 @each_family
 def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
-    for word in ("experts", "MISSING", "UNEXPECTED"):
-        assert word not in case.stderr
+    assert [word for word in ("experts", "MISSING", "UNEXPECTED") if word in case.stderr] == []
     theirs, ours = experts_of(case.original), experts_of(case.ours)
-    assert theirs.keys() == ours.keys()
-    assert [m.layer for m in ours.values()] == list(theirs)
-    assert all(isinstance(m, RoutedExperts) for m in ours.values())
-    assert not list(next(iter(ours.values())).parameters())
+    assert [m.layer for m in ours.values()] == list(theirs) == list(ours)
+    assert all(isinstance(m, RoutedExperts) and not list(m.parameters()) for m in ours.values())
     rest = {name for name in case.original.state_dict() if not name.rpartition(".")[0].endswith(".experts")}
     assert set(case.ours.state_dict()) == rest
 
@@ -141,21 +133,14 @@ def test_each_layer_computes_what_transformers_computes(case: Case) -> None:
 def test_the_model_says_what_the_original_says(case: Case) -> None:
     """Medians: where two experts are equally likely a small error may choose the other one."""
     want, got = logits(case.original, IDS), logits(case.ours, IDS)
-    hooks = [
-        m.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out))
-        for m in experts_of(case.original).values()
-    ]
-    silent = logits(case.original, IDS)
+    experts = experts_of(case.original).values()
+    hooks = [m.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out)) for m in experts]
+    silent = row_distances(logits(case.original, IDS), want).median()
     for hook in hooks:
         hook.remove()
     far, same = row_distances(got, want).median(), (got.argmax(-1) == want.argmax(-1)).float().mean()
-    print(
-        f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts "
-        f"{row_distances(silent, want).median():.3f}"
-    )
-    assert far < LOGITS
-    assert same >= TOP_1
-    assert row_distances(silent, want).median() > 10 * LOGITS
+    print(f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts {silent:.3f}")
+    assert far < LOGITS and same >= TOP_1 and silent > 10 * LOGITS
 
 
 qwen = pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["qwen3_moe"])
@@ -194,10 +179,7 @@ def test_float32_and_batches(case: Case) -> None:
 def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> None:
     """A config.json with our quantization_config is enough; programs that know nothing of us then load the model."""
     shutil.copytree(case.model, tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] = KTConvertConfig(cpu_weights=case.weights).to_dict()
-    path.write_text(json.dumps(config))
+    stored.configure(tmp_path / "model", quantization_config=KTConvertConfig(cpu_weights=case.weights).to_dict())
     assert torch.equal(logits(complete(tmp_path / "model"), IDS), logits(case.ours, IDS))
 
 
@@ -207,10 +189,10 @@ def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Pat
     model = tmp_path / "model"
     model.mkdir()
     shutil.copy(case.model / "config.json", model)
-    stored = load_file(next(case.model.glob("*.safetensors")))
-    rest = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    tensors = load_file(next(case.model.glob("*.safetensors")))
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     save_file(rest, model / "rest.safetensors", metadata={"format": "pt"})
-    gone = sorted(set(stored) - set(rest))
+    gone = sorted(set(tensors) - set(rest))
     rows = (16 << 30) // 256 // len(gone)
     header = {"__metadata__": {"format": "pt"}}
     for at, name in enumerate(gone):
@@ -226,25 +208,18 @@ def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Pat
     assert torch.equal(logits(ours, IDS), logits(case.ours, IDS))
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 @qwen
-def test_layers_that_were_not_converted(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_experts_that_are_not_the_models(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
     cli("cpu", "-i", case.model, "-o", tmp_path / "one", "--threadpool-count", 1, "--layers", 1)
-    with pytest.raises(UnsupportedError, match=r"one: holds no experts of layer 0, which Qwen3MoeForCausalLM has"):
-        load(case.model, tmp_path / "one")
-
-
-@qwen
-def test_experts_of_another_model(case: Case, tmp_path: Path) -> None:
     other = make("qwen3_moe", False, tmp_path / "other", num_experts=4)
-    with pytest.raises(UnsupportedError, match=r"num_experts 8 by its byte counts, not 4"):
-        load(other, case.weights)
-    with pytest.raises(UnsupportedError, match="nowhere"):
-        load(other, tmp_path / "nowhere")
-    with pytest.raises(UnsupportedError, match="holds no expert weights"):
-        load(other, tmp_path)
+    for model, weights, words in (
+        (case.model, tmp_path / "one", "one: holds no experts of layer 0, which Qwen3MoeForCausalLM has"),
+        (other, case.weights, "num_experts 8 by its byte counts, not 4"),
+        (other, tmp_path / "nowhere", "nowhere"),
+        (other, tmp_path, "holds no expert weights"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            load(model, weights)
 
 
 LOCAL = {"num_local_experts": EXPERTS, "head_dim": 32}
@@ -256,11 +231,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "config", "why"), REFUSED, ids=[f"{r[0]}" for r in REFUSED])
+@pytest.mark.parametrize(("family", "config", "why"), REFUSED)
 def test_experts_that_compute_something_else(family: str, config: dict[str, Any], why: str) -> None:
     with torch.device("meta"):
-        config_object = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
-        model = transformers.AutoModelForCausalLM.from_config(config_object)
+        made = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
+        model = transformers.AutoModelForCausalLM.from_config(made)
     with pytest.raises(UnsupportedError, match=why) as refused:
         find_experts(model)
     assert "load it without cpu_weights" in str(refused.value)

@@ -1,10 +1,6 @@
-"""Features of torch and transformers on a model with our experts: compiled, exported, traced, copied, saved, and trained
-against by mistake.
-
-The bundled model in INT8, with all experts cold, and with some that torch computes (hot).
+"""Features of torch and transformers on a model with our experts, all of them cold, or some computed by torch: compiled,
+exported, traced, copied, saved, and trained against by mistake.
 """
-
-from __future__ import annotations
 
 import copy
 import gc
@@ -30,9 +26,7 @@ from rig import hf  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.arange(3, 30)[None]
-SENTENCE = (
-    r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvertConfig"
-)
+SENTENCE = r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvert"
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +54,7 @@ def logits(model: Any, ids: Any = IDS, **more: Any) -> Any:
         return model(ids, use_cache=False, **more).logits
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
 def test_backward_is_one_sentence(model: Any) -> None:
-    """With gradient checkpointing, too."""
     for change in (model.eval, model.gradient_checkpointing_enable):
         change()
         with pytest.raises(RuntimeError, match=SENTENCE) as refused:
@@ -98,9 +88,6 @@ def test_what_no_gradient_needs_is_left_alone(model: Any) -> None:
     assert torch.equal(model(IDS).logits, want)
     with pytest.raises(RuntimeError, match="does not require grad"):  # torch's own sentence
         model(IDS, labels=IDS).loss.backward()
-
-
-# ---- recorded programs ----------------------------------------------------------------------------------------------
 
 
 def test_compiled_in_one_graph(example: Path, weights: Path) -> None:
@@ -229,9 +216,6 @@ def test_a_trace_holds_no_constants(model: Any) -> None:
         assert torch.equal(traced(IDS + 7), logits(model, IDS + 7))
 
 
-# ---- copies ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_copy_shares_the_weights(model: Any) -> None:
     want = logits(model)
     copied = copy.deepcopy(model)
@@ -293,9 +277,6 @@ def test_save_pretrained_and_dequantize_say_what_to_do(model: Any, weights: Path
         model.save_pretrained(tmp_path / "again")
     assert str(weights) in str(refused.value) and "`ktconvert cpu --non-experts keep`" in str(refused.value)
     assert "\n" not in str(refused.value) and not list((tmp_path / "again").glob("*.safetensors"))
-
-
-# ---- ids ------------------------------------------------------------------------------------------------------------
 
 
 def test_ids_outside(weights: Path) -> None:

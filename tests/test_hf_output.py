@@ -1,7 +1,4 @@
-"""An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with
-it, and random experts never."""
-
-from __future__ import annotations
+"""An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with it, never random experts."""
 
 import json
 import math
@@ -15,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from rig import families
+from rig import families, stored
 from rig.hf import complete, experts_of, logits
-from rig.safetensors import Tensor, edit_file
+from rig.safetensors import Tensor, edit_file, read_folder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -66,19 +62,16 @@ def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     without, experts_alone = done.stdout.splitlines()
     assert cpu_card.NO_FILE in without
-    names = ("experts alone", "loose")
-    sentences = [
-        f"{outputs[name]}: holds the routed experts alone; load the checkpoint that it was converted from, with these"
-        f" experts: from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{outputs[name]}'))"
-        for name in names
-    ]
-    assert experts_alone == f"UnsupportedError {sentences[0]}"
-    with pytest.raises(UnsupportedError, match=re.escape(sentences[1])):
+    sentence = (
+        "{0}: holds the routed experts alone; load the checkpoint that it was converted from, with these experts: "
+    )
+    sentence += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
+    assert experts_alone == f"UnsupportedError {sentence.format(outputs['experts alone'])}"
+    with pytest.raises(UnsupportedError, match=re.escape(sentence.format(outputs["loose"]))):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["loose"])
 
 
 def assert_same(output: Path, source: Path, **options: Any) -> Any:
-    """The output is the source with its experts."""
     given = {"quantization_config": KTConvertConfig(**options)} if options else {}
     ours, ids = complete(output, **given), torch.arange(3, 40)[None]
     expected = complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))
@@ -89,14 +82,9 @@ def assert_same(output: Path, source: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("name", ["copied", "kept"])
 def test_with_ktconvert_it_is_the_model_with_these_experts(name: str, outputs: dict[str, Path], example: Path) -> None:
     assert_same(outputs[name], example)
-
-
-def test_what_is_kept_has_its_own_name(outputs: dict[str, Path], example: Path) -> None:
-    roots = (example, outputs["kept"])
-    names = [{e.name for file in p.glob("*.safetensors") for e in read_header(file).entries} for p in roots]
-    source, kept = ({name for name in found if "experts" not in name and "_exps" not in name} for found in names)
-    assert source == kept
-    assert "it is a whole model" in (outputs["kept"] / "README.md").read_text()
+    names = [{n for n in read_folder(p) if "experts" not in n and "_exps" not in n} for p in (example, outputs[name])]
+    assert (names[0] == names[1]) == (name == "kept")
+    assert ("it is a whole model" in (outputs[name] / "README.md").read_text()) == (name == "kept")
 
 
 def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -116,8 +104,7 @@ def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tm
 
 def test_the_original_is_named(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(example, tmp_path / "source"))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"_name_or_path": "org/tiny"}))
+    stored.configure(source, _name_or_path="org/tiny")
     output = convert(cli, source, tmp_path / "out")
     with pytest.raises(UnsupportedError, match=r"from_pretrained\('org/tiny', quantization_config="):
         transformers.AutoModelForCausalLM.from_pretrained(output)

@@ -1,14 +1,12 @@
 """Calibrations that are cut off: killed where a test wants it, resumed, and compared with one that was never cut off."""
 
-from __future__ import annotations
-
-import json
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconvert.pipeline.engine import journal
 from rig import calibrated, conversion, killpoint
 
 
@@ -22,12 +20,7 @@ class Attempts:
     """
 
     def __init__(
-        self,
-        base: Path,
-        servers: Any,
-        arguments: Callable[[Path, Path, Path], list[str]],
-        stage: str,
-        units: Sequence[str],
+        self, base: Path, servers: Any, arguments: Callable[..., list[str]], stage: str, units: Sequence[str]
     ) -> None:
         self.base, self.servers, self.arguments = base, servers, arguments
         self.stage, self.units = stage, units
@@ -46,8 +39,7 @@ class Attempts:
         return output
 
     def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
-        """Killed before its n-th call that changes something; 0 lets it finish. Without words, the
-        conversion from its beginning."""
+        """Killed before its n-th call that changes something; 0 lets it finish. Without words: from its beginning."""
         log = output.parent.with_suffix(".log")
         log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
@@ -56,15 +48,9 @@ class Attempts:
         return done
 
     def calls_of(self, output: Path) -> list[Any]:
-        """The calls of the last run."""
-        base = f"{output.parent}/"
-        return [
-            call._replace(path=call.path.removeprefix(base), second=call.second and call.second.removeprefix(base))
-            for call in killpoint.calls(output.parent.with_suffix(".log"))
-        ]
+        return killpoint.calls(output.parent.with_suffix(".log"), output.parent)
 
     def finish(self, output: Path, where: str, *words: str) -> None:
-        """Resume, and compare."""
         done = self.run(output, *words)
         assert done.returncode == 0, f"{where}: {done.stderr}"
         assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
@@ -95,30 +81,17 @@ class Attempts:
 
     def recorded_at(self, unit: str) -> int:
         """The number of the call by which a unit's record became durable."""
-        stored = next(
-            n for n, c in enumerate(self.calls) if c.name == "rename" and f"/{self.stage}.{unit}." in str(c.second)
-        )
+        name = f"/{self.stage}.{unit}."
+        stored = next(n for n, c in enumerate(self.calls) if c.name == "rename" and name in str(c.second))
         book = ("fsync", "out.work/journal.jsonl")
         return next(n for n, call in enumerate(self.calls, 1) if n > stored and call[:2] == book)
 
     def recorded(self, output: Path) -> set[str]:
-        """The units that the journal says are done."""
         book = output.with_name("out.work") / "journal.jsonl"
-        lines = book.read_text().splitlines() if book.exists() else []
-        units = set()
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # torn
-                continue
-            if record.get("event") == "done":
-                units.add(record["unit"].removeprefix(f"{self.stage}."))
-        return units
+        done = journal.finished(journal.read(book)).values() if book.exists() else ()
+        return {record.unit.removeprefix(f"{self.stage}.") for record in done}
 
     def within(self, unit: str) -> list[int]:
         """The numbers of the calls that write what belongs to a unit before it is whole."""
-        return [
-            n
-            for n, call in enumerate(self.calls, 1)
-            if f"partial/{self.stage}.{unit}" in call.path and "write" in call.name
-        ]
+        part = f"partial/{self.stage}.{unit}"
+        return [n for n, call in enumerate(self.calls, 1) if part in call.path and "write" in call.name]

@@ -1,7 +1,4 @@
-"""A source, an output beside it, and the command line, to be cut off where a test wants it: pytest
-fixtures and what they give."""
-
-from __future__ import annotations
+"""A source, an output beside it, and the command line, to be cut off where a test wants it: fixtures and what they give."""
 
 import shutil
 import subprocess
@@ -53,8 +50,8 @@ class Bench:
 
     def cpu(self, *options: str, kill: int = 0, output: Path | None = None, source: Path | None = None) -> Done:
         """`ktconvert cpu` with one thread, so that calls come in one order."""
-        where = ("-i", source or self.source, "-o", output or self.output)
-        return self.run("cpu", *where, "--cpuinfer-threads", "1", *options, kill=kill)
+        where = ("-i", source or self.source, "-o", output or self.output, "--cpuinfer-threads", "1")
+        return self.run("cpu", *where, *options, kill=kill)
 
     def begin(self, which: str, *options: str, kill: int = 0) -> Done:
         """One of CONVERSIONS with one thread; merge reads what a loose conversion of the source made."""
@@ -68,7 +65,6 @@ class Bench:
         return self.run(command, *where, *rest, *options, kill=kill)
 
     def fresh(self, *options: str, source: Path | None = None) -> Any:
-        """What an uninterrupted run makes."""
         place = self.base / "fresh"
         assert self.cpu(*options, output=place, source=source).returncode == 0
         tree = conversion.tree(place)
@@ -77,11 +73,7 @@ class Bench:
 
     def calls(self) -> list[Any]:
         """The calls of the last run, in order; paths below the folder that holds the output."""
-        base = f"{self.output.parent}/"
-        return [
-            call._replace(path=call.path.removeprefix(base), second=call.second and call.second.removeprefix(base))
-            for call in killpoint.calls(self.log)
-        ]
+        return killpoint.calls(self.log, self.output.parent)
 
     def stop_after(self, units: int, *options: str) -> None:
         """A conversion that is killed right after so many units were recorded."""
@@ -98,7 +90,6 @@ class Bench:
         assert len(journal.finished(journal.read(self.work / "journal.jsonl"))) == units
 
     def units_written(self) -> int:
-        """How many units the last run wrote."""
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())
 
     def finished_as(self, expected: Any) -> None:

@@ -1,7 +1,5 @@
 """Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -27,22 +25,11 @@ MAX_LENGTH = 48
 TEXTS = (300, 110, 85, 60, 40, 25, 12)  # characters; the first is more than MAX_LENGTH tokens
 FEW = (25, 8)
 # What a server loads, so that a run takes one second and not seven.
+OURS = ("cli.conversion", "cli.making", "plans.cpu", "plans.gpu", "walk.layered", "verify")
 MODULES = (
-    "accelerate",
-    "datasets",
-    "compressed_tensors.compressors",
-    "llmcompressor.modifiers.gptq.gptq_quantize",
-    "transformers.modeling_utils",
-    "ktconvert.pipeline.cli.conversion",
-    "ktconvert.pipeline.cli.making",
-    "ktconvert.pipeline.plans.cpu",
-    "ktconvert.pipeline.plans.gpu",
-    "ktconvert.pipeline.walk.layered",
-    "ktconvert.pipeline.verify",
+    *("accelerate", "datasets", "compressed_tensors.compressors", "llmcompressor.modifiers.gptq.gptq_quantize"),
+    *("transformers.modeling_utils", *(f"ktconvert.pipeline.{name}" for name in OURS)),
 )
-
-
-# ---- what is converted -----------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -61,21 +48,15 @@ class Case(NamedTuple):
     oracle: Mapping[str, Any] | None = MappingProxyType({})
 
 
+ROUTED = ("--calibrate", "routed", "--min-expert-tokens")
 CASES = {
     "qwen3_moe": Case("qwen3_moe"),
     "qwen3_moe W8A16": Case("qwen3_moe", "W8A16"),
     "qwen3_moe fused": Case("qwen3_moe fused", oracle=None),
     "qwen3_moe FP8": Case("qwen3_moe FP8", oracle=None),
     "qwen3_moe decoded": Case("qwen3_moe decoded", oracle=None),
-    "qwen3_moe routed": Case(
-        "qwen3_moe",
-        options=("--calibrate", "routed", "--min-expert-tokens", "1"),
-        few=True,
-        oracle={"calibrate_all": False},
-    ),
-    "qwen3_moe floor": Case(
-        "qwen3_moe", options=("--calibrate", "routed", "--min-expert-tokens", "4"), few=True, oracle=None
-    ),
+    "qwen3_moe routed": Case("qwen3_moe", options=(*ROUTED, "1"), few=True, oracle={"calibrate_all": False}),
+    "qwen3_moe floor": Case("qwen3_moe", options=(*ROUTED, "4"), few=True, oracle=None),
     "qwen3_moe g32": Case("qwen3_moe", options=("--group-size", "32"), few=True, oracle={"group": 32}),
     "qwen3_moe float32": Case("qwen3_moe", "W8A16", options=("--rounding", "float32"), oracle=None),
     "qwen3_moe unrepaired": Case("qwen3_moe", options=("--engine", "oneshot"), oracle={"repaired": False}),
@@ -133,14 +114,12 @@ def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
 
 
 def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes
-    are multiples of it."""
+    """Linears as FP8 in blocks of 128 x 128, as DeepSeek and Qwen publish them; sizes are multiples of it."""
     import torch
 
-    converted: dict[str, Any] = {}
+    converted = dict(tensors)
     for name, x in tensors.items():
         if not name.endswith("_proj.weight"):
-            converted[name] = x
             continue
         blocks = x.float().unflatten(0, (-1, min(128, x.shape[0]))).unflatten(2, (-1, 128))
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448
@@ -163,7 +142,6 @@ def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same in BF16."""
     import torch
 
     converted: dict[str, Any] = {}
@@ -179,8 +157,7 @@ def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
-    """A data set of texts, as JSON lines in mixed order, and its samples in the order in which they are to be
-    calibrated with."""
+    """A data set of texts, as JSON lines in mixed order, and its samples in the order of calibration."""
     from transformers import AutoTokenizer
 
     text, at, rows = HELDOUT.read_text(), 0, []
@@ -195,34 +172,26 @@ def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[li
     return path, sorted(ids, key=len, reverse=True)
 
 
-# ---- conversions -----------------------------------------------------------------------------------------------------
-
-
 def usual(dataset: Path, threads: int = 1) -> list[str]:
-    """Options of every conversion with samples."""
     words = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
     return [*words, "--force-cpu"]
 
 
 def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
-    """The words of a conversion."""
     return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, *usual(dataset, threads), *options]
 
 
 def scale_gptq(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
-    """The words of `ktconvert cpu --scale gptq`."""
     where = ("-i", str(model), "-o", str(out))
     return ["cpu", *where, "--scale", "gptq", "--min-expert-tokens", "4", *usual(dataset), *options]
 
 
 def calibrate(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
-    """The words of `ktconvert calibrate`."""
     return ["calibrate", str(model), "--output", str(out), *usual(dataset), *options]
 
 
 class Converted(NamedTuple):
-    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of
-    cases, and the output of both."""
+    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases."""
 
     root: Path
     cases: Mapping[str, Case]
@@ -255,13 +224,12 @@ class Converted(NamedTuple):
 
     def oracle(self, name: str) -> dict[str, Any]:
         """The library's tensors under the names that our output has."""
-        names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
         def ours(name: str) -> str:
-            head, experts, tail = name.partition(".block_sparse_moe.experts.")
-            for theirs, own in names.items():
-                tail = tail.replace(f".{theirs}.", f".{own}.")
-            return f"{head}{experts}{tail}" if experts else name
+            if ".block_sparse_moe.experts." in name:
+                for theirs, own in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+                    name = name.replace(f".{theirs}.", f".{own}.")
+            return name
 
         return {ours(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
 
@@ -330,13 +298,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.fixture(scope="session")
 def converted_long(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    def make(root: Path) -> None:
-        convert(Converted(root, LONG), threads=2, extras=False)
-
-    return Converted(once(tmp_path_factory, "gptq-long", make), LONG)
-
-
-# ---- what models say -------------------------------------------------------------------------------------------------
+    root = once(tmp_path_factory, "gptq-long", lambda root: convert(Converted(root, LONG), threads=2, extras=False))
+    return Converted(root, LONG)
 
 
 def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:
@@ -360,7 +323,6 @@ def divergence(original: Any, other: Any, text: str) -> float:
 
 
 def without_experts(path: Path) -> Any:
-    """The model with its routed experts silent."""
     import torch
 
     model, _ = reloaded(path)

@@ -1,7 +1,5 @@
 """A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -48,8 +46,7 @@ def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.u
 def checkpoint(
     folder: Path, *, layers: int = 3, experts: int = 2, hidden: int = HIDDEN, width: int = WIDTH, seed: int = 0
 ) -> Path:
-    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config,
-    tokenizer, a nested file."""
+    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config, tokenizer, a nested file."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     shards: list[dict[str, Any]] = []
@@ -78,8 +75,7 @@ def checkpoint(
 
 
 def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
-    """Change one bit of a file (of the last weight, its sign), its size kept; the time of change
-    moves on, unless it is to be kept."""
+    """Change one bit of a file (of the last weight, its sign); the time of change moves on, unless it is to be kept."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[at] ^= 0x80
@@ -93,10 +89,7 @@ def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
 def ktconvert(
     *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run the real command line to its end, in a process of its own.
-
-    It is forked from one that has imported it, where neither environment nor process are to be special.
-    """
+    """The real command line, in a process of its own: forked from one that has imported it, unless it is to be special."""
     if not (env or prefix or how) and threading.current_thread() is threading.main_thread():
         fork, begun_in = _server()
         if begun_in == _environment():
@@ -107,7 +100,6 @@ def ktconvert(
 
 
 def here(*arguments: object) -> Result:
-    """The command in this process."""
     from ktconvert.pipeline.cli import group
 
     return CliRunner().invoke(group, [*map(str, arguments)])
@@ -141,10 +133,8 @@ def larger(base: Path) -> tuple[Path, Tree]:
 def held(
     source: Path, seen: Path, *options: str, output: Path | None = None, prefix: Iterable[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent.
-
-    seen is how this process sees the output, where the conversion knows it under another name.
-    """
+    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent. seen:
+    the output as this process sees it, where the conversion knows it under another name."""
     command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen), *options]
     env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be interrupted
     book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
@@ -181,7 +171,6 @@ def _stands_still(pid: int) -> bool:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """What --json says, or a journal."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
@@ -191,48 +180,37 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
     assert len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
+    assert not [word for word in words if word not in lines[0]], lines[0]
 
 
-class Mounts:
+class Mounts(contextlib.AbstractContextManager[Any]):
     """A mount namespace of our own: its mounts are invisible to other processes and end with it. A context manager."""
 
     def __init__(self) -> None:
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
         ready = ["sh", "-c", "echo ready; exec sleep 3600"]
-        self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", *user, *ready],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["unshare", "--mount", "--propagation", "private", *user, *ready]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self._holder.stdout is not None
         line = self._holder.stdout.readline().strip()
         enter = ["-U", "--preserve-credentials"] if user else []
         self.prefix = ["nsenter", "-t", str(self._holder.pid), "-m", *enter]
         self.refusal = "" if line == "ready" else line or "unshare failed"
 
-    def __enter__(self) -> Mounts:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._holder.kill()
         self._holder.wait()
 
     def mount(self, *arguments: str | Path) -> None:
-        """mount(8) within."""
         subprocess.run([*self.prefix, "mount", *map(str, arguments)], check=True)
 
     def seen(self, path: Path) -> Path:
-        """A path as it looks within."""
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
 
 @contextlib.contextmanager
 def in_memory(otherwise: Path) -> Iterator[Path]:
-    """A folder on a tmpfs, where syncing costs nothing: hundreds of runs would wait for the disk most of the time. On
-    disk where the tmpfs is small, as in many containers."""
+    """A folder on a tmpfs, where syncing costs nothing; on disk where the tmpfs is small, as in many containers."""
     shared = Path("/dev/shm")
     roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= ROOM
     base = Path(tempfile.mkdtemp(dir=shared)) if roomy else otherwise
@@ -245,14 +223,11 @@ def in_memory(otherwise: Path) -> Iterator[Path]:
 
 def tree(folder: Path) -> Tree:
     """Every file with its bytes, every folder, and where links point."""
-    return {
-        str(p.relative_to(folder)): str(p.readlink()).encode()
-        if p.is_symlink()
-        else p.read_bytes()
-        if p.is_file()
-        else None
-        for p in folder.rglob("*")
-    }
+
+    def content(p: Path) -> bytes | None:
+        return str(p.readlink()).encode() if p.is_symlink() else p.read_bytes() if p.is_file() else None
+
+    return {str(p.relative_to(folder)): content(p) for p in folder.rglob("*")}
 
 
 def identity(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -265,15 +240,12 @@ def identity(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def names(folder: Path) -> list[str]:
-    """The entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def differing(actual: Tree, expected: Tree) -> list[str]:
     """The names of what is missing, extra or has other bytes: readable where the trees themselves are not."""
-    return sorted(
-        name for name in actual.keys() | expected.keys() if actual.get(name, b"-") != expected.get(name, b"-")
-    )
+    return sorted(n for n in actual.keys() | expected.keys() if actual.get(n, b"-") != expected.get(n, b"-"))
 
 
 def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:

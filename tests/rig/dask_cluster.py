@@ -1,10 +1,6 @@
-"""Real `dask scheduler` and `dask worker` processes on loopback, started as a user would, named, and always ended.
-
-Every process has a log of its own, printed when the cluster ends, so that a failing test shows them. Each is killed
-when the process that started it ends, however that happens.
+"""Real `dask scheduler` and `dask worker` processes on loopback, started as a user would, named, and always ended: also
+when the process that started them ends, however that happens. A failing test shows their logs.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -14,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -27,9 +23,8 @@ DASK = (sys.executable, "-P", "-m", "dask")
 ROLES = ("CLIENT", "SCHEDULER", "WORKER")
 
 
-class Cluster:
-    """A scheduler and its workers. Use as a context manager; `start` starts more, and must be called by a thread that
-    lives as long as they shall.
+class Cluster(contextlib.AbstractContextManager[Any]):
+    """A scheduler and its workers, started by a thread that lives as long as they shall.
 
     file     what `--executor dask:FILE` names
     address  tcp://127.0.0.1:PORT, or tls://
@@ -39,11 +34,7 @@ class Cluster:
     def __init__(
         self, folder: Path, *, ttl: str | None = None, tls: Path | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        """Start the scheduler, without waiting for it.
-
-        ttl  after how long a silent worker is given up, such as "3s"; None: Dask's own five minutes
-        tls  the folder of `certificates`; None: without TLS
-        """
+        """Start the scheduler. ttl: after how long a silent worker is given up; tls: the folder of `certificates`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / "scheduler.json"
         self.env = {"DASK_TEMPORARY_DIRECTORY": str(folder), **(env or {})}
@@ -56,9 +47,6 @@ class Cluster:
             self.env |= tls_environment(tls)
         self._start("scheduler", ["scheduler", *SCHEDULER, *self._protocol], {})
 
-    def __enter__(self) -> Cluster:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
@@ -69,40 +57,24 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """What `--executor dask:ADDRESS` names."""
         _wait(lambda: "Scheduler at:" in self.log("scheduler"), self, "scheduler")
         return next(line.split()[-1] for line in self.log("scheduler").splitlines() if "Scheduler at:" in line)
 
     def start(
-        self,
-        *names: str,
-        nanny: bool = False,
-        env: Mapping[str, str] | None = None,
-        words: Sequence[str] = (),
-        prefix: Sequence[str] = (),
-    ) -> Cluster:
-        """Start workers of these names at the same time and wait until the scheduler knows them.
-
-        nanny   whether a process of its own starts each one, and starts it again when it ends
-        env     what they have in their environment beside that of the cluster, such as a PYTHONPATH
-        words   further options of `dask worker`
-        prefix  a program that starts them, such as taskset or nsenter
-        """
+        self, *names: str, nanny: bool = False, env: Any = None, words: Sequence[str] = (), prefix: Sequence[str] = ()
+    ) -> Self:
+        """Start workers at the same time and wait until the scheduler knows them. nanny: a process of its own starts each
+        one again when it ends; env: beside that of the cluster; prefix: a program that starts them, such as nsenter."""
         for name in names:
             command = ["worker", *WORKER, *self._protocol, "--nanny" if nanny else "--no-nanny", "--name", name]
             if nanny:
                 self._nannies.add(name)
             self._start(name, [*command, *words], env or {}, prefix)
         for name in names:
-            self.wait_until_known(name)
+            _wait(lambda name=name: "Registered to:" in self.log(name), self, name)
         return self
 
-    def wait_until_known(self, name: str, times: int = 1) -> None:
-        """Until a worker was accepted by the scheduler so many times: more than once where its nanny starts it again."""
-        _wait(lambda: self.log(name).count("Registered to:") >= times, self, name)
-
     def log(self, name: str) -> str:
-        """What a process has said until now."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def pid(self, name: str) -> int:
@@ -116,22 +88,16 @@ class Cluster:
                     return int(child)
         raise ProcessLookupError(f"{name} has no process just now")
 
-    def nanny(self, name: str) -> int:
-        """The process that starts a worker again."""
-        assert name in self._nannies
-        return self._processes[name].pid
-
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the process that computes: SIGKILL, SIGSTOP, SIGCONT ..."""
         os.kill(self.pid(name), number)
 
-    def ended(self, name: str, seconds: float = TIMEOUT) -> int:
+    def ended(self, name: str) -> int:
         """Wait until a process (with a nanny, the nanny) has ended; its return code."""
-        return self._processes[name].wait(seconds)
+        return self._processes[name].wait(TIMEOUT)
 
     def given_up(self, name: str) -> None:
-        """Have the scheduler take a worker for dead, as it does with one that has been silent for its ttl. No time goes
-        by, in which a slow machine would let others be silent for as long."""
+        """Have the scheduler take a worker for dead, as it does with one that has been silent for its ttl."""
         from distributed import Client
 
         async def remove(dask_scheduler: Any) -> None:
@@ -219,9 +185,7 @@ def other_version(folder: Path, version: str) -> dict[str, str]:
 
 @pytest.fixture
 def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster that ends with the test: dask_cluster("a", "b", nanny=True), or dask_cluster(ttl="3s", tls=folder)
-    and then .start(...).
-    """
+    """Start a cluster that ends with the test: dask_cluster("a", "b", nanny=True), or dask_cluster(tls=folder)."""
     with contextlib.ExitStack() as stack:
 
         def begin(*names: str, nanny: bool = False, **how: Any) -> Cluster:

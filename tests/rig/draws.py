@@ -1,7 +1,5 @@
 """What hypothesis draws: the same everywhere, whatever the machine, and whichever tests a process has run before."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 

@@ -1,9 +1,6 @@
-"""Every quantized encoding in safetensors: tiny checkpoints stored by its formula, with the value of every weight.
-
-Nothing here uses the code under test: words are put together code by code.
+"""Every quantized encoding in safetensors: tiny checkpoints stored by its formula, with the value of every weight. Nothing
+here uses the code under test: words are put together code by code.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,18 +21,13 @@ Stored = dict[str, tuple[str, Any]]  # (dtype, bits) by a tensor's name, or by w
 Make = Callable[[np.random.Generator, int, int], tuple[Stored, Bits]]  # a weight [n, k], and its values as BF16 bits
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E4M3 = np.array(
-    [
-        (-1 if b & 128 else 1) * ((8 + b % 8) * 2.0 ** ((b >> 3 & 15) - 10) if b & 0x78 else b % 8 * 2.0**-9)
-        for b in range(256)
-    ]
-)  # as far as they are numbers
+SIZES = [(8 + b % 8) * 2.0 ** ((b >> 3) - 10) if b & 0x78 else b % 8 * 2.0**-9 for b in range(127)] + [np.nan]
+E4M3 = np.concatenate([SIZES, np.negative(SIZES)])
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """name: in facts. claim: in --input-type. config: quantization_config. v4, stacked: the names of DeepSeek-V4, those of
-    gpt-oss."""
+    """name: in facts. claim: in --input-type. v4, stacked: the names of DeepSeek-V4, of gpt-oss."""
 
     name: str
     claim: str
@@ -63,15 +55,11 @@ def rounded(x: Any) -> Bits:
 
 
 def spread(scales: Any, block: tuple[int, int], n: int, k: int) -> Any:
-    """The scale of each element."""
     return np.repeat(np.repeat(scales, min(n, block[0]), axis=0), min(k, block[1]), axis=1)[:n, :k]
 
 
 def grid(block: tuple[int, int], n: int, k: int) -> tuple[int, int]:
     return -(-n // block[0]), -(-k // block[1])
-
-
-# --- FP8, FP4 -----------------------------------------------------------------------------------------------------------
 
 
 def e8m0(rng: np.random.Generator, *shape: int) -> tuple[Bits, Any]:
@@ -119,9 +107,6 @@ def nvfp4(values: str, whole: str, divides: bool) -> Make:
         return {**stored, whole: ("F32", np.full((1,) if divides else (), one, np.float32))}, rounded(exact)
 
     return make
-
-
-# --- integers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -172,8 +157,6 @@ SCALES = {"F16": lambda s: s.astype(np.float16), "BF16": rounded, "F32": lambda 
 def compressed(
     dtype: str = "F16", unit: str = "I32", shape: str = "I64", zeros: bool = False, order: bool = False
 ) -> Any:
-    """compressed-tensors' pack-quantized."""
-
     def store(own: Codes) -> Stored:
         packed = words(own.bits, own.codes)
         out: Stored = {
@@ -209,8 +192,6 @@ def gptq(zeros: str = "", order: bool = True) -> Any:
 
 
 def awq(own: Codes) -> Stored:
-    """AutoAWQ's GEMM version."""
-
     def rows(values: Any) -> Any:
         shuffled = values.reshape(len(values), -1, 8)[:, :, (0, 2, 4, 6, 1, 3, 5, 7)]
         return words(4, shuffled.reshape(len(values), -1)).view(np.int32)
@@ -220,18 +201,13 @@ def awq(own: Codes) -> Stored:
 
 
 def int8(own: Codes) -> Stored:
-    """compressed-tensors' int-quantized."""
     codes, zeros = ((values - 128).astype(np.int8) for values in (own.codes, own.zeros))
     return {".weight": ("I8", codes), ".weight_scale": ("F32", own.scales), ".weight_zero_point": ("I8", zeros)}
-
-
-# --- quantization_config ------------------------------------------------------------------------------------------------
 
 
 def scheme(
     bits: int, group: int | None, symmetric: bool = True, kind: str = "pack-quantized", **others: Any
 ) -> dict[str, Any]:
-    """compressed-tensors'."""
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group, **others}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -247,9 +223,6 @@ def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
 
 def awq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-
-
-# --- the table ----------------------------------------------------------------------------------------------------------
 
 
 def _ct(bits: int, group: int | None, store: Any, zeros: bool = False, order: bool = False, **config: Any) -> Encoding:
@@ -350,6 +323,5 @@ def write(
 
 
 def write_plain(folder: Path, values: Mapping[tuple[int, str], Bits]) -> Path:
-    """The same in BF16."""
     plain = ENCODINGS["awq"]
     return checkpoint(folder, {f"{plain.base(*key)}.weight": ("BF16", bits) for key, bits in values.items()})

@@ -1,7 +1,5 @@
 """Tiny models of many families with random weights, saved by transformers as its users save theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

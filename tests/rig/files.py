@@ -1,7 +1,5 @@
 """Files that change: their times move on, however coarse the times of the file system are."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -20,7 +18,6 @@ def touch(path: Path) -> None:
 
 
 def rewrite(path: Path, data: bytes | str) -> None:
-    """Write a file anew."""
     before = path.stat()
     path.chmod(0o644)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -28,7 +25,6 @@ def rewrite(path: Path, data: bytes | str) -> None:
 
 
 def edit_json(path: Path, change: Callable[[Any], object]) -> None:
-    """Change a JSON document in place."""
     document = json.loads(path.read_bytes())
     change(document)
     path.write_text(json.dumps(document))

@@ -1,6 +1,4 @@
-"""Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and the numbers that they stand for."""
-
-from __future__ import annotations
+"""Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and their numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.quantizers import panels
+from rig.encodings import E2M1, E4M3
 
 Bytes = npt.NDArray[np.uint8]
 INTEGERS = {"RAWINT4": 32, "GPTQ_INT4": 128, "GPTQ_INT4_64": 64, "GPTQ_INT4_32": 32}  # columns of a scale
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E2M1_VALUES = np.concatenate([E2M1, -E2M1])
 
 
 @dataclass(frozen=True)
@@ -24,15 +21,6 @@ class Weight:
     codes: Bytes
     scales: Bytes
     numbers: npt.NDArray[np.float64]
-
-
-def e4m3_values() -> npt.NDArray[np.float64]:
-    """What the 256 codes of E4M3 stand for."""
-    code = np.arange(128)
-    exponent, fraction = code >> 3, code & 7
-    value = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
-    value[127] = np.nan
-    return np.concatenate([value, -value])
 
 
 def from_bits(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
@@ -47,7 +35,7 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
-    numbers = E2M1_VALUES[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    numbers = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
     return Weight(in_words(codes), by_panels(scales), numbers)
 
 
@@ -74,38 +62,36 @@ def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]
 
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
-    numbers = e4m3_values()[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
+    numbers = E4M3[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
     return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
-    numbers = e4m3_values()[codes] * scales.astype(np.float64)[:, None]
+    numbers = E4M3[codes] * scales.astype(np.float64)[:, None]
     return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
-    numbers = e4m3_values()[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    numbers = E4M3[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
     return Weight(as_bytes(panels.to_panels(codes)), by_panels(scales), numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
     """E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, [n, k/16], and a scale for all."""
     panels_of = len(codes) // 32
-    numbers = E2M1_VALUES[codes] * np.repeat(e4m3_values()[scales], 16, axis=1) * whole
+    numbers = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1) * whole
     header = np.tile(np.array([whole], "<f4").view(np.uint8), (panels_of, 16))
     held = np.concatenate([header, by_panels(scales).reshape(panels_of, -1)], axis=1)
     return Weight(in_words(codes), as_bytes(held), numbers)
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
-    """BF16 bits [n, k]."""
     return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def f16(halves: npt.NDArray[np.float16]) -> Weight:
-    """FP16 [n, k]."""
     return Weight(as_bytes(panels.to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
 
 
@@ -133,8 +119,7 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
         return fp8_perchannel(e4m3, scales_of(n))
     if name in INTEGERS:
         scales = scales_of(n, k // INTEGERS[name]) * rng.choice([-16, 16], (n, k // INTEGERS[name]))
-        scales = scales.astype(np.float32)
-        return int4(name, rng.integers(-8, 8, (n, k), np.int8), scales)
+        return int4(name, rng.integers(-8, 8, (n, k), np.int8), scales.astype(np.float32))
     if name == "NVFP4":
         steps = rng.integers(0, 127, (n, k // 16), np.uint8)
         return nvfp4(rng.integers(0, 16, (n, k), np.uint8), steps, float(scales_of(1)[0]))

@@ -1,11 +1,7 @@
 """The real command line many times over, without the half second of starting Python: it is loaded once and forked for
-each run.
-
-A run is a process of its own, killed for real; what it changes is counted by the shim of killpoint.py, which the server
-was started under. As a script this file is that server: an order per line on stdin, a return code per line on stdout.
+each run, which is a process of its own, killed for real. As a script this file is that server: an order per line on
+stdin, a return code per line on stdout.
 """
-
-from __future__ import annotations
 
 import contextlib
 import importlib
@@ -15,19 +11,16 @@ import pkgutil
 import queue
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("cli", "engine", "plans", "ui", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
-class Forks:
-    """A few servers, so that a few runs go on at once. Use as a context manager.
-
-    modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can
-    be among these.
-    program  which calls serve
-    """
+class Forks(contextlib.AbstractContextManager[Any]):
+    """A few servers, so that a few runs go on at once. modules: what they load beside the command line (torch starts no
+    threads before a child needs them); program: which calls serve."""
 
     def __init__(
         self,
@@ -41,41 +34,25 @@ class Forks:
         libraries = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), *map(str, preload)]))
         env = {**os.environ, "LD_PRELOAD": libraries, **one}
         env.pop("KILLPOINT_ROOT", None)
+        command = [*prefix, sys.executable, *program, *modules]
         self._all = [
-            subprocess.Popen(
-                [*prefix, sys.executable, *program, *modules],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(count)
         ]
         self._free: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
         for server in self._all:
             self._free.put(server)
 
-    def __enter__(self) -> Forks:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for server in self._all:
             server.kill()
             server.wait()
 
-    def run(
-        self,
-        arguments: Sequence[str | Path],
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        printed: Path | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `ktconvert` with these arguments to its end, or to its death, in the working directory of whoever calls.
-        What it says goes to the file `log`, and what it prints to `printed`, or there, too.
+    def run(self, arguments: Sequence[str | Path], log: Path, env: Any = None, printed: Path | None = None) -> Any:
+        """The CompletedProcess of `ktconvert` with these arguments, in the working directory of whoever calls. What it says
+        goes to the file `log`, and what it prints to `printed`, or there, too.
         """
-        server = self._free.get()
-        assert server.stdin is not None
-        assert server.stdout is not None
+        server: Any = self._free.get()
         words = list(map(str, arguments))
         order = {"arguments": words, "log": str(log), "printed": printed and str(printed), "env": dict(env or {})}
         try:
@@ -88,7 +65,6 @@ class Forks:
 
 
 def serve(modules: Sequence[str]) -> None:
-    """Fork a child for each order and wait for it."""
     main = importlib.import_module("ktconvert.pipeline.cli").main
     with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
         for package in PACKAGES:

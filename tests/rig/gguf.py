@@ -1,7 +1,5 @@
 """Tiny GGUF files: written by gguf-py, or byte by byte where they are to be wrong; random blocks of any type of ggml."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,9 +48,7 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
 def write(
     path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, Any], arch: str = "qwen3moe"
 ) -> Path:
-    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as
-    metadata.
-    """
+    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
@@ -89,8 +85,6 @@ def model(
             tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
     return tensors
 
-
-# --- byte by byte -----------------------------------------------------------------------------------------------------
 
 NUMBERS = {"B": 0, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}
 

@@ -1,7 +1,5 @@
 """Golden files: those of tests/golden and, where KTCONVERT_GOLDEN names folders (separated by colons), theirs too."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

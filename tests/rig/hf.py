@@ -1,16 +1,12 @@
 """Models of transformers with our experts: loaded, asked for logits, and listened to at their experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 
 def load(model: Path, own_quantization: bool = True, **settings: Any) -> Any:
-    """The model with these settings of KTConvertConfig; nothing may be missing and nothing left over.
-
-    own_quantization: leave it in the model's config, where ours takes its place.
-    """
+    """The model with these settings of KTConvertConfig; nothing may be missing and nothing left over. own_quantization: leave
+    it in the model's config, where ours takes its place."""
     import transformers
 
     from ktconvert.native_quant import KTConvertConfig

@@ -1,7 +1,5 @@
 """What a whole model's experts read, in float64, by hooks on transformers' own modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

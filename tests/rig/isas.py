@@ -1,10 +1,28 @@
-"""Which instruction set is chosen where none is asked for."""
+"""Instruction sets: put to use for a while, and which one is chosen where none is asked for."""
 
-from __future__ import annotations
-
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from ktconvert.native_quant import kernels
+
+
+@contextlib.contextmanager
+def using(isa: str) -> Iterator[None]:
+    """Whatever happens within, the one before is put back."""
+    before = kernels.isa()
+    kernels.set_isa(isa)
+    try:
+        yield
+    finally:
+        kernels.set_isa(before)
+
+
+def each() -> Iterator[str]:
+    """Those of this machine, each in use when it is its turn."""
+    for isa in kernels.available_isas():
+        with using(isa):
+            yield isa
 
 
 def chosen() -> str:

@@ -1,10 +1,4 @@
-"""Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c).
-
-A kill matrix: `run` once with n=0 and a log, `count` the calls, then `run` with n = 1 ... count, and each time again
-with n=0 to see what the resume makes of it.
-"""
-
-from __future__ import annotations
+"""Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c)."""
 
 import os
 import re
@@ -44,36 +38,30 @@ def run(
     shim: Path,
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` and kill it before its n-th change to what begins with `root` (n from 1; 0 lets it finish).
-
-    `root`, `root/x` and `root.work` all begin with `root`; a sync of the directory that holds `root` counts as well.
-    `log` is started anew and gets a line per call; `env` is added to the environment. The result is text; its
-    returncode is KILLED if the kill point was reached.
+    """Run `command` and kill it before its n-th change to what begins with `root` (n from 1; 0 lets it finish), such as
+    `root/x` and `root.work`; a sync of the directory that holds `root` counts as well. `log` gets a line per call.
+    The returncode is KILLED if the kill point was reached.
     """
-    settings = {
-        **shims.preloaded(shim),
-        "KILLPOINT_ROOT": os.path.realpath(root),
-        "KILLPOINT_N": str(n),
-    }
+    settings = {**shims.preloaded(shim), "KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
     if log is not None:
         log.unlink(missing_ok=True)
         settings["KILLPOINT_LOG"] = str(log)
     environment = {**os.environ, **(env or {}), **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = signal.SIGSTOP) -> dict[str, str]:
-    """The environment of a process that sends itself a signal before its n-th change to what begins with `root`, once
-    where the signal lets it go on."""
+    """The environment of a process that sends itself a signal, once, before its n-th change to what begins with `root`."""
     where = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n), "KILLPOINT_SIGNAL": str(int(number))}
     return {**shims.preloaded(shim), **where}
 
 
-def calls(log: Path) -> list[Call]:
-    """The calls that were made, in order; the one before which the process was killed is not among them."""
-    return [call for kind, call in _lines(log) if kind == "call"]
+def calls(log: Path, base: Path | None = None) -> list[Call]:
+    """The calls that were made, in order; the one before which the process was killed is not among them. base: the folder
+    that their paths are shown from."""
+    made = [call for kind, call in _lines(log) if kind == "call"]
+    return [Call(name, *(path.removeprefix(f"{base}/") for path in paths if path)) for name, *paths in made]
 
 
 def killed_before(log: Path) -> Call | None:

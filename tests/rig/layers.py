@@ -2,9 +2,8 @@
 ktconvert.native_quant.
 
 Each run goes through a model's MoE layers twice, as an inference loop does: a layer's output goes into the next. The
-job names weights, shapes, method and T, a run its inputs and how many experts of a token each layer may defer; all
-outputs go to a safetensors file. kt-kernel's buffers know sizes by the number of tokens alone, so runs must differ in
-it.
+job names weights, shapes, method and T, a run its inputs and how many experts of a token each layer may defer; outputs
+go to a safetensors file. kt-kernel's buffers know sizes by the number of tokens alone: runs must differ in it.
 """
 
 import importlib
@@ -17,19 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def without_pinning(real):
-    def construct(*args, **options):
-        options.pop("pin_memory", None)
-        return real(*args, **options)
-
-    return construct
-
-
 def prepare_kt_kernel():
     """kt-kernel 0.7.2 asks for pinned memory and a CUDA stream even on a CPU; nothing of ours needs this."""
     os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
     for name in ("zeros", "empty", "full"):
-        setattr(torch, name, without_pinning(getattr(torch, name)))
+        real = getattr(torch, name)
+        setattr(torch, name, lambda *args, pin_memory=None, real=real, **options: real(*args, **options))
+
+
+def wrapper(KTMoEWrapper, layer, experts, topk, hidden, width, mask, parts, path, method, **more):
+    """A wrapper by the names that kt-kernel's arguments have, with two threads."""
+    sizes = {"num_experts": experts, "num_experts_per_tok": topk, "hidden_size": hidden, "moe_intermediate_size": width}
+    how = {"cpuinfer_threads": 2, "threadpool_count": parts, "weight_path": path, "chunked_prefill_size": 512}
+    return KTMoEWrapper(layer_idx=layer, **sizes, gpu_experts_mask=mask, **how, method=method, **more)
 
 
 def main(module, job):
@@ -51,27 +50,16 @@ def main(module, job):
 
 
 def make(KTMoEWrapper, job, inputs, layer, defer):
-    wrapper = KTMoEWrapper(
-        layer_idx=layer,
-        num_experts=job["experts"],
-        num_experts_per_tok=inputs["ids"].shape[-1],
-        hidden_size=inputs["hidden"].shape[-1],
-        moe_intermediate_size=job["intermediate"],
-        gpu_experts_mask=inputs.get("mask"),
-        cpuinfer_threads=2,
-        threadpool_count=job["numa"],
-        weight_path=job["folder"],
-        chunked_prefill_size=512,
-        cpu_save=job["save"],
-        max_deferred_experts_per_token=defer,
-        method=job["method"],
-    )
+    topk, hidden = inputs["ids"].shape[-1], inputs["hidden"].shape[-1]
+    sizes = (job["experts"], topk, hidden, job["intermediate"], inputs.get("mask"), job["numa"], job["folder"])
+    more = {"cpu_save": job["save"], "max_deferred_experts_per_token": defer}
+    moe = wrapper(KTMoEWrapper, layer, *sizes, job["method"], **more)
     if job["save"]:
         stacked = (inputs[f"{layer}.{name}"] for name in ("gate", "up", "down"))
-        wrapper.load_weights_from_tensors(*stacked, torch.arange(job["experts"]))
+        moe.load_weights_from_tensors(*stacked, torch.arange(job["experts"]))
     else:
-        wrapper.load_weights(torch.arange(job["experts"]))
-    return wrapper
+        moe.load_weights(torch.arange(job["experts"]))
+    return moe
 
 
 if __name__ == "__main__":

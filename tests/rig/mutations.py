@@ -1,11 +1,6 @@
 """Damages valid files, each in its own way: bytes anywhere, and values, keys and structure of JSON, safetensors headers
-and TOML.
-
-Every function takes a generator of random numbers and the whole file, and returns a damaged one; the same seed, the
-same file.
+and TOML. Every function takes a generator of random numbers and the whole file, and returns a damaged one.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable
@@ -83,7 +78,6 @@ def near(random: Random, value: Any) -> Any:
 
 
 def of_json(random: Random, file: bytes) -> bytes:
-    """Values, keys and members of a JSON document."""
     root = [json.loads(file, object_pairs_hook=Object)]  # in a list, so that the whole document is a value, too
     for _ in range(random.randint(1, EDITS)):
         if not (every := places(root)):
@@ -104,9 +98,8 @@ def of_json(random: Random, file: bytes) -> bytes:
 
 def _structure(random: Random, root: list[Any], what: int) -> None:
     """Remove (7), rename (8) or double a member or an element somewhere in a document."""
-    nodes = [
-        node for node in (root[0], *(where[at] for where, at in places(root[0]))) if isinstance(node, Object | list)
-    ]
+    every = (root[0], *(where[at] for where, at in places(root[0])))
+    nodes = [node for node in every if isinstance(node, Object | list)]
     entries = getattr(node := random.choice(nodes), "members", node) if nodes else []
     if not entries:
         return
@@ -182,9 +175,8 @@ def of_gguf(random: Random, file: bytes) -> bytes:
         at = random.randrange(min(len(data), 1000) or 1)
         width = random.choice((1, 2, 4, 4, 8, 8))
         old = int.from_bytes(data[at : at + width], "little")
-        new = random.choice(
-            (0, 1, 8, 9, 139, old + 1, old - 1, old * 2, 1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
-        )
+        large = (1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
+        new = random.choice((0, 1, 8, 9, 139, old + 1, old - 1, old * 2, *large))
         data[at : at + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
     return of_bytes(random, bytes(data)) if random.random() < 0.2 else bytes(data)
 
@@ -210,7 +202,6 @@ def of_toml(random: Random, file: bytes) -> bytes:
 
 
 def damaged(kind: Callable[[Random, bytes], bytes], file: bytes, seed: int) -> bytes:
-    """A file of this kind (of_json, of_lines ...) with one to three damages; one in four has them
-    anywhere in its bytes."""
+    """A file of this kind (of_json ...) with one to three damages; one in four has them anywhere in its bytes."""
     random = Random(seed)
     return of_bytes(random, file) if random.random() < 0.25 else kind(random, file)

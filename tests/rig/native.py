@@ -1,8 +1,7 @@
 """Layers of tests/golden/native_*: a checkpoint under kt-kernel's names, an input, and what kt-kernel and float64 give."""
 
-from __future__ import annotations
-
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,8 @@ from rig.safetensors import Tensors, read_file, write_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = (
-    "BF16_default",
-    "BF16_mixtral",
-    "FP8_default",
-    "FP8_PERCHANNEL_default",
-    "MXFP4_v4",
-    "MXFP8_m3",
-    "RAWINT4_kimi",
-    "GPTQ_INT4_default",
+    *("BF16_default", "BF16_mixtral", "FP8_default", "FP8_PERCHANNEL_default"),
+    *("MXFP4_v4", "MXFP8_m3", "RAWINT4_kimi", "GPTQ_INT4_default"),
 )
 
 
@@ -48,12 +41,21 @@ class Native:
 
 
 def read(name: str) -> Native:
-    """The file native_NAME."""
     stored = read_file(GOLDEN / f"native_{name}.safetensors")
     inputs = (stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights"))
     outputs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(("in.", "out."))}
     return Native(name.rsplit("_", 1)[0], tensors, *inputs, *outputs)
+
+
+def by_kt_kernel(python: str, runs: Any, folder: Path) -> Tensors:
+    """What kt-kernel itself gives, by native_peer.py."""
+    job, result = folder / "job.json", folder / "result.safetensors"
+    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
+    program = str(Path(__file__).with_name("native_peer.py"))
+    done = subprocess.run([python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return read_file(result)
 
 
 def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rig.layers import prepare_kt_kernel
+from rig.layers import prepare_kt_kernel, wrapper
 
 
-def buffers(wrapper, run, ranks):
+def buffers(moe, run, ranks):
     """[experts, 4, ranks, bytes] of the buffers, each as large as the largest can be and filled with 0xA5 before."""
     size = 2 * run["width"] * run["hidden"] * 2 // ranks
     outs = torch.full((run["experts"], 4, ranks, size), 0xA5, dtype=torch.uint8)
     for expert, of_expert in enumerate(outs):
         pointers = [[rank.data_ptr() for rank in of_kind] for of_kind in of_expert]
-        wrapper.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
-    wrapper.sync_write_weight_scale_to_buffer()
+        moe.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
+    moe.sync_write_weight_scale_to_buffer()
     return outs
 
 
@@ -34,27 +34,16 @@ def main(job):
 
     outs = {}
     for name, run in job["runs"].items():
-        wrapper = KTMoEWrapper(
-            layer_idx=0,
-            num_experts=run["experts"],
-            num_experts_per_tok=run["topk"],
-            hidden_size=run["hidden"],
-            moe_intermediate_size=run["width"],
-            gpu_experts_mask=torch.zeros(run["experts"], dtype=torch.bool),
-            cpuinfer_threads=2,
-            threadpool_count=run.get("parts", 1),
-            weight_path=run["path"],
-            chunked_prefill_size=512,
-            method=run["method"],
-            swiglu_limit=run.get("limit", 0.0),
-            swiglu_alpha=run.get("alpha", 0.0),
-        )
-        wrapper.load_weights(torch.arange(run["experts"]))
+        experts = run["experts"]
+        sizes = (experts, run["topk"], run["hidden"], run["width"], torch.zeros(experts, dtype=torch.bool))
+        swiglu = {"swiglu_limit": run.get("limit", 0.0), "swiglu_alpha": run.get("alpha", 0.0)}
+        moe = wrapper(KTMoEWrapper, 0, *sizes, run.get("parts", 1), run["path"], run["method"], **swiglu)
+        moe.load_weights(torch.arange(experts))
         if "ranks" in run:
-            outs |= {f"{name}.{ranks}": buffers(wrapper, run, ranks) for ranks in run["ranks"]}
+            outs |= {f"{name}.{ranks}": buffers(moe, run, ranks) for ranks in run["ranks"]}
             continue
         inputs = load_file(run["inputs"])
-        outs[name] = wrapper.forward(inputs["hidden"], inputs["ids"], inputs["weights"], None).clone()
+        outs[name] = moe.forward(inputs["hidden"], inputs["ids"], inputs["weights"], None).clone()
     save_file(outs, job["result"])
 
 

@@ -1,12 +1,7 @@
-"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own: the oracle
-of `ktconvert gpu`.
-
-Two things are corrected first: each sample comes in the order in which it is passed (the library shuffles), and decoder
-layers get a causal mask (the library gives some families none). As a script this file is that process: `oneshot.py
-JOBS.json`.
+"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own (this file as a
+script): the oracle of `ktconvert gpu`. Two things are corrected first: each sample comes in the order in which it is
+passed (the library shuffles), and decoder layers get a causal mask (the library gives some families none).
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -22,12 +17,8 @@ TIMEOUT = 900.0  # seconds; importing the library takes seven, a small model two
 
 
 class Job(NamedTuple):
-    """One model to be quantized into `out`, with these token ids, one sample each.
-
-    ignore      patterns of linears to be left alone; None: those that `ktconvert gpu` names in quantization_config
-    repaired    give decoder layers a causal mask; without, they get what the library gives them
-    `actorder` is the library's default, as in the script.
-    """
+    """One model to be quantized into `out`, with these token ids, one sample each; repaired: decoder layers get a causal
+    mask. `actorder` is the library's default, as in the script."""
 
     model: Path
     out: Path
@@ -35,26 +26,18 @@ class Job(NamedTuple):
     scheme: str = "W4A16"
     group: int = 128
     dampening: float = 0.1
-    ignore: Sequence[str] | None = None
     repaired: bool = True
     calibrate_all: bool = True
 
 
 def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     """Do the jobs in one process, since it takes long to start, and report on each:
-
     {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}}.
     """
-    words = [
-        job._asdict()
-        | {
-            "model": str(job.model),
-            "out": str(job.out),
-            "ids": [[int(i) for i in sample] for sample in job.ids],
-            "ignore": ignored(job.model) if job.ignore is None else list(job.ignore),
-        }
-        for job in jobs
-    ]
+    words = []
+    for job in jobs:
+        ids, ignore = [list(map(int, sample)) for sample in job.ids], ignored(job.model)
+        words.append(job._asdict() | {"model": str(job.model), "out": str(job.out), "ids": ids, "ignore": ignore})
     path = jobs[0].out.with_suffix(".jobs")
     path.write_text(json.dumps(words))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -77,9 +60,6 @@ def ignored(model: Path) -> list[str]:
     return list(ignore_list(recognise(open_checkpoint(str(model)))))
 
 
-# ---- the process of its own ------------------------------------------------------------------------------------------
-
-
 def main(job: dict[str, Any]) -> None:
     import torch
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -95,15 +75,12 @@ def main(job: dict[str, Any]) -> None:
     recipe = {"config_groups": {"group_0": scheme}, "ignore": job["ignore"], "dampening_frac": job["dampening"]}
     with repaired(model) if job["repaired"] else contextlib.nullcontext():
         watch(model, report)
-        oneshot(
-            model=model,
-            dataset=torch.utils.data.DataLoader(samples, batch_size=None),
-            recipe=GPTQModifier(**recipe),
-            output_dir=job["out"],
-            max_seq_length=max(map(len, job["ids"])),
-            num_calibration_samples=len(samples),
-            moe_calibrate_all_experts=job["calibrate_all"],
-        )
+        data = {
+            "dataset": torch.utils.data.DataLoader(samples, batch_size=None),
+            "num_calibration_samples": len(samples),
+        }
+        data |= {"max_seq_length": max(map(len, job["ids"])), "moe_calibrate_all_experts": job["calibrate_all"]}
+        oneshot(model=model, recipe=GPTQModifier(**recipe), output_dir=job["out"], **data)
     report["masks"] = {name: sorted(kinds) for name, kinds in report["masks"].items()}
     # Every sample goes through every layer twice: before and after it is quantized.
     report["routed"] = {name: [count // 2 for count in counts] for name, counts in report["routed"].items()}

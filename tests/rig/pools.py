@@ -1,7 +1,5 @@
 """Pools as on machines with several NUMA nodes, on any machine."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 from ktconvert.native_quant import machine

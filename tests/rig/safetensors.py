@@ -1,11 +1,7 @@
 """Safetensors files read, written and edited by their specification alone: neither the library nor our own parser is
-asked.
-
-A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and the
-data.
+asked. A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and
+the data.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -22,21 +18,9 @@ Bits = npt.NDArray[Any]
 Header = dict[str, Any]
 METADATA = "__metadata__"
 # What NumPy lacks comes as unsigned bits.
-NUMPY = {
-    "I8": np.int8,
-    "I16": np.int16,
-    "I32": np.int32,
-    "I64": np.int64,
-    "F32": np.float32,
-    "F64": np.float64,
-    "U8": np.uint8,
-    "U16": np.uint16,
-    "BOOL": np.bool_,
-    "BF16": np.uint16,
-    "F16": np.uint16,
-    "F8_E4M3": np.uint8,
-    "F8_E8M0": np.uint8,
-}
+NUMPY: dict[str, Any] = {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
+NUMPY |= {"F32": np.float32, "F64": np.float64, "U8": np.uint8, "U16": np.uint16, "BF16": np.uint16, "F16": np.uint16}
+NUMPY |= {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
 
 
 class Tensor(NamedTuple):
@@ -62,7 +46,6 @@ def encode(header: Header | bytes, data: bytes = b"", length: int | None = None)
 
 
 def data_start(path: Path) -> int:
-    """Where the data begin."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 
@@ -111,19 +94,14 @@ def differing(ours: Tensors, theirs: Tensors) -> list[str]:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor | tuple[str, Bits]], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write tensors, or (dtype, array of its bits), one after the other, with a header whose size
-    is a multiple of 8."""
+    """Write tensors, or (dtype, array of its bits), one after the other; the size of the header is a multiple of 8."""
     table: Header = {} if metadata is None else {METADATA: dict(metadata)}
     parts, offset = [], 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             tensor = Tensor(tensor[0], tensor[1].shape, np.ascontiguousarray(tensor[1]).tobytes())
-        table[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(tensor.data)],
-        }
-        offset += len(tensor.data)
+        begin, offset = offset, offset + len(tensor.data)
+        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, offset]}
         parts.append(tensor.data)
     text = json.dumps(table).encode()
     path.write_bytes(encode(text.ljust(math.ceil(len(text) / 8) * 8), b"".join(parts)))

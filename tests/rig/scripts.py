@@ -1,7 +1,5 @@
 """The files of benchmarks/, which is no package, as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""The server on a free port of this machine, for real clients: in a process of its own, or in this one, where it can be
-seen what it computes.
-"""
-
-from __future__ import annotations
+"""The server on a free port, for real clients: in a process of its own, or in this one, where what it computes is seen."""
 
 import json
 import random
@@ -39,16 +35,13 @@ def free_port() -> int:
 
 @contextmanager
 def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`ktconvert serve` once it answers, and its address; started as a shell's background job is, with SIGINT ignored.
-    What it prints goes to `log`.
-    """
+    """`ktconvert serve` once it answers, and its address; as a shell's background job, with SIGINT ignored. log: what it says."""
     port = free_port()
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*ignoring, *command, *options, "--threads", "1"], stdout=out, stderr=subprocess.STDOUT
-        )
+        command = [*ignoring, *command, *options, "--threads", "1"]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield process, f"http://127.0.0.1:{port}"
@@ -88,7 +81,6 @@ class Served:
     end: Callable[[], None] = lambda: None
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for it."""
         end = time.monotonic() + PATIENCE
         while not happened():
             assert time.monotonic() < end, "it never happened"
@@ -109,7 +101,6 @@ class Served:
             handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Count what happens."""
         model = self.scheduler.model
         generate, left = model.generate, clients.Client.left
 

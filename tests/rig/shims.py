@@ -1,7 +1,4 @@
-"""Libraries for LD_PRELOAD that take the place of some of libc's calls: a system that refuses
-something, or takes its time."""
-
-from __future__ import annotations
+"""Libraries for LD_PRELOAD that take the place of some of libc's calls: a system that refuses something, or takes its time."""
 
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The bundled model stored as models are released: in FP8 with a scale per block, or with its experts in 4 bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,55 +20,50 @@ def model(example: Path, folder: Path, method: str) -> Path:
     for path in (folder, *folder.iterdir()):
         path.chmod(0o755 if path.is_dir() else 0o644)
     if method != "BF16":
-        edit_file(folder / "model.safetensors", STORED[method])
+        edit_file(folder / "model.safetensors", lambda tensors: _store(tensors, method))
     if method in CONFIGS:
         configure(folder, quantization_config=CONFIGS[method])
     return folder
 
 
+def _store(tensors: Tensors, method: str) -> None:
+    for name, tensor in list(tensors.items()):
+        whole = name.endswith("_proj.weight") and not any(size % 128 for size in tensor.shape)
+        if ".experts." in name or (method == "FP8" and whole):
+            del tensors[name]
+            for part, (dtype, bits) in STORED[method](tensor.bits).items():
+                tensors[name.removesuffix("weight") + part] = Tensor(dtype, bits.shape, bits.tobytes())
+
+
 def configure(folder: Path, **more: Any) -> None:
-    """Change config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
 
 
-def _fp8(tensors: Tensors) -> None:
-    for name, tensor in list(tensors.items()):
-        if name.endswith("_proj.weight") and not any(size % 128 for size in tensor.shape):
-            codes, scales = fp8.quantize(tensor.bits)
-            tensors[name] = Tensor("F8_E4M3", codes.shape, codes.tobytes())
-            tensors[f"{name}_scale_inv"] = Tensor("F32", scales.shape, scales.tobytes())
+Parts = dict[str, tuple[str, Any]]  # (dtype, bits) by what takes the place of "weight" at the end of a name
 
 
-def _mxfp4(tensors: Tensors) -> None:
-    for name, tensor in list(tensors.items()):
-        if ".experts." in name:
-            codes, exponents = mxfp4.quantize(tensor.bits)
-            packed = codes[:, ::2] | codes[:, 1::2] << 4
-            tensors[name] = Tensor("U8", packed.shape, packed.tobytes())
-            tensors[f"{name.removesuffix('.weight')}.scale"] = Tensor("F8_E8M0", exponents.shape, exponents.tobytes())
+def _fp8(bits: Any) -> Parts:
+    codes, scales = fp8.quantize(bits)
+    return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
 
 
-def _rawint4(tensors: Tensors) -> None:
-    for name, tensor in list(tensors.items()):
-        if ".experts." in name:
-            codes, scales = groups.quantize_groups(4, 32, tensor.bits)
-            words = groups.pack_words(4, codes)
-            stem = tensors.pop(name) and name.removesuffix("weight")
-            tensors[f"{stem}weight_packed"] = Tensor("I32", words.shape, words.tobytes())
-            tensors[f"{stem}weight_scale"] = Tensor("BF16", scales.shape, scales.tobytes())
-            tensors[f"{stem}weight_shape"] = Tensor("I64", (2,), np.array(codes.shape, np.int64).tobytes())
+def _mxfp4(bits: Any) -> Parts:
+    codes, exponents = mxfp4.quantize(bits)
+    return {"weight": ("U8", codes[:, ::2] | codes[:, 1::2] << 4), "scale": ("F8_E8M0", exponents)}
 
 
-def _gptq(tensors: Tensors) -> None:
-    for name, tensor in list(tensors.items()):
-        if ".experts." in name:
-            codes, scales = groups.quantize_groups(4, 128, tensor.bits)
-            words = np.ascontiguousarray(groups.pack_words(4, codes).T)
-            exact = np.ascontiguousarray((scales.astype(np.uint32) << 16).view(np.float32).T)
-            stem = tensors.pop(name) and name.removesuffix("weight")
-            tensors[f"{stem}qweight"] = Tensor("I32", words.shape, words.tobytes())
-            tensors[f"{stem}scales"] = Tensor("F32", exact.shape, exact.tobytes())
+def _rawint4(bits: Any) -> Parts:
+    codes, scales = groups.quantize_groups(4, 32, bits)
+    shape = np.array(codes.shape, np.int64)
+    packed = groups.pack_words(4, codes)
+    return {"weight_packed": ("I32", packed), "weight_scale": ("BF16", scales), "weight_shape": ("I64", shape)}
+
+
+def _gptq(bits: Any) -> Parts:
+    codes, scales = groups.quantize_groups(4, 128, bits)
+    exact = (scales.astype(np.uint32) << 16).view(np.float32)
+    return {"qweight": ("I32", groups.pack_words(4, codes).T), "scales": ("F32", exact.T)}
 
 
 STORED = {"FP8": _fp8, "MXFP4": _mxfp4, "RAWINT4": _rawint4, "GPTQ_INT4": _gptq}

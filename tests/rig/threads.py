@@ -1,7 +1,5 @@
 """How many threads torch uses: a pytest fixture for modules that ask for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

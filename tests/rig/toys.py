@@ -1,26 +1,23 @@
 """`ktconvert` with one row of a test's own in one of its tables: the test's file is that program, and is forked for each
 run."""
 
-from __future__ import annotations
-
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rig import forks, killpoint
 
 
-class Toy:
+class Toy(contextlib.AbstractContextManager[Any]):
     """A context manager. command: of a process of its own."""
 
     def __init__(self, file: str, folder: Path) -> None:
         self.command = (sys.executable, file)
         self.folder = folder
         self._forks = forks.Forks([], 1, program=(file, "serve"))
-
-    def __enter__(self) -> Toy:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._forks.__exit__()
@@ -38,7 +35,6 @@ class Toy:
 
 
 def main(add: Callable[[], object]) -> None:
-    """The program, once the row is added."""
     add()
     if sys.argv[1:] == ["serve"]:
         forks.serve([])

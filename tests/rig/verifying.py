@@ -1,7 +1,5 @@
 """Conversions and `ktconvert verify` in this process, and what verify reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +10,6 @@ from click.testing import CliRunner
 
 
 def made(command: click.Command, *arguments: object) -> None:
-    """Run a command, quietly, and expect success."""
     done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
     assert done.exception is None, done.output
 
@@ -54,16 +51,13 @@ def refused(output: Path, *options: object) -> str:
 
 
 def row(report: dict[str, Any], check: str) -> dict[str, Any]:
-    """A check of the report."""
     found: dict[str, Any] = next(found for found in report["checks"] if found["name"] == check)
     return found
 
 
 def problems(report: dict[str, Any], check: str) -> list[str]:
-    """The problems of one check."""
     return list(row(report, check)["problems"])
 
 
 def failed(report: dict[str, Any]) -> list[str]:
-    """The checks that found problems."""
     return [found["name"] for found in report["checks"] if not found["ok"]]

@@ -1,7 +1,5 @@
 """KTMoEWrapper on the bundled model's experts, and inputs for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,20 +25,10 @@ def nothing_left() -> Iterator[None]:
 
 def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
     """Layer 0 in two threads, with these arguments changed."""
-    arguments: dict[str, Any] = {
-        "layer_idx": 0,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOPK,
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": 256,
-        "gpu_experts_mask": None,
-        "cpuinfer_threads": 2,
-        "threadpool_count": 1,
-        "weight_path": str(weight_path),
-        "chunked_prefill_size": 512,
-        "method": "AMXINT8",
-    }
-    return KTMoEWrapper(**(arguments | changed))
+    arguments: dict[str, Any] = {"layer_idx": 0, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    arguments |= {"hidden_size": HIDDEN, "moe_intermediate_size": 256, "gpu_experts_mask": None, "cpuinfer_threads": 2}
+    arguments |= {"threadpool_count": 1, "weight_path": str(weight_path), "chunked_prefill_size": 512}
+    return KTMoEWrapper(**(arguments | {"method": "AMXINT8"} | changed))
 
 
 def loaded(weight_path: Path, **changed: Any) -> KTMoEWrapper:
@@ -57,5 +45,4 @@ def inputs(tokens: int, seed: int = 7, topk: int = TOPK) -> Batch:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """The same bits."""
     return left.dtype == right.dtype and torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
