@@ -112,15 +112,16 @@ MACHINE    := $(shell uname -m)
 LINK       := $(CURDIR)/$(WHEEL_BIN)/python -m ziglang cc -target $(MACHINE)-linux-gnu.2.28 -shared
 
 wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date +%s)
+wheel: export PATH := $(CURDIR)/$(WHEEL_BIN):$(PATH)
 wheel: $(WHEEL_VENV)/.ready
 	rm -rf dist build/unrepaired
-	LDSHARED="$(LINK)" CFLAGS="-DNDEBUG -fwrapv -g0" $(WHEEL_BIN)/python -m build --no-isolation --outdir build/unrepaired .
-	$(WHEEL_BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$(MACHINE) --wheel-dir dist build/unrepaired/*.whl
+	LDSHARED="$(LINK)" CFLAGS="-DNDEBUG -fwrapv -g0" python -m build --no-isolation --outdir build/unrepaired .
+	auditwheel repair --only-plat --plat manylinux_2_28_$(MACHINE) --wheel-dir dist build/unrepaired/*.whl
 	mv build/unrepaired/*.tar.gz dist/
-	$(WHEEL_BIN)/auditwheel show dist/*.whl
-	$(WHEEL_BIN)/abi3audit --strict --report dist/*.whl
-	$(WHEEL_BIN)/check-wheel-contents dist/*.whl
-	$(WHEEL_BIN)/twine check --strict dist/*
+	auditwheel show dist/*.whl
+	abi3audit --strict --report dist/*.whl
+	check-wheel-contents dist/*.whl
+	twine check --strict dist/*
 
 $(WHEEL_VENV)/.ready: .ci/constraints.txt
 	$(require_tools)
