@@ -152,8 +152,13 @@ def test_a_forced_isa_that_is_not_there_is_an_error(tmp_path: Path, cli: Any, ex
 
 def test_version_and_help(cli: Any) -> None:
     lines = cli("--version").stdout.splitlines()
-    heads = ["ktconvert", "Python", "platform", "instruction", "torch", "kt-kernel"]
+    heads = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
     assert [line.split()[0] for line in lines] == heads
+    assert cli("version").stdout.splitlines() == lines
+    found = json.loads(cli("version", "--json").stdout)
+    assert f"ktconvert {found['ktconvert']}" == lines[0] and found["build"]["compiler"] in lines[3]
+    assert found["instruction_sets"]["built"][0] == found["instruction_sets"]["available"][0] == "scalar"
+    assert found["instruction_sets"]["in_use"] in found["instruction_sets"]["available"]
     assert "130/143" in cli("--help").stdout
     for command in ("cpu", "merge", "resume", "verify", "inspect", "doctor"):
         assert "Examples:" in cli(command, "--help").stdout, command

@@ -97,6 +97,16 @@ def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp
     cli("verify", tmp_path / "ours0", "--against", all_types, "--full")
 
 
+def test_a_missing_decoder_is_a_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
+    """The extra [gguf] is for types that C does not decode."""
+    (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError")
+    done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env={"PYTHONPATH": str(tmp_path)})
+    assert re.search(
+        r"weights in \w+ are decoded by gguf, not installed here: pip install 'ktconvert\[gguf\]'$", done.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
 # Files that other programs wrote. KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.
 WRITTEN = [path for name, path in golden.files("*.gguf").items() if "imatrix" not in name]
 

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
     "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",
     "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
+    "version": "Tell versions, how this ktconvert was built, and the instruction sets.",
 }
 
 # The commands that stand in conversion.py; any other has a module of its name.
@@ -122,7 +123,7 @@ def _import_numpy() -> None:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ktconvert.pipeline.cli.version import version_lines
+        from ktconvert.pipeline.cli.versions import version_lines
 
         click.echo("\n".join(version_lines()))
         ctx.exit()

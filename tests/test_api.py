@@ -1,0 +1,57 @@
+"""What `import ktconvert` offers: each example of its docstring is run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ktconvert
+
+
+def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    """With the bundled model as `model`."""
+    (tmp_path / "model").symlink_to(example)
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testmod(ktconvert, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
+    assert failed == 0 and tried > 10
+
+
+def test_every_name_is_documented() -> None:
+    assert ktconvert.__all__ == sorted(ktconvert.__all__)
+    assert set(ktconvert.__all__) <= set(dir(ktconvert))
+    for name in set(ktconvert.__all__) - {"__version__"}:
+        assert getattr(ktconvert, name).__doc__, name
+
+
+def test_a_wrong_name_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no command 'convert': choose one of cpu, "):
+        ktconvert.plan("convert")
+    with pytest.raises(ValueError, match="there is no option ouput"):
+        ktconvert.plan("cpu", input="model", ouput="out")
+    with pytest.raises(ValueError, match="there is no method 'int3': choose one of "):
+        ktconvert.verify(tmp_path, quant_method="int3")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ktconvert.nothing  # noqa: B018
+
+
+def test_types_are_declared() -> None:
+    """PEP 561: one marker for all; tests/test_wheel.py has mypy read them."""
+    assert importlib.resources.files(ktconvert).joinpath("py.typed").is_file()
+
+
+def test_the_version_stands_everywhere() -> None:
+    """It has one source, pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow it."""
+    root = Path(__file__).resolve().parents[1]
+    assert importlib.metadata.version("ktconvert") == ktconvert.__version__
+    notes = [sys.executable, root / ".ci" / "release_notes.py"]
+    done = subprocess.run([*notes, ktconvert.__version__], capture_output=True, text=True)
+    assert done.returncode == 0 and "### Added" in done.stdout, done.stderr
+    assert "## [" not in done.stdout
+    done = subprocess.run([*notes, "9.9.9"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("pipeline/__init__.py: the version is ")
