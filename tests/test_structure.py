@@ -43,7 +43,9 @@ SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_m
     f"ktconvert.pipeline.models.serving.{name}"
     for name in ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
 }
-TENSORS = {ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")}  # torch tensors in and out
+TENSORS = {
+    ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")
+}  # torch tensors in and out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {
     ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path

@@ -134,10 +134,10 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
     import torch
 
     shared = {kind: kind.empty(entering.width, walk.lm.device) for kind in kinds if kind.shared}
-    inputs, asked, leaving = _Inputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
+    inputs, with_outputs, leaving = _Inputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
     every = -(-entering.count // GRADIENTS)
     for start, hidden in walk.sequences(entering):
-        x, ids, shares, left = walk.lm.routed_inputs(walk.layer, hidden, through=asked)
+        x, ids, shares, left = walk.lm.routed_inputs(walk.layer, hidden, through=with_outputs)
         if left is not None:
             leaving.append(left[-start % every :: every].clone())
         with torch.inference_mode():
@@ -146,7 +146,7 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
         rows.write(start, bf16.to_bits(x))
         inputs.ids.append(ids.int().cpu())
         inputs.shares.append(shares.cpu())
-    if asked:
+    if with_outputs:
         inputs.outputs = predictions.information(walk.lm.gradients(torch.cat(leaving), seed=walk.layer))
     return inputs
 
@@ -260,7 +260,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
         samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
         if len(samples) < calibration.samples:
             context.reporter.note(
-                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were asked for"
+                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were with_outputs for"
             )
     lengths = np.array([len(ids) for ids in samples], np.int64)
     ids = np.concatenate(samples)
