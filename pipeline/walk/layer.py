@@ -260,7 +260,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
         samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
         if len(samples) < calibration.samples:
             context.reporter.note(
-                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were with_outputs for"
+                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were asked for"
             )
     lengths = np.array([len(ids) for ids in samples], np.int64)
     ids = np.concatenate(samples)
