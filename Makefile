@@ -94,7 +94,7 @@ bench: setup
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/forward.py
 
-# The tables and plots of docs/ACCURACY.md, made again: some minutes.
+# The tables and plots of docs/explanation/accuracy.md, made again: some minutes.
 accuracy: setup
 	$(BIN)/python benchmarks/accuracy.py --write
 

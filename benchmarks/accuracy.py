@@ -1,4 +1,4 @@
-"""What each way to quantize costs in accuracy: tables and plots for docs/ACCURACY.md (`make accuracy`).
+"""What each way to quantize costs in accuracy: tables and plots for docs/explanation/accuracy.md (`make accuracy`).
 
 Synthetic linears: error of the weights and of the outputs on held-out inputs. The bundled model: error of each layer's
 experts and KL divergence from BF16, through `ktconvert cpu` and `ktconvert eval`. Whatever is calibrated sees the first
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL, TEXT, PAGE = (
     ROOT / "examples" / "qwen3-moe-small",
     ROOT / "benchmarks" / "heldout.txt",
-    ROOT / "docs" / "ACCURACY.md",
+    ROOT / "docs" / "explanation" / "accuracy.md",
 )
 KINDS = {"gauss": "Gaussian", "t5": "Student's t, 5 degrees of freedom"}
 WINDOW = 512

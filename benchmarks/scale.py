@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts (docs/SCALE.md).
+"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts (docs/explanation/speed.md).
 
 python benchmarks/scale.py                     measure and calculate; 15 GB of disk, some minutes
 python benchmarks/scale.py --write             and put tables and plot into docs/
@@ -35,7 +35,7 @@ from scale_hosts import HOSTS, MODELS, Host, Model
 from ktconvert.layouts.files import publish
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "SCALE.md"
+PAGE = ROOT / "docs" / "explanation" / "speed.md"
 sys.path.append(str(ROOT / "tests"))  # the rig
 CPUS = sorted(os.sched_getaffinity(0))
 SHARDS = "16M"  # small units, to see what one costs

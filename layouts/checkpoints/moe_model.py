@@ -184,7 +184,7 @@ class MoeModel:
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
-    """The same model with experts of these layers equalized whose columns differ enough (NUMERICS.md, section 10).
+    """The same model with experts of these layers equalized whose columns differ enough (numerics.md, section 10).
     Its activation must be one of archs.UP_IS_A_FACTOR.
     """
     chosen = frozenset(layers)

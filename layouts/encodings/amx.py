@@ -1,4 +1,4 @@
-"""AMXINT4 and AMXINT8: codes in the order of kt-kernel's tiles, one float32 scale for each row (FORMAT.md)."""
+"""AMXINT4 and AMXINT8: codes in the order of kt-kernel's tiles, one float32 scale for each row (bytes.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """compressed-tensors' int-quantized weights (W8A8): a signed byte for each code, with scales for blocks, rows or the
-whole weight, as FP8 has them. The value of a code q is (q - z) * s (NUMERICS.md, section 1)."""
+whole weight, as FP8 has them. The value of a code q is (q - z) * s (numerics.md, section 1)."""
 
 from __future__ import annotations
 

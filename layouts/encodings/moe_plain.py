@@ -1,5 +1,5 @@
 """MOE_INT4 and MOE_INT8 in kt-kernel's plain order, that of its build for aarch64 with KML: one float32 scale for each
-row (FORMAT.md).
+row (bytes.md).
 """
 
 from __future__ import annotations

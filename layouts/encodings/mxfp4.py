@@ -1,5 +1,5 @@
 """MXFP4: FP4 E2M1 codes, two to a byte, with one E8M0 scale for 32 columns of a row (OCP Microscaling Formats 1.0); as
-checkpoints have it, and as we write it: row after row or in panels of 32 (FORMAT.md).
+checkpoints have it, and as we write it: row after row or in panels of 32 (bytes.md).
 """
 
 from __future__ import annotations

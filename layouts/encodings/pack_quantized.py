@@ -2,7 +2,7 @@
 points, and perhaps an order of columns (actorder).
 
 What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4; SGLang and vLLM load it. The value of a code q is (q -
-z) * s (NUMERICS.md, section 1); q and z are stored as unsigned numbers, z packed along the rows.
+z) * s (numerics.md, section 1); q and z are stored as unsigned numbers, z packed along the rows.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None
 IN_CHECKPOINTS = (_row(4, INT4), _row(8, INT8))
 
 
-# --- as we write it: W4A16 and W8A16 (FORMAT.md) --------------------------------------------------
+# --- as we write it: W4A16 and W8A16 (bytes.md) --------------------------------------------------
 
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
 CHUNK = 1 << 14  # bytes of codes that are read at a time

@@ -1,5 +1,5 @@
 """RAWINT4: pack_quantized.py's integers of 4 bits in groups of 32 columns, with scales of either sign, as kt-kernel's
-method of this name reads them; what is stored so already keeps codes and scales (FORMAT.md).
+method of this name reads them; what is stored so already keeps codes and scales (bytes.md).
 """
 
 from __future__ import annotations

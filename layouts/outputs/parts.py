@@ -1,4 +1,4 @@
-"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (FORMAT.md, section
+"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (bytes.md, section
 "The split").
 
 H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on

@@ -1,4 +1,4 @@
-"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (FORMAT.md)."""
+"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (bytes.md)."""
 
 from __future__ import annotations
 

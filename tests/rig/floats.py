@@ -1,4 +1,4 @@
-"""Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and the numbers that they stand for."""
+"""Weights in the formats of BF16 arithmetic from codes, by bytes.md and ktq.h alone: their bytes, and the numbers that they stand for."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def gemm_bf16(
 ) -> npt.NDArray[np.float32]:
     """Sums of products of BF16 [m, k] with a weight [n, k] in one of the formats of BF16 arithmetic: float32 [m, n].
 
-    codes, scales: the bytes of its tensors; BF16 has no scales. Subnormals count as 0. Equations: NUMERICS.md, 5b.
+    codes, scales: the bytes of its tensors; BF16 has no scales. Subnormals count as 0. Equations: numerics.md, 5b.
     """
     m, k = activations.shape
     number, bits, scale_bytes = FORMATS[name]
