@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts (docs/explanation/speed.md).
+"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts: tables
+and figure of docs/explanation/speed.md.
 
 python benchmarks/scale.py                     measure and calculate; 15 GB of disk, some minutes
 python benchmarks/scale.py --write             and put tables and plot into docs/

@@ -77,7 +77,9 @@ def test_the_rows_are_those_of_transformers() -> None:
 def test_the_table_of_families_is_that_of_the_rows() -> None:
     """All but the measured figures, which must be within the bound."""
     page = PAGE.read_text(encoding="utf-8")
-    assert HEAD in page, "docs/reference/architectures.md has no table of families: paste what `python tests/families.py` prints"
+    assert HEAD in page, (
+        "docs/reference/architectures.md has no table of families: paste what `python tests/families.py` prints"
+    )
     rows = page.split(f"{HEAD}\n")[1].split("\n\n")[0].splitlines()
     figures = [row.removesuffix(" |").rpartition("| ")[2].strip() for row in rows]
     assert rows == [line(*item, figure) for item, figure in zip(ROWS.items(), figures, strict=True)]
