@@ -6,6 +6,7 @@ the real thing.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -565,6 +566,28 @@ def test_figures_of_one_machine_are_marked() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) <= 200, "README.md: more than 200 lines; move details to docs/"
+
+
+def texts_of_code() -> str:
+    """Every string of the program, a line each, with … for what is put into it."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+    paths = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
+    return "\n".join({repr(text(node)) for path in paths for node in ast.walk(ast.parse(text_of(path)))})
+
+
+def test_the_messages_are_those_of_the_program() -> None:
+    """The headings with … of the page by messages: each piece between two … stands in the code."""
+    page = text_of(DOCS / "how-to" / "troubleshoot.md")
+    code = texts_of_code().replace("\\'", "'")
+    messages = [line[4:] for line in page.splitlines() if line.startswith("### ") and "…" in line]
+    assert len(messages) > 10
+    pieces = [piece.strip(" .") for message in messages for piece in message.split("…")]
+    assert [piece for piece in pieces if piece not in code] == []
 
 
 def test_every_page_is_in_the_menu() -> None:
