@@ -29,6 +29,7 @@ lint: setup
 
 types: setup
 	@mkdir -p build/ns/ktconvert
+	@ln -sfn ../../../pipeline/api/__init__.py build/ns/ktconvert/__init__.py
 	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
 	$(BIN)/mypy
 

@@ -9,6 +9,7 @@ python=$(realpath -s "${2:-.venv/bin/python}")
 rm -rf "$1"
 mkdir -p "$1/lib/ktconvert/native_quant"
 out=$(realpath "$1")
+for file in pipeline/api/*; do ln -s "$PWD/$file" "$out/lib/ktconvert/"; done
 for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
 for file in native_quant/*; do case $file in *.so) ;; *) ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/" ;; esac; done
 "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
