@@ -108,12 +108,13 @@ build/docs/.ready: pyproject.toml .ci/constraints.txt
 	build/docs/bin/pip install --quiet -c .ci/constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
-# The site in a real browser: every page in three widths, light and dark; links, search, accessibility.
+# The site in a real browser: every page in three widths, light and dark; links, search, accessibility. Some pages:
+# make docs-check PAGES=/start/
 docs-check: docs
 	@command -v npm >/dev/null || { echo "make docs-check: npm is missing: install it (Debian: apt install npm)" >&2; exit 1; }
 	@mkdir -p build/docs-check && cp docs/site/package.json docs/site/package-lock.json docs/site/check.mjs build/docs-check
 	cd build/docs-check && npm ci --silent --no-fund --no-audit
-	node build/docs-check/check.mjs build/site build/docs-check/screens
+	node build/docs-check/check.mjs build/site build/docs-check/screens $(PAGES)
 
 # The figures of docs/, from the data beside them.
 figures: setup

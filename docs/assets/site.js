@@ -1,10 +1,7 @@
-// What scrolls sideways can be reached by keyboard.
+// What Material leaves out for people without a mouse or without eyes.
 document$.subscribe(() => {
-  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code, .highlight pre")) {
-    if (box.scrollWidth > box.clientWidth) {
-      box.tabIndex = 0;
-      box.setAttribute("role", "region");
-      box.setAttribute("aria-label", box.tagName === "DIV" ? "table" : "code");
-    }
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // what scrolls sideways can be reached by keyboard
   }
 });

@@ -37,7 +37,7 @@ def number(cell: str) -> float:
 
 # how codes were chosen -> marker, and which of the colours
 CHOICES = {"absmax": ("o", 2), "mse": ("s", 4), "imatrix": ("D", 5), "gptq": ("^", 3)}
-LABELS = {"int4": (5, 5), "mxfp4": (6, -12), "rawint4": (6, 4), "int8": (-26, 6)}
+LABELS = {"int4": (-26, -3), "mxfp4": (7, -4), "rawint4": (7, 2), "int8": (7, 2)}
 
 
 @figure
@@ -57,7 +57,9 @@ def accuracy(axes: Any, colours: tuple[str, ...], data: Any) -> None:
         bits, kl = max((bits, kl) for name, _, bits, kl in rows if name == method)
         axes.annotate(method, (bits, kl), xytext=LABELS[method], textcoords="offset points", color=colours[0])
     axes.set(yscale="log", xlabel="bits of a weight, scales included", ylabel="KL divergence from BF16, nats")
-    axes.set_xlim(3.7, 9.1)
+    axes.set_yticks([0.0002, 0.0005, 0.001, 0.002, 0.005], ["0.0002", "0.0005", "0.001", "0.002", "0.005"])
+    axes.minorticks_off()
+    axes.set(xlim=(3.5, 9.1), ylim=(0.00015, 0.008))
     axes.legend(frameon=False, labelcolor=colours[0], loc="upper right")
 
 
@@ -141,7 +143,7 @@ SIZES = {"synthetic": (5.4, 4.4), "decode": (5.8, 3.9), "converting": (5.4, 1.9)
 
 def in_colours(colours: tuple[str, ...], name: str) -> Iterator[Any]:
     text, line = colours[:2]
-    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": text, "axes.edgecolor": line}
+    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9.5, "text.color": text, "axes.edgecolor": line}
     style |= {"axes.labelcolor": text, "xtick.color": line, "ytick.color": line, "xtick.labelcolor": text}
     style |= {"ytick.labelcolor": text, "font.sans-serif": ["DejaVu Sans"], "figure.facecolor": "none"}
     style |= {"axes.facecolor": "none", "savefig.facecolor": "none", "xtick.minor.visible": False}
