@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
+import sysconfig
 from pathlib import Path
 
 from cffi import FFI
@@ -34,6 +36,23 @@ COMPILE = [
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
 ]
+
+
+def unsupported() -> str | None:
+    """Why this Python cannot have ktconvert, in a sentence: pip shows it where no wheel fits and it has to build."""
+    if sys.platform != "linux":
+        return (
+            f"ktconvert runs on Linux alone, and this is {sys.platform}: use a Linux machine or container, or on "
+            "Windows WSL 2."
+        )
+    if sys.implementation.name != "cpython":
+        return f"ktconvert runs on CPython alone, and this is {sys.implementation.name}: use CPython 3.11 or later."
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return (
+            "ktconvert needs a Python with the GIL, and this one is free-threaded, which has no stable ABI for it: use "
+            "the ordinary build of the same version."
+        )
+    return None
 
 
 def declarations() -> str:
@@ -61,6 +80,8 @@ def others() -> list[str]:
     return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(sources()))
 
 
+if (reason := unsupported()) is not None:
+    raise SystemExit(reason)
 ffibuilder = FFI()
 ffibuilder.cdef(declarations())
 ffibuilder.set_source(

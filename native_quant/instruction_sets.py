@@ -22,6 +22,8 @@ KERNELS: tuple[tuple[str, str], ...] = tuple(
     for row in takewhile(lambda row: lib.ktq_kernel_isa(row) >= 0, count())
 )
 
+COMPILER: str = _text(lib.ktq_compiler())  # that made the extension
+
 _environment_read = False
 _environment_lock = threading.Lock()
 

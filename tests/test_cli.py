@@ -195,10 +195,16 @@ def test_version_names_what_matters(cli: Any) -> None:
         "ktconvert",
         "Python",
         "platform",
+        "build",
         "instruction",
         "torch",
         "kt-kernel",
     ]
+    assert cli("version").stdout.splitlines() == lines
+    found = json.loads(cli("version", "--json").stdout)
+    assert f"ktconvert {found['ktconvert']}" == lines[0] and found["build"]["compiler"] in lines[3]
+    assert found["instruction_sets"]["built"][0] == found["instruction_sets"]["available"][0] == "scalar"
+    assert found["instruction_sets"]["in_use"] in found["instruction_sets"]["available"]
 
 
 def test_help_has_examples_and_exit_codes(cli: Any) -> None:

@@ -308,6 +308,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "ktconvert experts": printed("experts", "counts", "--output", "mask.safetensors", "--num-gpu-experts", 2),
         "ktconvert eval": printed("eval", example, "--cpu-weights", out, *text),
         "ktconvert doctor": printed("doctor", "--disk", folder),
+        "ktconvert version": printed("version"),
     }
 
 

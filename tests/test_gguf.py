@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,16 @@ def test_every_type_is_converted(
     same_weights(tmp_path / "ours", tmp_path / "theirs")
     if how == ("int4", 2):
         cli("verify", tmp_path / "ours", "--against", all_types, "--full")
+
+
+def test_a_missing_decoder_is_a_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
+    """The extra [gguf] is for types that C does not decode."""
+    (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError")
+    done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env={"PYTHONPATH": str(tmp_path)})
+    assert re.search(
+        r"weights in \w+ are decoded by gguf, not installed here: pip install 'ktconvert\[gguf\]'$", done.stderr
+    )
+    assert not (tmp_path / "out").exists()
 
 
 # Files that other programs wrote. KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.

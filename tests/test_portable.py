@@ -47,6 +47,22 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch: str, monkeypatch: 
     assert (f"native_quant/csrc/arch/{arch}/cpu.c") in build["sources"]()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("sys.platform = 'darwin'", "ktconvert runs on Linux alone, and this is darwin: use a Linux machine"),
+        ("sys.platform = 'win32'", "this is win32: use a Linux machine or container, or on Windows WSL 2."),
+        ("sys.implementation.name = 'pypy'", "ktconvert runs on CPython alone, and this is pypy"),
+        ("sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1", "a Python with the GIL, and this one is free-threaded"),
+    ],
+)
+def test_where_it_cannot_be_built_it_says_so_in_a_sentence(change: str, words: str) -> None:
+    """As setup.py finds it, in a process that says that it is another: nothing of these is here."""
+    program = f"import runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+
+
 PROGRAM = """
 import sys
 from ktconvert.native_quant import _ktq, kernels

@@ -12,6 +12,7 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, GgmlType
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
+from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
 # Those that gguf-py dequantizes, less those that are plain numbers.
@@ -40,7 +41,12 @@ def _row(of: GgmlType) -> CheckpointEncoding:
 def _decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> npt.NDArray[np.float32]:
         """By gguf-py: for types that C does not read."""
-        import gguf
+        try:
+            import gguf
+        except ImportError as error:
+            raise KtconvertError(
+                f"weights in {name} are decoded by gguf, not installed here: pip install 'ktconvert[gguf]'"
+            ) from error
 
         blocks = np.ascontiguousarray(matrix.values)
         with np.errstate(all="ignore"):  # scales that are no numbers are found in the result

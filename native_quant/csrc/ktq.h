@@ -346,6 +346,8 @@ int ktq_memory_policy(int *mode, uint64_t *nodes);
    *sum: the exclusive or of the first 8 bytes of each 64 (fewer where they end, in the order of the machine). */
 int ktq_read(int streams, int64_t bytes, const void *from, uint64_t *sum);
 
+const char *ktq_compiler(void); /* that made this: "gcc 12.2.0" */
+
 /* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
 int ktq_isa_count(void);
 const char *ktq_isa_name(int isa);

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
     "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),
     "doctor": ("doctor", "Describe this machine, and print the kt-kernel flags that fit it."),
+    "version": ("version", "Tell versions, how this ktconvert was built, and the instruction sets."),
 }
 
 LONGEST = 1000  # characters of a message
@@ -125,7 +126,7 @@ def _import_numpy() -> None:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ktconvert.pipeline.cli.version import version_lines
+        from ktconvert.pipeline.cli.versions import version_lines
 
         click.echo("\n".join(version_lines()))
         ctx.exit()

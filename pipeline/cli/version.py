@@ -1,35 +1,23 @@
-"""What `ktconvert --version` prints."""
+"""ktconvert version."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
+import json
 
-MISSING = "not installed"
+import click
 
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.cli.versions import facts, version_lines
+from ktconvert.pipeline.options.queries import VersionOptions
 
-def version_lines() -> list[str]:
-    """Ours, Python, platform, instruction set, torch, kt-kernel."""
-    from ktconvert.native_quant import instruction_sets
-    from ktconvert.pipeline import __version__
-
-    try:
-        isa = instruction_sets.isa()
-    except ValueError as error:
-        isa = str(error)
-    return [
-        f"ktconvert {__version__}",
-        f"Python {platform.python_version()}",
-        f"platform {platform.platform()}",
-        f"instruction set {isa} (of {', '.join(instruction_sets.available_isas())})",
-        f"torch {installed('torch') or MISSING}",
-        f"kt-kernel {installed('kt-kernel') or MISSING}",
-    ]
+EPILOG = """\b
+Examples:
+  ktconvert version
+  ktconvert version --json
+"""
 
 
-def installed(package: str) -> str | None:
-    """The version of a package, which is not imported; None where it is missing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+@command("version", VersionOptions, EPILOG)
+def version(options: VersionOptions) -> None:
+    """Tell which versions are at work, how this ktconvert was built, and which instruction sets it has and uses."""
+    click.echo(json.dumps(facts()) if options.as_json else "\n".join(version_lines()))

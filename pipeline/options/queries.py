@@ -65,6 +65,12 @@ class DoctorOptions(Options, frozen=True, kw_only=True):
     as_json: Annotated[bool, JSON] = False
 
 
+class VersionOptions(Options, frozen=True, kw_only=True):
+    """Settings of `ktconvert version`."""
+
+    as_json: Annotated[bool, JSON] = False
+
+
 class EvalOptions(Options, frozen=True, kw_only=True):
     """Settings of `ktconvert eval`."""
 

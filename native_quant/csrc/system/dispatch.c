@@ -63,6 +63,16 @@ int ktq_isa_count(void) {
     return KT_ISA_COUNT;
 }
 
+const char *ktq_compiler(void) {
+#ifdef __clang__
+    return "clang " __clang_version__;
+#elif defined(__GNUC__)
+    return "gcc " __VERSION__;
+#else
+    return "unknown";
+#endif
+}
+
 const char *ktq_isa_name(int isa) {
     return isa >= 0 && isa < KT_ISA_COUNT ? names[isa] : NULL;
 }
