@@ -592,6 +592,15 @@ def test_the_messages_are_those_of_the_program() -> None:
     assert [piece for piece in pieces if piece not in code] == []
 
 
+@pytest.mark.parametrize("name", ["accuracy", "gguf", "decode"])
+def test_figures_are_drawn_from_what_the_pages_print(name: str) -> None:
+    """Each row of a figure's data is a row of a table."""
+    data = json.loads(text_of(DOCS / "figures" / f"{name}.json"))
+    lines = {line for page in (DOCS / "explanation").glob("*.md") for line in text_of(page).splitlines()}
+    rows = [f"| {' | '.join(row)} |".replace("|  |", "| |") for key in {*data} - {"bandwidth"} for row in data[key]]
+    assert rows and [row for row in rows if row.replace("|  |", "| |") not in lines] == []
+
+
 def test_every_page_is_in_the_menu() -> None:
     """mkdocs.yml lists each page of docs/ once."""
     listed = re.findall(r"[\w/-]+\.md$", text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], re.M)
