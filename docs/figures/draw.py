@@ -68,7 +68,7 @@ def synthetic(axes: Any, colours: tuple[str, ...], data: Any) -> None:
     """Error of the outputs on synthetic layers, for each method and choice."""
     rows = [row for row in data["synthetic layers"] if not row[0].startswith("int8 mse")]
     at = range(len(rows))
-    for shift, column, colour, label in ((-0.2, 3, 2, "Gaussian"), (0.2, 4, 3, "Student's t, 5 degrees of freedom")):
+    for shift, column, colour, label in ((-0.2, 3, 2, "Gaussian"), (0.2, 4, 3, "Student's t (5)")):
         axes.barh([y + shift for y in at], [number(r[column]) for r in rows], 0.38, color=colours[colour], label=label)
     axes.set_yticks(at, [row[0].replace(" (kt-kernel's)", "") for row in rows])
     axes.set(xlabel="relative error of the outputs, %")
