@@ -1,5 +1,5 @@
 // The built site in a real browser: node check.mjs SITE SCREENSHOTS [PART OF A URL]. Every page at three widths, light and
-// dark: nothing scrolls sideways, the console is silent, nothing comes from elsewhere, every link and anchor exists; axe
+// dark: nothing scrolls sideways, no Markdown is left, the console is silent, nothing comes from elsewhere, every link and anchor exists; axe
 // finds nothing serious, in the narrowest light and the widest dark one; and the search finds NUMA. Chromium: CHROMIUM,
 // else Debian's.
 import { createServer } from "node:http";
@@ -63,11 +63,13 @@ for (const scheme of SCHEMES) {
         scheme: document.body.dataset.mdColorScheme,
         over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
         wide: [...document.querySelectorAll("main *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".md-typeset__scrollwrap, pre, .md-sidebar")).map((e) => e.tagName + "." + e.className).slice(0, 3),
+        raw: [...document.querySelectorAll("article p")].map((e) => { const copy = e.cloneNode(true); copy.querySelectorAll("code").forEach((c) => c.remove()); return copy.textContent; }).filter((text) => /\n\s*[-*|] |```|^\|/.test(text)).map((text) => text.slice(0, 60)),
         images: [...document.images].filter((e) => e.complete && !e.naturalWidth).map((e) => e.src),
       }));
       if (shown.scheme !== (scheme === "dark" ? "slate" : "default")) say(`has the colours of ${shown.scheme}`);
       if (shown.over > 0) say(`scrolls sideways by ${shown.over} px`);
       if (shown.wide.length) say(`wider than the window: ${shown.wide}`);
+      if (shown.raw.length) say(`Markdown that was not understood: ${shown.raw}`);
       if (shown.images.length) say(`no image: ${shown.images}`);
       if ((scheme === "light" && width === WIDTHS[0]) || (scheme === "dark" && width === WIDTHS.at(-1))) {
         await page.evaluate(axe);
