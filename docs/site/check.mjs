@@ -1,7 +1,7 @@
 // The built site in a real browser: node check.mjs SITE SCREENSHOTS [PART OF A URL]. Every page at three widths, light and
-// dark: nothing scrolls sideways, no Markdown is left, the console is silent, nothing comes from elsewhere, every link and anchor exists; axe
-// finds nothing serious, in the narrowest light and the widest dark one; and the search finds NUMA. Chromium: CHROMIUM,
-// else Debian's.
+// dark: nothing scrolls sideways, no Markdown is left, the console is silent, nothing comes from elsewhere, every link and
+// anchor exists; axe finds nothing serious, in the narrowest light and the widest dark one; and the search finds NUMA.
+// Chromium: CHROMIUM, else Debian's.
 import { createServer } from "node:http";
 import { mkdirSync, readFileSync, readdirSync, statSync } from "node:fs";
 import { createRequire } from "node:module";
