@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import importlib.metadata
 import importlib.resources
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,15 @@ def test_a_wrong_name_is_a_sentence(tmp_path: Path) -> None:
 def test_types_are_declared() -> None:
     """PEP 561: one marker for all; tests/test_wheel.py has mypy read them."""
     assert importlib.resources.files(ktconvert).joinpath("py.typed").is_file()
+
+
+def test_the_version_stands_everywhere() -> None:
+    """It has one source, pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow it."""
+    root = Path(__file__).resolve().parents[1]
+    assert importlib.metadata.version("ktconvert") == ktconvert.__version__
+    notes = [sys.executable, root / ".ci" / "release_notes.py"]
+    done = subprocess.run([*notes, ktconvert.__version__], capture_output=True, text=True)
+    assert done.returncode == 0 and "### Added" in done.stdout, done.stderr
+    assert "## [" not in done.stdout
+    done = subprocess.run([*notes, "9.9.9"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("pipeline/__init__.py: the version is ")
