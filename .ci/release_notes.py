@@ -22,14 +22,8 @@ def notes(version: str) -> str:
     if not re.search(rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(), re.M):
         raise SystemExit(f"CITATION.cff: has no line 'version: {version}'")
     changelog = (ROOT / "CHANGELOG.md").read_text()
-<<<<<<< HEAD
-    section = re.search(
-        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## \[|\Z)", changelog, re.M | re.S
-    )
-=======
     heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n"
     section = re.search(rf"{heading}(.*?)(?=^## \[|^\[Unreleased\]:|\Z)", changelog, re.M | re.S)
->>>>>>> whl
     if section is None:
         raise SystemExit(f"CHANGELOG.md: has no section '## [{version}] - YYYY-MM-DD'")
     return section[1].strip()
