@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(shell find native_quant/csrc -type f)
 
-.PHONY: setup demo test test-fast test-long compat lint types asan emulated numa golden bench accuracy peer wheel release-check clean
+.PHONY: setup demo test test-fast test-long compat lint types asan emulated numa golden bench accuracy peer docs docs-check figures wheel release-check clean
 .DEFAULT_GOAL := setup
 
 define require_tools
@@ -31,11 +31,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup
+types: setup build/ns/.ready
+	$(BIN)/mypy
+
+# The packages as they are imported, for what reads sources.
+build/ns/.ready: Makefile
 	@mkdir -p build/ns/ktconvert
 	@ln -sfn ../../../pipeline/api/__init__.py build/ns/ktconvert/__init__.py
 	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
-	$(BIN)/mypy
+	@touch $@
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -99,7 +103,28 @@ bench: setup
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/forward.py
 
-# The tables and plots of docs/ACCURACY.md, made again: some minutes.
+# The documentation site, in build/site, and every link in it checked. Needs Python alone: no compiler, no torch.
+docs: build/docs/.ready build/ns/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+
+build/docs/.ready: pyproject.toml .ci/constraints.txt
+	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet -c .ci/constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
+
+# The site in a real browser: every page in three widths, light and dark; links, search, accessibility. Some pages:
+# make docs-check PAGES=/start/
+docs-check: docs
+	@command -v npm >/dev/null || { echo "make docs-check: npm is missing: install it (Debian: apt install npm)" >&2; exit 1; }
+	@mkdir -p build/docs-check && cp docs/site/package.json docs/site/package-lock.json docs/site/check.mjs build/docs-check
+	cd build/docs-check && npm ci --silent --no-fund --no-audit
+	node build/docs-check/check.mjs build/site build/docs-check/screens $(PAGES)
+
+# The figures of docs/, from the data beside them.
+figures: setup
+	$(BIN)/python docs/figures/draw.py
+
+# The tables and figures of docs/explanation/accuracy.md, measured again: some minutes.
 accuracy: setup
 	$(BIN)/python benchmarks/accuracy.py --write
 

@@ -1,4 +1,4 @@
-"""What each way to quantize costs in accuracy: tables and plots for docs/ACCURACY.md (`make accuracy`).
+"""What each way to quantize costs in accuracy: tables and figures for docs/explanation/accuracy.md (`make accuracy`).
 
 Synthetic linears: error of the weights and of the outputs on held-out inputs. The bundled model: error of each layer's
 experts and KL divergence from BF16, through `ktconvert cpu` and `ktconvert eval`. Whatever is calibrated sees the first
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL, TEXT, PAGE = (
     ROOT / "examples" / "qwen3-moe-small",
     ROOT / "benchmarks" / "heldout.txt",
-    ROOT / "docs" / "ACCURACY.md",
+    ROOT / "docs" / "explanation" / "accuracy.md",
 )
 KINDS = {"gauss": "Gaussian", "t5": "Student's t, 5 degrees of freedom"}
 WINDOW = 512
@@ -169,35 +169,9 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """docs/accuracy.svg: held-out output error on synthetic layers, and KL divergence on the bundled model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def number(cell: str) -> float:
-        return float(cell.split()[0])
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    at = np.arange(len(errors))
-    for offset, (column, kind), color in zip((-0.2, 0.2), enumerate(KINDS, 2), ("#1f5fa8", "#b5452c"), strict=True):
-        left.barh(at + offset, [number(cells[column]) for _, cells in errors], 0.38, label=KINDS[kind], color=color)
-    left.set(title="synthetic layers: output error, %", yticks=at, yticklabels=[title for title, _ in errors])
-    left.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
-    right.barh(np.arange(len(kl)), [number(cells[1]) for _, cells in kl], 0.6, color="#1f5fa8")
-    right.set(title="bundled model: KL divergence, nats", yticks=np.arange(len(kl)))
-    right.set_yticklabels([title for title, _ in kl])
-    for axes in (left, right):
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-    plt.rcParams["svg.hashsalt"] = "accuracy"
-    figure.savefig(PAGE.with_name("accuracy.svg"), metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put tables and plot into docs/")
+    parser.add_argument("--write", action="store_true", help="put tables, data and figures into docs/")
     wanted = parser.parse_args()
     errors = synthetic()
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +201,7 @@ def main() -> None:
         else:
             print(f"\n{name}\n{body}")
     if wanted.write:
-        plot(errors, kl)
+        pages.draw("accuracy", {name: [(title, *cells) for title, cells in rows] for name, (_, rows) in heads.items()})
 
 
 if __name__ == "__main__":

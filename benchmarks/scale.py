@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts (docs/SCALE.md).
+"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts: tables
+and figure of docs/explanation/speed.md.
 
 python benchmarks/scale.py                     measure and calculate; 15 GB of disk, some minutes
-python benchmarks/scale.py --write             and put tables and plot into docs/
+python benchmarks/scale.py --write             and put tables, data and figures into docs/
 python benchmarks/scale.py --size small        one small layer, to try the script; its figures mean nothing
 
 Needs `.[dask,plot,dev]`: its workers are started by the tests' rig.
@@ -35,7 +36,7 @@ from scale_hosts import HOSTS, MODELS, Host, Model
 from ktconvert.layouts.files import publish
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "SCALE.md"
+PAGE = ROOT / "docs" / "explanation" / "speed.md"
 sys.path.append(str(ROOT / "tests"))  # the rig
 CPUS = sorted(os.sched_getaffinity(0))
 SHARDS = "16M"  # small units, to see what one costs
@@ -176,34 +177,20 @@ def calculated(hosts: dict[str, Host]) -> list[list[str]]:
     return rows
 
 
-def plot(hosts: dict[str, Host]) -> None:
-    """docs/scale.svg: minutes over hosts, with the point from which on the file system is the limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "scale"
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
-    numbers = range(1, 65)
-    for axes, model in zip(panels, MODELS, strict=True):
-        for (title, host), color in zip(hosts.items(), ("#1f5fa8", "#b5452c"), strict=True):
-            for (share, bandwidth), style in zip(SHARED.items(), (":", "-"), strict=True):
-                minutes = scale_hosts.curve(model, 8, host, bandwidth, numbers)
-                axes.plot(numbers, minutes, style, color=color, label=f"{title}; {share}")
-                most = scale_hosts.limit(model, 8, host, bandwidth)
-                if 1 <= most <= 64:
-                    at = scale_hosts.wall(model, 8, round(most), host, bandwidth) / 60
-                    axes.plot([round(most)], [at], "o", color=color)
-        axes.set(title=f"{model.name} (FP8) to INT8", xlabel="hosts", xscale="log", yscale="log")
-        axes.set_xticks(HOSTS, [str(count) for count in HOSTS])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set(ylabel="minutes, calculated")
-    panels[0].set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
-    panels[1].legend(frameon=False, title="host; bandwidth of the file system")
-    figure.savefig(PAGE.with_name("scale.svg"), metadata={"Date": None})
-    plt.close(figure)
+def lines(hosts: dict[str, Host]) -> list[dict[str, Any]]:
+    """What docs/figures/scale.json holds: minutes to INT8 over 1 to 64 hosts."""
+    return [
+        {
+            "model": model.name,
+            "host": title,
+            "file system": share,
+            "limit": round(scale_hosts.limit(model, 8, host, bandwidth), 2),
+            "minutes": [round(minutes, 3) for minutes in scale_hosts.curve(model, 8, host, bandwidth)],
+        }
+        for model in MODELS
+        for title, host in hosts.items()
+        for share, bandwidth in SHARED.items()
+    ]
 
 
 def main() -> None:
@@ -212,7 +199,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--size", choices=convert.SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="put tables and plot into docs/")
+    parser.add_argument("--write", action="store_true", help="put tables, data and figures into docs/")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
         folder = options.dir or Path(temporary)
@@ -251,7 +238,7 @@ def main() -> None:
         if options.write:
             pages.write(PAGE, name, body)
     if options.write:
-        plot(hosts)
+        pages.draw("scale", {"lines": lines(hosts)})
 
 
 if __name__ == "__main__":

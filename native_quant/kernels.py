@@ -1,7 +1,7 @@
 """The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
 All calls release the GIL and may run in many threads at once. Wrong arguments raise ValueError before C sees them. The
-numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, whatever instruction set is in use.
+numbers are defined in docs/explanation/numerics.md and are the same, bit for bit, whatever instruction set is in use.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def quantize_plain(
     weight: npt.NDArray[np.uint8],
     scale: npt.NDArray[np.float32],
 ) -> None:
-    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: NUMERICS.md, section 2c."""
+    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: numerics.md, section 2c."""
     _quantize_rows(lib.ktq_quantize_plain, bits, matrix, weight, scale)
 
 
@@ -224,7 +224,7 @@ def quantize_groups(
 
     n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of GROUP_RULES ("signed": 4 bits
     alone). packed: int32 [n, k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or
-    NaN; packed and scale are then partly written. Equations: NUMERICS.md, section 6.
+    NaN; packed and scale are then partly written. Equations: numerics.md, section 6.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -289,7 +289,7 @@ def search_scales(
     bf16: bits of BF16 values, uint16 [n, k], each row contiguous, at any address; k: a multiple of 64. importance: how
     much a squared error counts in each column, float32 [k], finite, none negative; or second moments, float32 [k, k],
     symmetric, finite, whose diagonal is that; None: all alike. NonFinite: a value is infinite or NaN. Equations:
-    NUMERICS.md, sections 2b and 2e.
+    numerics.md, sections 2b and 2e.
     """
     _geometry(bits)
     scale = np.empty(len(bf16), np.float32)
@@ -309,7 +309,7 @@ def search_groups(
 ) -> tuple[npt.NDArray[np.int8], Array]:
     """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
 
-    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, sections
+    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: numerics.md, sections
     2d and 2e.
     """
     number, dtype = SEARCHED_GROUPS[grid]
@@ -364,7 +364,7 @@ def _search(
     return codes
 
 
-# --- panels of 32 rows (FORMAT.md, Panels) --------------------------------------------------------
+# --- panels of 32 rows (bytes.md, Panels) --------------------------------------------------------
 
 
 PANEL_ROWS = 32
@@ -406,7 +406,7 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
 
 
 def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
-    """Puts a linear, as MXFP4, into the order of panels. Equations: NUMERICS.md, section 9.
+    """Puts a linear, as MXFP4, into the order of panels. Equations: numerics.md, section 9.
 
     A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
     are multiplied: of MXFP4_MULTIPLE).
@@ -559,7 +559,7 @@ def gptq_block(
     width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
     each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
     width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
-    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: NUMERICS.md, section 7.
+    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7.
     """
     _require_codes(code_range, threads)
     if kind not in _RESULTS:
@@ -597,7 +597,7 @@ def descend(
 
     code_range as in gptq_block. hessian float32 [k, k], symmetric; scale float32 [n, k / group], 0 where codes stay;
     codes int8 [n, k] and gradient float32 [n, k], which is (weight - codes * scale) @ hessian: both are kept up. The
-    number of threads changes no bit. Equations: NUMERICS.md, section 7b.
+    number of threads changes no bit. Equations: numerics.md, section 7b.
     """
     _require_codes(code_range, threads)
     if codes.ndim != 2 or not codes.size or scale.ndim != 2 or not scale.shape[1] or codes.shape[1] % scale.shape[1]:

@@ -19,7 +19,7 @@ DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time:
 class Kind:
     """How the items of a stored row encode numbers. All are decoded to BF16, rounded to nearest even.
 
-    Equations: NUMERICS.md, section 1.
+    Equations: numerics.md, section 1.
 
     name     of its definition in quantizers/reference.py.
     dtype    NumPy type of an item.

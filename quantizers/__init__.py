@@ -44,7 +44,7 @@ class Grid:
         return self.group is None and bool(self.scales)
 
 
-# Scales for rows (NUMERICS.md, section 2), for kt-kernel's CPU formats.
+# Scales for rows (numerics.md, section 2), for kt-kernel's CPU formats.
 ROW_GRIDS = {
     grid.name: grid
     for grid in (
@@ -53,10 +53,10 @@ ROW_GRIDS = {
     )
 }
 
-# The same ranges, rounded otherwise (NUMERICS.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
+# The same ranges, rounded otherwise (numerics.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
 MOE_GRIDS = {f"moe_{grid.name}": replace(grid, name=f"moe_{grid.name}", version=1) for grid in ROW_GRIDS.values()}
 
-# Scales for groups of columns (NUMERICS.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
+# Scales for groups of columns (numerics.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
 GROUP_GRIDS = {
     grid.name: grid
     for grid in (
@@ -68,12 +68,12 @@ GROUP_GRIDS = {
 # The columns that may share a scale there; the grids have the first.
 GROUP_SIZES = (128, 64, 32)
 
-# Scales of either sign for groups of columns (NUMERICS.md, section 6b), for kt-kernel's RAWINT4 on a CPU.
+# Scales of either sign for groups of columns (numerics.md, section 6b), for kt-kernel's RAWINT4 on a CPU.
 SIGNED_GRIDS = {
     grid.name: grid for grid in (Grid("rawint4", bits=4, low=-8, high=7, group=32, scales="BF16", version=1),)
 }
 
-# Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
+# Floating-point numbers (numerics.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
 # bits; of fp8, low..high are numbers.
 FLOAT_GRIDS = {
     grid.name: grid

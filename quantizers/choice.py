@@ -1,4 +1,4 @@
-"""Ways to choose codes: QUANTIZERS is their table. They choose numbers (NUMERICS.md); forms pack them."""
+"""Ways to choose codes: QUANTIZERS is their table. They choose numbers (numerics.md); forms pack them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Quantizer:
 
 
 def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, npt.NDArray[Any]]:
-    """The scale of least squared error for each row or group (NUMERICS.md, sections 2b, 2d and 2e)."""
+    """The scale of least squared error for each row or group (numerics.md, sections 2b, 2d and 2e)."""
     if not grid.per_row:
         return search_groups(grid.name, bf16, importance)
     codes, scales = search_scales(grid.bits, bf16, importance)

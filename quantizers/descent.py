@@ -1,5 +1,5 @@
 """Scales and codes of least error in the metric of the inputs, from those that GPTQ gives: scales are fitted again, and
-codes are moved by coordinate descent. Plain functions over torch tensors; equations: NUMERICS.md, section 7b.
+codes are moved by coordinate descent. Plain functions over torch tensors; equations: numerics.md, section 7b.
 
 With H the metric of a linear's inputs, an error E = W - Q costs tr(E H E^T). Rows do not depend on each other. Of an
 error, the gradient E H is all that a step needs, and each step keeps it up."""

@@ -1,5 +1,5 @@
 """Equalizing: powers of two between the rows of up and the columns of down, so that the columns of down become alike
-while their expert computes the same (NUMERICS.md, section 10).
+while their expert computes the same (numerics.md, section 10).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 E4M3 with a scale for each block of 128 x 128, in NumPy. Equations: NUMERICS.md, section 9."""
+"""FP8 E4M3 with a scale for each block of 128 x 128, in NumPy. Equations: numerics.md, section 9."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks of ggml stand for, in NumPy: the definition of the decoders in C. Equations: NUMERICS.md, section 1.
+"""What blocks of ggml stand for, in NumPy: the definition of the decoders in C. Equations: numerics.md, section 1.
 
 Blocks come as uint8 [blocks, bytes of a block], values as float32 [blocks, columns of a block]. The layouts are those
 of ggml-common.h; gguf-py has the same values, but for MXFP4 with the scale 255, which is NaN here (OCP Microscaling

@@ -213,7 +213,7 @@ class Block(NamedTuple):
 
 
 def _compensate_block(block: Block, code_range: CodeRange) -> None:
-    """By our kernel on a CPU, elsewhere by the library's where it knows the range (NUMERICS.md, section 7)."""
+    """By our kernel on a CPU, elsewhere by the library's where it knows the range (numerics.md, section 7)."""
     import torch
 
     work, inverse, scale, value, error = block

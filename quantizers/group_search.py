@@ -1,7 +1,7 @@
 """Scales of least squared error, one for each group of columns: the definition in NumPy, which the C kernels must equal
 bit for bit.
 
-Equations: NUMERICS.md, sections 2d and 2e. BF16 values are their bits (uint16), as in reference.py.
+Equations: numerics.md, sections 2d and 2e. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations

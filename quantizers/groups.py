@@ -1,6 +1,6 @@
 """Codes in groups of columns: the definition in NumPy, which the C kernels must equal bit for bit.
 
-Equations: NUMERICS.md, sections 6 and 6b. BF16 values are their bits (uint16), as in reference.py.
+Equations: numerics.md, sections 6 and 6b. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations

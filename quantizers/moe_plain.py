@@ -1,5 +1,5 @@
-"""kt-kernel's MOE_INT4 and MOE_INT8 in NumPy: rounding halves away from 0, and their plain order (NUMERICS.md, section
-2c; FORMAT.md).
+"""kt-kernel's MOE_INT4 and MOE_INT8 in NumPy: rounding halves away from 0, and their plain order (numerics.md, section
+2c; bytes.md).
 """
 
 from __future__ import annotations

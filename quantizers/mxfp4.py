@@ -1,6 +1,6 @@
 """MXFP4: the definition in NumPy of how exponents and codes are chosen and where they lie in panels, and the way back.
 
-The C kernels must equal it bit for bit. Equations: NUMERICS.md, section 9. Codes are 0..15 as in reference.E2M1;
+The C kernels must equal it bit for bit. Equations: numerics.md, section 9. Codes are 0..15 as in reference.E2M1;
 exponents are E8M0 bytes, one for 32 columns of a row.
 """
 

@@ -1,6 +1,6 @@
 """Packed integer codes as checkpoints store them: the definition in NumPy, which the C kernels must equal bit for bit.
 
-Codes are unsigned here: 0..15 or 0..255. Equations: NUMERICS.md, section 1. Sources: compressed-tensors 0.19
+Codes are unsigned here: 0..15 or 0..255. Equations: numerics.md, section 1. Sources: compressed-tensors 0.19
 (pack-quantized), AutoAWQ 0.2.9 (packing_utils.py, version GEMM), GPTQModel 7.7.0 (formats gptq and gptq_v2); the files
 in tests/golden that these libraries wrote hold the definitions to them.
 """

@@ -1,4 +1,4 @@
-"""The order of panels (FORMAT.md, Panels), in NumPy: what the kernels are compared with, and the way back."""
+"""The order of panels (bytes.md, Panels), in NumPy: what the kernels are compared with, and the way back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rows of a linear rounded in turn, so that the model's predictions change least: what errors of outputs cost, and how
-an error of some rows is made up for by those that are left. Plain functions over torch tensors; equations: NUMERICS.md,
+an error of some rows is made up for by those that are left. Plain functions over torch tensors; equations: numerics.md,
 section 7c.
 
 GPTQ and the descent weigh an error by the inputs it meets, and take all outputs for equally important. They are not: F,

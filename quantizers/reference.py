@@ -1,4 +1,4 @@
-"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: NUMERICS.md.
+"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: numerics.md.
 
 BF16 values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
 """

@@ -1,4 +1,4 @@
-"""Codes of several scales brought to one, where columns that were quantized apart come to share a scale (NUMERICS.md,
+"""Codes of several scales brought to one, where columns that were quantized apart come to share a scale (numerics.md,
 section 8).
 """
 

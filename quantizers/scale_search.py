@@ -1,6 +1,6 @@
 """Scales of least squared error, one for each row: the definition in NumPy, which the C kernels must equal bit for bit.
 
-Equations: NUMERICS.md, sections 2b and 2e. BF16 values are their bits (uint16), as in reference.py.
+Equations: numerics.md, sections 2b and 2e. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What the bytes of 8-bit scales mean: E8M0 (OCP Microscaling Formats 1.0), and E4M3 scales of NVFP4. Equations:
-NUMERICS.md, section 1.
+numerics.md, section 1.
 """
 
 from __future__ import annotations

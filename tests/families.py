@@ -1,5 +1,5 @@
 """Every mixture-of-experts family of the installed transformers: a tiny model, converted by the real command to INT8 and
-computed with our experts. `python tests/families.py [MODEL_TYPE ...]` prints the table of docs/architectures.md.
+computed with our experts. `python tests/families.py [MODEL_TYPE ...]` prints the table of docs/reference/architectures.md.
 """
 
 import re

@@ -53,7 +53,7 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
 
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
 def test_element_is_where_the_format_says(n: int, k: int) -> None:
-    """FORMAT.md's formula, for every element."""
+    """bytes.md's formula, for every element."""
     r, c = np.arange(n)[:, None], np.arange(k)[None, :]
     nb, kb = r // 256 * 256, c // 1792 * 1792
     rows, columns = np.minimum(256, n - nb), np.minimum(1792, k - kb)

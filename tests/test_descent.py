@@ -18,7 +18,7 @@ with_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not
 
 
 def definition(code_range: CodeRange, hessian: Any, scale: Any, codes: Any, gradient: Any) -> tuple[Any, Any]:
-    """Section 7b of NUMERICS.md, a column at a time."""
+    """Section 7b of numerics.md, a column at a time."""
     codes, gradient = codes.copy(), gradient.copy()
     group = codes.shape[1] // scale.shape[1]
     with np.errstate(all="ignore"):

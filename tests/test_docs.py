@@ -1,6 +1,10 @@
-"""The documentation says what the program does. `python tests/test_docs.py` writes the tables of docs/commands.md and
-docs/architectures.md as they must be.
+"""The documentation says what the program does: every command, option, table row, link and example is checked against
+the real thing.
+
+`python tests/test_docs.py` writes what follows from code: the tables of options, architectures and events.
 """
+
+from __future__ import annotations
 
 import ast
 import json
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,25 +26,30 @@ from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, formats_of
+from ktconvert.layouts.outputs import FORMATS, Format, formats_of
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, parameters
 from ktconvert.pipeline.options.declare import NONE, Leaf, Option, leaves
+from ktconvert.pipeline.ui import events as ui_events
 from ktconvert.quantizers import ROW_GRIDS, reference
+from rig import conversion
+from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = {".venv", ".git", "build", "dist"}
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not LEFT_OUT & {*p.relative_to(ROOT).parts})
 README = ROOT / "README.md"
-COMMANDS_PAGE = ROOT / "docs" / "commands.md"
-FORMATS_PAGE = ROOT / "docs" / "formats.md"
-FROM_KT_KERNEL_PAGE = ROOT / "docs" / "from-kt-kernel.md"
-TUTORIAL_PAGE = ROOT / "docs" / "tutorial.md"
-ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
-FORMAT_PAGE = ROOT / "layouts" / "FORMAT.md"
-NUMBERS_PAGE = ROOT / "quantizers" / "NUMERICS.md"
-DESIGN_PAGE = ROOT / "docs" / "design.md"
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+FORMATS_PAGE = REFERENCE / "formats.md"
+FROM_KT_KERNEL_PAGE = DOCS / "how-to" / "from-kt-kernel.md"
+ARCHITECTURES_PAGE = REFERENCE / "architectures.md"
+BYTES_PAGE = REFERENCE / "bytes.md"
+JSON_PAGE = REFERENCE / "json.md"
+SCHEMA = REFERENCE / "events.schema.json"
+NUMBERS_PAGE = DOCS / "explanation" / "numerics.md"
+DESIGN_PAGE = DOCS / "explanation" / "design.md"
 
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -48,11 +58,17 @@ OWN_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/
 
 
 def named(path: Path) -> str:
+    """The id of a page in test names."""
     return path.relative_to(ROOT).as_posix()
 
 
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+def page_of(name: str) -> Path:
+    """The page of a command."""
+    return REFERENCE / "commands" / f"{name}.md"
 
 
 def section(text: str, title: str) -> str:
@@ -74,8 +90,11 @@ def command(name: str) -> Command:
     return result
 
 
+# ---- commands and options -------------------------------------------------------------------------------------------
+
+
 def rows_of_options(name: str) -> dict[str, str]:
-    """Flags -> the row of an option in docs/commands.md up to the <br>, behind which a page says what it likes."""
+    """Flags -> the row of an option on its command's page up to the <br>, behind which a page says what it likes."""
     rows = {}
     for leaf in leaves(command(name).settings):
         option = leaf.declared
@@ -115,37 +134,43 @@ def flags_of_row(line: str) -> str:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
-    lines = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`").splitlines()
-    rows = {flags: line for line in lines if (flags := flags_of_row(line))}
+    rows = {flags: line for line in text_of(page_of(name)).splitlines() if (flags := flags_of_row(line))}
     expected = rows_of_options(name)
-    assert rows.keys() == expected.keys(), f"docs/commands.md, ktconvert {name}: rows for what does not exist, or none"
+    assert rows.keys() == expected.keys(), f"ktconvert {name}: rows for what does not exist, or none"
     for flags, start in expected.items():
         assert rows[flags].startswith((f"{start} |", f"{start}<br>")), f"{flags}: run `python tests/test_docs.py`"
-    for parameter in [each for each in command(name).params if isinstance(each.type, click.Choice)]:
-        row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
-        missing = [choice for choice in parameter.type.choices if not re.search(rf"\b{choice}\b", row)]
-        assert not missing, f"docs/commands.md, ktconvert {name}: no word on {missing}"
+    for parameter in command(name).params:
+        if isinstance(parameter.type, click.Choice):
+            row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
+            for choice in parameter.type.choices:
+                assert re.search(rf"\b{choice}\b", row), f"ktconvert {name}: no word on {choice}"
 
 
-def with_rows_of_options(page: str) -> str:
-    """docs/commands.md with the rows that are declared, and its own words behind them. New options are put last."""
+def with_rows_of_options(name: str) -> str:
+    """A command's page with the rows that are declared, and its own words behind them. New options are put last."""
+    lines, rows, end = [], rows_of_options(name), 0
+    for line in text_of(page_of(name)).splitlines():
+        start = rows.pop(flags_of_row(line), None)
+        lines.append(line if start is None else start + (line[line.find("<br>") :] if "<br>" in line else " |"))
+        end = len(lines) if line.startswith("| ") else end
+    lines[end:end] = [f"{row} |" for row in rows.values()]
+    return "\n".join(lines) + "\n"
+
+
+def test_every_command_is_in_the_readme() -> None:
     for name in COMMANDS:
-        old, rows = section(page, f"`ktconvert {name}`"), rows_of_options(name)
-        lines, end = [], 0
-        for line in old.splitlines():
-            start = rows.pop(flags_of_row(line), None)
-            lines.append(line if start is None else start + (line[line.find("<br>") :] if "<br>" in line else " |"))
-            end = len(lines) if line.startswith("| ") else end
-        lines[end:end] = [f"{row} |" for row in rows.values()]
-        page = page.replace(old, "\n".join(lines) + "\n")
-    return page
+        assert re.search(rf"\b{name}\b", text_of(README)), name
 
 
 def examples() -> list[tuple[str, str]]:
     """Every line of a bash block that calls ktconvert: (page, line)."""
-    found = [(named(page), block) for page in PAGES for block in blocks(text_of(page), "bash")]
-    lines = [(page, line.strip()) for page, block in found for line in block.replace("\\\n", " ").splitlines()]
-    return [(page, line) for page, line in lines if line.startswith("ktconvert ")]
+    lines = []
+    for page in PAGES:
+        for block in blocks(text_of(page), "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith("ktconvert "):
+                    lines.append((named(page), line.strip()))
+    return lines
 
 
 @pytest.mark.parametrize(("page", "line"), examples())
@@ -163,54 +188,163 @@ def test_every_example_parses(page: str, line: str) -> None:
 
 def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     """Their commands and ours stand in pairs; only the program's name differs."""
-    scripts = {"cpu_weights": "cpu", "cpu_weights_ds4": "cpu", "gpu_weights": "gpu", "moe_to_bf16": "dequantize"}
-    scripts = {f"scripts/convert_{name}.py": ours for name, ours in scripts.items()}
+    scripts = {"scripts/convert_cpu_weights.py": "cpu", "scripts/merge_cpu_weights.py": "merge"}
+    scripts |= {"scripts/convert_cpu_weights_ds4.py": "cpu", "scripts/convert_gpu_weights.py": "gpu"}
+    scripts["scripts/convert_moe_to_bf16.py"] = "dequantize"
     scripts["scripts/convert_kimi_k2_fp8_to_bf16_cpu.py"] = "dequantize"
-    scripts["scripts/merge_cpu_weights.py"] = "merge"
-    text = "\n".join(blocks(text_of(FROM_KT_KERNEL_PAGE), "bash"))
-    lines = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [
+        shlex.split(line)
+        for block in blocks(text_of(FROM_KT_KERNEL_PAGE), "bash")
+        for line in block.splitlines()
+        if line and not line.startswith("#")
+    ]
     assert len(lines) == 2 * (10 + 3 + 2)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
-        assert theirs[0] == "python" and ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
+        assert theirs[0] == "python"
+        assert ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
+
+
+# ---- exit codes, JSON, environment ----------------------------------------------------------------------------------
 
 
 def test_every_exit_code_is_documented() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KtconvertError)]
     assert len(classes) > 5
-    page = section(text_of(COMMANDS_PAGE), "Exit codes")
+    page = text_of(REFERENCE / "exit-codes.md")
     for error in classes:  # the last two cells: what it means, and what to do
         assert re.search(rf"^\| {error.exit_code} \| `{error.__name__}`.*\| \w.* \| \S.* \|$", page, re.M), error
     assert "\n| 0 |" in page
     assert re.search(r"^\| 130, 143 \|.*\| \w.* \| \S.* \|$", page, re.M)
 
 
-def events() -> dict[str, set[str]]:
-    """Every JSON event that the pipeline gives, with its fields, as the source says."""
-    kinds: dict[str, set[str]] = {"error": {"message", "exit_code"}}
-    for path in (ROOT / "pipeline").rglob("*.py"):
-        for node in ast.walk(ast.parse(text_of(path))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
-                kind = ast.literal_eval(node.args[0])
-                kinds.setdefault(kind, set()).update(keyword.arg for keyword in node.keywords if keyword.arg)
-    return kinds
+def schema() -> str:
+    """docs/reference/events.schema.json."""
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "an event of ktconvert --json"}
+    return json.dumps(draft | msgspec.json.schema(ui_events.Line), indent=2) + "\n"
 
 
-def test_every_event_and_its_fields_are_documented(tmp_path: Path, cli: Any, example: Path) -> None:
-    text = section(text_of(COMMANDS_PAGE), "JSON")
-    kinds = events()
-    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--dry-run", "--json")
-    plan = json.loads(done.stdout.splitlines()[-1])
-    kinds["plan"] = {*plan, *plan["stages"][0], *plan["units"][0]} - {"event"}
-    assert {"begin", "start", "done", "progress", "finished"} <= kinds.keys()
-    for kind, names in kinds.items():
-        row = next((line for line in text.splitlines() if line.startswith(f"| `{kind}` |")), None)
-        assert row is not None, f"docs/commands.md, JSON: no row for the event {kind}"
-        for name in names:
-            assert f"`{name}`" in row, f"docs/commands.md, JSON: the event {kind} has a field {name}"
+def tables_of_events() -> str:
+    """What docs/reference/json.md says of each event."""
+    definitions = msgspec.json.schema(ui_events.Line)["$defs"]
+    parts = []
+    for kind, event in ui_events.KINDS.items():
+        about = definitions[event.__name__]
+        parts.append(f"### `{kind}`\n\n{about['description']}\n\n| field | type | |\n|---|---|---|\n")
+        for name, field in about["properties"].items():
+            if name != "event":
+                kinds = [each["type"] for each in field.get("anyOf", [field]) if each["type"] != "null"]
+                parts[-1] += f"| `{name}` | {' or '.join(kinds)} | {field['description']} |\n"
+    return "\n".join(parts)
+
+
+def with_events(page: str) -> str:
+    return re.sub(
+        r"(?<=<!-- events -->\n).*(?=<!-- end of events -->)", lambda _: f"\n{tables_of_events()}\n", page, flags=re.S
+    )
+
+
+def test_the_events_are_those_of_the_code() -> None:
+    page = text_of(JSON_PAGE)
+    assert with_events(page) == page and text_of(SCHEMA) == schema(), "run `python tests/test_docs.py`"
+
+
+JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "object": dict, "null": None}
+
+
+def fits(value: Any, words: str) -> bool:
+    """Whether a value is of a type as docs/reference/json.md says it."""
+    if " or " in words:
+        return any(fits(value, each) for each in words.split(" or "))
+    if words.startswith("list of "):
+        return isinstance(value, list) and all(fits(each, words[8:].removesuffix("s")) for each in value)
+    if words == "null":
+        return value is None
+    return isinstance(value, JSON_TYPES[words]) and (words == "boolean" or not isinstance(value, bool))
+
+
+def leaves_of(value: Any, rows: dict[str, str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of each field, and of those inside it, if the page describes them."""
+    for name, inner in value.items():
+        yield path + name, inner
+        for infix, objects in ((".", [inner]), ("[].", inner)):
+            if any(row.startswith(path + name + infix) for row in rows):
+                for each in objects:
+                    yield from leaves_of(each, rows, path + name + infix)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Heading of docs/reference/json.md -> what real commands print."""
+    folder, example = tmp_path_factory.mktemp("json"), ROOT / "examples" / "qwen3-moe-small"
+    out, more = folder / "out", {"cwd": folder}
+    (folder / "counts").mkdir()
+    counts = {"counts": ("I64", np.array([[5, 1, 5, 9], [2, 0, 7, 1]], np.int64))}
+    write_file(folder / "counts" / "counts.safetensors", counts)
+
+    def printed(*arguments: object) -> list[Any]:
+        done = conversion.ktconvert(*arguments, "--json", **more)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    lines = [*printed("cpu", "-i", example, "-o", out), *printed("cpu", "-i", example, "-o", out)]
+    lines += printed("cpu", "-i", example, "-o", out, "--quant-method", "int8")  # refused
+    lines += printed("cpu", "-i", example, "-o", folder / "part", "--part", "0/2")
+    lines += printed("cpu", "-i", example, "-o", folder / "part", "--verify-inputs")
+    plans = printed("cpu", "-i", example, "-o", out, "--overwrite", "--dry-run")
+    plans += printed("cpu", "-i", example, "-o", out, "--quant-method", "int4,int8", "--dry-run")
+    printed("cpu", "-i", example, "-o", folder / "begun", "--part", "0/2")
+    text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
+    return {
+        "events": [line for line in lines if line["event"] not in ("plan", "plans")],
+        "plan": [plan for plan in plans if plan["event"] == "plan"],
+        "plans": [plan for plan in plans if plan["event"] == "plans"],
+        "ktconvert status": printed("status", out) + printed("status", folder / "begun"),
+        "ktconvert verify": printed("verify", out, "--against", example),
+        "ktconvert inspect": [
+            document
+            for arguments in ([out], [folder / "begun"], [example, "--columns"])
+            for document in printed("inspect", *arguments)
+        ],
+        "ktconvert bench": printed("bench", out, "--tokens", 1),
+        "ktconvert experts": printed("experts", "counts", "--output", "mask.safetensors", "--num-gpu-experts", 2),
+        "ktconvert eval": printed("eval", example, "--cpu-weights", out, *text),
+        "ktconvert doctor": printed("doctor", "--disk", folder),
+        "ktconvert version": printed("version"),
+    }
+
+
+def test_events_are_of_their_types(documents: dict[str, list[Any]]) -> None:
+    kinds = {line["event"] for line in documents["events"]}
+    assert {"note", "begin", "start", "done", "part", "finished", "hashed", "error"} <= kinds
+    for line in documents["events"]:
+        event = msgspec.convert(line, ui_events.Line)
+        assert {*line} - {"event"} <= {*event.__struct_fields__}, line
+
+
+RARE = {
+    "dequantize",
+    "dequantized_bytes",
+    "refused",
+    "source_problem",
+}  # of checkpoints that cannot be converted as usual
+RARE |= {f"making[].{name}" for name in ("unit", "host", "pid", "since", "alive")}
+
+
+def test_documents_are_as_documented(documents: dict[str, list[Any]]) -> None:
+    page = text_of(JSON_PAGE)
+    for title, found in documents.items():
+        if title == "events":
+            continue
+        text = page.partition(f"\n### `{title}`\n")[2].partition("\n#")[0]
+        rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, re.M))
+        assert found and rows, title
+        seen = [pair for document in found for pair in leaves_of(document, rows)]
+        assert {path for path, _ in seen} - {*rows} == set(), title
+        assert {*rows} - {path for path, _ in seen} - RARE == set(), title
+        assert [(path, value) for path, value in seen if not fits(value, rows[path])] == [], title
 
 
 def test_every_environment_variable_is_documented() -> None:
-    text = section(text_of(COMMANDS_PAGE), "Environment variables")
+    text = text_of(REFERENCE / "environment.md")
     read = re.compile(r"environ(?:\.get\(|\[)\s*\"(\w+)\"")
     sources = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
     variables = {name for path in sources for name in read.findall(text_of(path))}
@@ -219,8 +353,11 @@ def test_every_environment_variable_is_documented() -> None:
         assert f"`{name}`" in text, name
 
 
+# ---- where to add what --------------------------------------------------------------------------------------------
+
+
 def additions() -> dict[str, tuple[str, str]]:
-    """Subject -> (what to touch, what holds it), from the table of docs/design.md."""
+    """Subject -> (what to touch, what holds it), from the table of docs/explanation/design.md."""
     page = text_of(DESIGN_PAGE).partition("## Where to add what")[2].partition("\nWhoever")[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line[:1] == "|"]
     return {subject.removeprefix("| "): (touch, held.rstrip(" |")) for subject, touch, held in cells[2:]}
@@ -232,27 +369,41 @@ def test_what_to_touch_is_there(subject: str) -> None:
     link = r"\[[^]]+\]\(([^)#]+)\)"
     for name, target in re.findall(rf"`(\w+)` (?:row )?in {link}", touch):
         text = text_of((DESIGN_PAGE.parent / target).resolve())
-        found = re.search(rf"^(?:static const .*)?{name}\b.*[=(]|^def {name}|^class {name}", text, re.MULTILINE)
-        assert found, (name, target)
+        assert re.search(rf"^(?:static const .*)?{name}\b.*[=(]|^def {name}|^class {name}", text, re.MULTILINE), (
+            name,
+            target,
+        )
     for target in re.findall(link, touch + held):
         assert (DESIGN_PAGE.parent / target).resolve().exists(), target
-    assert held == "the same" or re.search(r"\(\.\./tests/test_\w+\.py\)", held), f"no test holds {subject}"
+    assert held == "the same" or re.search(r"\(\.\./\.\./tests/test_\w+\.py\)", held), f"no test holds {subject}"
 
 
 def test_the_design_page_names_every_toy() -> None:
     held = " ".join(held for _, held in additions().values())
     toys = [path.name for path in (ROOT / "tests").glob("test_toy_*.py")]
-    assert [name for name in toys if f"(../tests/{name})" not in held] == []
+    assert toys
+    assert [name for name in toys if f"(../../tests/{name})" not in held] == []
+
+
+# ---- the tables of the code -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda x: x.name)
 def test_every_form_is_in_format(form: Any) -> None:
-    page = text_of(FORMAT_PAGE)
+    page = " ".join(text_of(BYTES_PAGE).split())
     assert f"{form.name} version {form.encoding.version}" in page, "a new version? describe its bytes"
-    assert (form.loose or "") in page
-    if form.name in formats_of("cpu"):  # legal sizes
-        row = re.search(rf"^\| `{form.option}` \|.*\| {form.encoding.multiple} \|$", page, re.MULTILINE)
-        assert row or f"{form.encoding.multiple} ({form.name})" in page
+
+
+@pytest.mark.parametrize("form", formats_of("cpu").values(), ids=lambda x: x.name)
+def test_legal_sizes_of_every_cpu_form_are_in_format(form: Any) -> None:
+    page = text_of(BYTES_PAGE)
+    row = re.search(rf"^\| `{form.option}` \|.*\| {form.encoding.multiple} \|$", page, re.MULTILINE)
+    assert row or f"{form.encoding.multiple} ({form.name})" in page
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.loose], ids=lambda x: x.name)
+def test_prefixes_of_loose_files_are_in_format(form: Format) -> None:
+    assert form.loose in text_of(BYTES_PAGE)
 
 
 def test_every_quantizer_and_decoder_is_in_numerics() -> None:
@@ -265,9 +416,9 @@ def test_every_quantizer_and_decoder_is_in_numerics() -> None:
 
 
 def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
-    """The Python in FORMAT.md says where a code lies; the NumPy reference puts it there."""
+    """The Python in bytes.md says where a code lies; the NumPy reference puts it there."""
     scope: dict[str, Any] = {}
-    exec(next(blocks(text_of(FORMAT_PAGE), "python")), scope)
+    exec(next(blocks(text_of(BYTES_PAGE), "python")), scope)
     rng = np.random.default_rng(0)
     for bits, n, k in ((8, 128, 3712), (4, 256, 3712), (8, 64, 192), (4, 128, 128)):
         codes = rng.integers(-7, 8, (n, k)).astype(np.int8)
@@ -280,24 +431,34 @@ def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
 
 
 def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: Any, example: Path) -> None:
-    """Every key of the manifest, of a shard's metadata and of quantization_config stands in FORMAT.md."""
+    """Every key of the manifest, of a shard's metadata and of quantization_config stands in bytes.md."""
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--verify-inputs")
-    page = text_of(FORMAT_PAGE)
+    page = text_of(BYTES_PAGE)
     document = json.loads((out / manifest.NAME).read_text())
     names = {*document, *document["settings"], *document["model"], *document["source"][0], *document["files"][0]}
     names |= read_header(next(out.glob("*.safetensors"))).metadata.keys()
-    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert [name for name in quantization if f'"{name}"' not in page] == []
+    for name in names:
+        assert f"`{name}`" in page, f"bytes.md does not name {name}"
+    for name in json.loads((out / "config.json").read_text())["quantization_config"]:
+        assert f'"{name}"' in page, f"bytes.md does not name {name}"
     cli("gpu", "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN")
     document = json.loads((tmp_path / "gpu" / manifest.NAME).read_text())
-    names |= {*document["settings"], *document["model"]}
-    names |= read_header(next((tmp_path / "gpu").glob("*.safetensors"))).metadata.keys()
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    names = {
+        *document["settings"],
+        *document["model"],
+        *read_header(next((tmp_path / "gpu").glob("*.safetensors"))).metadata,
+    }
+    for name in names:
+        assert f"`{name}`" in page, f"bytes.md does not name {name}"
+
+
+# ---- architectures --------------------------------------------------------------------------------------------------
 
 
 def _short(style: Style) -> str:
-    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert."""
+    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert,
+    no N means 3-D tensors."""
     names = [getattr(style, part) for part in style.parts]
     names = [re.sub(r"^\{prefix\}layers\.\{layer\}\.", "", name).removesuffix(".weight") for name in names]
     names = [name.replace("{expert}", "N") for name in names]
@@ -315,32 +476,45 @@ def _row(arch: Arch) -> str:
         verdict = f"converted with a warning: {arch.instead}"
     else:
         verdict = "converted"
-    where = ", weights on the input" if arch.weights_on == "input" else ""
-    computes = f"`{arch.activation}`{where}" if arch.stored else ""
+    computes = (
+        ""
+        if not arch.stored
+        else f"`{arch.activation}`" + (", weights on the input" if arch.weights_on == "input" else "")
+    )
     return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {verdict} |"
 
 
 def table() -> str:
+    """The table of docs/reference/architectures.md."""
     head = "| family | `model_type` or `architectures` | experts | activation | |\n|---|---|---|---|---|"
     return "\n".join([head, *map(_row, ARCHS)])
 
 
 def test_the_table_of_architectures_is_that_of_the_code() -> None:
     if table() not in text_of(ARCHITECTURES_PAGE):
-        pytest.fail("docs/architectures.md differs from archs.py: run `python tests/test_docs.py`")
+        pytest.fail("docs/reference/architectures.md differs from archs.py: run `python tests/test_docs.py`")
 
 
 def test_activations_prefixes_and_config_keys_are_documented() -> None:
     page = text_of(ARCHITECTURES_PAGE)
+    for name, formula in ACTIVATIONS.items():
+        assert f"`{name}`" in page
+        assert formula in page
     keys = {*archs.NUM_LAYERS, *archs.NUM_EXPERTS, *archs.MOE_WIDTH, *archs.DENSE_WIDTH, *archs.HIDDEN, *archs.PREFIXES}
-    assert [key for key in {*keys, *ACTIVATIONS} - {""} if f"`{key}`" not in page] == []
-    assert [formula for formula in ACTIVATIONS.values() if formula not in page] == []
+    for key in keys - {""}:
+        assert f"`{key}`" in page, key
 
 
 def test_the_example_of_an_own_row_can_be_read_and_every_key_is_named() -> None:
     page = text_of(ARCHITECTURES_PAGE)
-    assert parse_arch(next(blocks(page, "toml"))).name
-    assert [f.name for f in fields(Arch) if f.name not in NO_KEYS and f"`{f.name}`" not in page] == []
+    arch = parse_arch(next(blocks(page, "toml")))
+    assert arch.name
+    for field in fields(Arch):
+        if field.name not in NO_KEYS:
+            assert f"`{field.name}`" in page, field.name
+
+
+# ---- every page -----------------------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
@@ -351,9 +525,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere_and_nothing_into_the_writers_machine(page: Path) -> None:
-    match = OWN_PATHS.search(text_of(page))
-    assert match is None, f"{named(page)}: {match[0]}"
+def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", text_of(page))
     for target in LINK.findall(text):
         if re.match(r"[a-z]+:", target):
@@ -366,39 +538,79 @@ def test_links_lead_somewhere_and_nothing_into_the_writers_machine(page: Path) -
             assert anchor in anchors(text_of(file)), f"{named(page)}: {target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_no_page_names_a_path_of_its_writers(page: Path) -> None:
+    match = OWN_PATHS.search(text_of(page))
+    assert match is None, f"{named(page)}: {match[0]}"
+
+
 def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, example: Path) -> None:
     """Every line of inspect's and verify's report on the bundled model, but for paths and advice for this machine."""
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
     inspected, verified = cli("inspect", example).stdout, cli("verify", out, "--against", example, "--full").stdout
-    inspect_section = section(text_of(COMMANDS_PAGE), "`ktconvert inspect`")
-    for page, text, output in ((COMMANDS_PAGE, inspect_section, inspected), (README, text_of(README), verified)):
-        lines = text.splitlines()
+    for page, output in ((page_of("inspect"), inspected), (README, verified)):
+        lines = text_of(page).splitlines()
         for line in output.splitlines():
             if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
                 assert line in lines, f"{named(page)}, transcript: {line!r} is missing; paste `make demo` again"
 
 
 def test_figures_of_one_machine_are_marked() -> None:
-    """The transcripts of the README and of docs/commands.md: speeds, and what comes from torch's sums."""
+    """The transcripts of the README and of commands: speeds, and what comes from torch's sums."""
     machine = re.compile(r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|^\d+ +0\.\d+$")
-    for page in (README, COMMANDS_PAGE):
+    for page in (README, *map(page_of, COMMANDS)):
         lines = [line for block in blocks(text_of(page), "text") for line in block.splitlines()]
         figures = [line for line in lines if machine.search(line.removesuffix("  †"))]
-        assert len(figures) > 5, named(page)
         assert [line for line in figures if not line.endswith("  †")] == []
         assert [line for line in lines if line.endswith("†") and line not in figures] == []
 
 
-def test_every_page_is_in_the_index_and_every_command_in_a_short_readme() -> None:
+def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) <= 200, "README.md: more than 200 lines; move details to docs/"
-    assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", text_of(README))] == []
-    index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / target).resolve() for target in LINK.findall(text_of(index))}
-    assert {*index.parent.glob("*.md")} - {index} <= linked
+
+
+def texts_of_code() -> str:
+    """Every string of the program, a line each, with … for what is put into it."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+    paths = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
+    return "\n".join({repr(text(node)) for path in paths for node in ast.walk(ast.parse(text_of(path)))})
+
+
+def test_the_messages_are_those_of_the_program() -> None:
+    """The headings with … of the page by messages: each piece between two … stands in the code."""
+    page = text_of(DOCS / "how-to" / "troubleshoot.md")
+    code = texts_of_code().replace("\\'", "'")
+    messages = [line[4:] for line in page.splitlines() if line.startswith("### ") and "…" in line]
+    assert len(messages) > 10
+    pieces = [piece.strip(" .") for message in messages for piece in message.split("…")]
+    assert [piece for piece in pieces if piece not in code] == []
+
+
+@pytest.mark.parametrize("name", ["accuracy", "gguf", "decode"])
+def test_figures_are_drawn_from_what_the_pages_print(name: str) -> None:
+    """Each row of a figure's data is a row of a table."""
+    data = json.loads(text_of(DOCS / "figures" / f"{name}.json"))
+    lines = {line for page in (DOCS / "explanation").glob("*.md") for line in text_of(page).splitlines()}
+    rows = [f"| {' | '.join(row)} |".replace("|  |", "| |") for key in {*data} - {"bandwidth"} for row in data[key]]
+    assert rows and [row for row in rows if row.replace("|  |", "| |") not in lines] == []
+
+
+def test_every_page_is_in_the_menu() -> None:
+    """mkdocs.yml lists each page of docs/ once."""
+    listed = re.findall(r"[\w/-]+\.md$", text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], re.M)
+    assert sorted(listed) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
 if __name__ == "__main__":
-    COMMANDS_PAGE.write_text(with_rows_of_options(text_of(COMMANDS_PAGE)))
+    for each in COMMANDS:
+        page_of(each).write_text(with_rows_of_options(each))
+    JSON_PAGE.write_text(with_events(text_of(JSON_PAGE)))
+    SCHEMA.write_text(schema())
     old = re.compile(r"^\| family \|.*(?:\n\|.*)*", re.M)
     ARCHITECTURES_PAGE.write_text(old.sub(lambda _: table(), text_of(ARCHITECTURES_PAGE), count=1))

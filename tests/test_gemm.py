@@ -21,7 +21,7 @@ CASES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
 
 
 def codes_of(bits: int, weight: Any, n: int, k: int) -> Any:
-    """The codes of packed bytes as float64 [n, k], by the order that FORMAT.md gives."""
+    """The codes of packed bytes as float64 [n, k], by the order that bytes.md gives."""
     block_rows, tile_columns = (64, 64) if bits == 8 else (128, 128)
     codes = np.empty((n, k))
     start = 0

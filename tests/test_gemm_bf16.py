@@ -1,4 +1,4 @@
-"""Products of BF16 are what NUMERICS.md, section 5b, says, for any number of tokens, rows and columns."""
+"""Products of BF16 are what numerics.md, section 5b, says, for any number of tokens, rows and columns."""
 
 import functools
 from collections.abc import Iterable

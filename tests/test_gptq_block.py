@@ -46,7 +46,7 @@ def nearest(quotient: Any, code_range: CodeRange) -> Any:
 
 
 def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Section 7 of NUMERICS.md, a column at a time."""
+    """Section 7 of numerics.md, a column at a time."""
     weight = weight.copy()
     value, error = np.empty_like(weight), np.empty_like(weight)
     with np.errstate(all="ignore"):

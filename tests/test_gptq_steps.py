@@ -193,7 +193,7 @@ def test_a_scale_for_each_row(bits: int, step: int, code_range: CodeRange, order
     factor = gptq.factorize(hessian, 0.01, by_activation=ordered)
     values = gptq.compensate(weight, factor, scale, code_range).values
     codes = gptq.codes(values, scale, code_range)
-    assert torch.equal(values, codes * scale)  # in float32, as NUMERICS.md says of these formats
+    assert torch.equal(values, codes * scale)  # in float32, as numerics.md says of these formats
     assert code_range[0] <= int(codes.min()) and int(codes.max()) <= code_range[1]
     assert not codes[:, :dead].any() and not codes[5].any()
 

@@ -1,4 +1,4 @@
-"""The definition (quantizers/reference.py) does what NUMERICS.md promises."""
+"""The definition (quantizers/reference.py) does what numerics.md promises."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def test_error_is_at_most_half_a_step(bits, seed, exponent):
 
 
 def offset_of(bits: int, r: int, c: int, n: int, k: int) -> tuple[int, int]:
-    """Where the specification (layouts/FORMAT.md) puts element (r, c): byte, and shift within it."""
+    """Where the specification (docs/reference/bytes.md) puts element (r, c): byte, and shift within it."""
     block_rows, tile_columns = (64, 64) if bits == 8 else (128, 128)
     nb, kb = r // block_rows * block_rows, c // 3584 * 3584
     nbs, kbs = min(block_rows, n - nb), min(3584, k - kb)

@@ -157,7 +157,7 @@ def test_wrong_sizes_are_refused(n, k):
 
 
 def test_element_is_where_the_format_says():
-    """FORMAT.md's formulas, element by element."""
+    """bytes.md's formulas, element by element."""
     n, k = 64, 96
     rng = np.random.default_rng(0)
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
@@ -212,7 +212,7 @@ VALUES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 
 def by_hand(block: Bits) -> tuple[int, list[int]]:
-    """Exponent and codes of 32 BF16 values, in fractions: NUMERICS.md, word by word."""
+    """Exponent and codes of 32 BF16 values, in fractions: numerics.md, word by word."""
     x = [Fraction(float(v)) for v in reference.bf16_to_f32(block & 0x7FFF)]
     signs = [int(bits) >> 15 << 3 for bits in block]
     if not any(x):

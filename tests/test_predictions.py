@@ -54,7 +54,7 @@ def test_errors_go_where_predictions_feel_them_least(n: int) -> None:
 
 
 def test_rows_that_are_left_make_up_for_those_before() -> None:
-    """They are what is best after the errors before, by the equation of NUMERICS.md, in float64."""
+    """They are what is best after the errors before, by the equation of numerics.md, in float64."""
     n, first = 80, predictions.ROWS
     weight, outputs, seen = torch.randn((n, 5)), correlated(n, 3), []
 

@@ -1,5 +1,5 @@
 """`ktconvert resplit`: an output for another number of NUMA parts. What keeps its values has the bytes of a fresh
-conversion; what is rounded once more follows the definition of NUMERICS.md, and the plan says by how much."""
+conversion; what is rounded once more follows the definition of numerics.md, and the plan says by how much."""
 
 import json
 import shutil
@@ -226,7 +226,7 @@ def test_what_is_as_good_is_said(tmp_path, cli, converted, source):
 
 
 def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
-    """NUMERICS.md, section 8: parts that are columns, by the NumPy definitions of packing and unpacking."""
+    """numerics.md, section 8: parts that are columns, by the NumPy definitions of packing and unpacking."""
     codes = np.hstack([reference.unpack(bits, stored[0], part.n, part.k) for part, stored in old])
     scales = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in old])
     new = []

@@ -80,7 +80,7 @@ mixtral = pytest.mark.parametrize("case", CASES[1:2], indirect=True, ids=["mixtr
 
 
 def load(model: Path, cold: Path, **options: Any) -> Any:
-    """As docs/RUNTIME.md says."""
+    """As docs/how-to/use-from-python.md says."""
     return hf.load(model, own_quantization=False, cpu_weights=cold, threads=2, **options)
 
 

@@ -1,4 +1,4 @@
-"""docs/SCALE.md and examples/executors: what users copy is what the tests run, and other executors give the same bytes.
+"""docs/how-to/many-machines.md and examples/executors: what users copy is what the tests run, and other executors give the same bytes.
 
 Ray and MPI are no requirement of anything here: their tests say so and are skipped where they are not installed.
 """
@@ -28,7 +28,7 @@ from rig.dask_cluster import WORKER, tls_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "executors"
-PAGE = (ROOT / "docs" / "SCALE.md").read_text()
+PAGE = (ROOT / "docs/how-to/many-machines.md").read_text()
 OPTIONS = [word for word in WORKER if word != "--no-dashboard"]  # of every `dask worker`
 
 

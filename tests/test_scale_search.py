@@ -199,7 +199,7 @@ def test_wrong_calls_are_refused(change, words):
 
 
 def test_numerics_lists_the_candidates():
-    page = (Path(__file__).parents[1] / "quantizers" / "NUMERICS.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/explanation/numerics.md").read_text()
     listed = re.search(r"INT4: +g_i = (.*) eighths", page)
     assert listed and listed[1] == ", ".join(f"{ratio * 8:g}" for ratio in scale_search.RATIOS[4])
     assert re.search(r"INT8: +g_i = 32, 33, \.\. 47 thirty-seconds", page)

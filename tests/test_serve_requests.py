@@ -479,7 +479,7 @@ def test_what_the_chat_template_reads(example, tmp_path):
 
 @pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
 def test_every_parameter_is_in_the_table(kind):
-    page = (Path(__file__).parents[1] / "docs" / "SERVING.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/reference/server.md").read_text()
     table = page.partition("## Parameters\n")[2].partition("\n## ")[0]
     assert [name for name in kind.model_fields if f"`{name}`" not in table] == []
 

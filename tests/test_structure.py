@@ -273,14 +273,14 @@ def test_the_core_of_an_encoding_is_small():
 
 def test_glossary():
     """At most 40 words, each of them used: in identifiers, or in the docs outside the glossary."""
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (ROOT / "docs/explanation/design.md").read_text()
     before, heading, glossary = design.partition("\n## Glossary\n")
-    assert heading, "docs/design.md has no Glossary"
+    assert heading, "docs/explanation/design.md has no Glossary"
     words = re.findall(r"^\| ([^|*`]+?) \|", glossary.partition("| --")[2] or glossary.partition("|---")[2], re.M)
     assert 20 <= len(words) <= 40, words
     names = {name for name, _ in identifiers()}
     used = set().union(*map(parts_of, names)) | {name.lower().replace("_", " ") for name in names}
-    docs = before + "".join(p.read_text() for p in (ROOT / "docs").glob("*.md") if p.name != "design.md")
+    docs = before + "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md") if p.name != "design.md")
     docs += "".join(p.read_text() for p in (ROOT / "README.md", *ROOT.glob("*/*.md")) if "docs" not in p.parts)
 
     def is_used(word: str) -> bool:

@@ -26,7 +26,7 @@ from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.doctor import computed_methods
 from rig import native
 
-RUNTIME_PAGE = Path(__file__).resolve().parents[1] / "docs" / "RUNTIME.md"
+METHODS_PAGE = Path(__file__).resolve().parents[1] / "docs/reference/methods.md"
 
 
 def reads(weight: Weight, layer: Any) -> bool:
@@ -175,7 +175,7 @@ def test_outputs_hold_the_encodings_of_the_rows():
 
 
 def test_the_page_shows_the_rows():
-    lines = [line.strip("| ").split(" | ") for line in RUNTIME_PAGE.read_text().splitlines() if line.startswith("| `")]
+    lines = [line.strip("| ").split(" | ") for line in METHODS_PAGE.read_text().splitlines() if line.startswith("| `")]
     shown = {cells[0].replace("`", ""): cells[1:] for cells in lines}
 
     def row(method: Method) -> list[str]:

@@ -39,7 +39,7 @@ def test_the_extras_have_the_same_bounds():
     assert OLDEST <= first < beyond <= (NEWEST[0], NEWEST[1] + 1)
 
 
-@pytest.mark.parametrize("page", ["docs/install.md", "docs/GPU.md", "docs/RUNTIME.md"])
+@pytest.mark.parametrize("page", ["docs/start/install.md", "docs/how-to/use-from-python.md"])
 def test_the_pages_name_the_tested_versions(page):
     assert f"transformers {TESTED}" in (ROOT / page).read_text()
 

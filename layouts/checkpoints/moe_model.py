@@ -167,7 +167,7 @@ class MoeModel:
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
-    """The model with experts of these layers equalized (NUMERICS.md, section 10); activations: UP_IS_A_FACTOR."""
+    """The model with experts of these layers equalized (numerics.md, section 10); activations: UP_IS_A_FACTOR."""
     chosen = frozenset(layers)
 
     @functools.lru_cache(EXPONENTS)

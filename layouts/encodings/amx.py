@@ -1,4 +1,4 @@
-"""Codes with one float32 scale for each row (FORMAT.md): AMXINT4 and AMXINT8 in the order of kt-kernel's tiles,
+"""Codes with one float32 scale for each row (bytes.md): AMXINT4 and AMXINT8 in the order of kt-kernel's tiles,
 MOE_INT4 and MOE_INT8 in its plain order, that of its build for aarch64 with KML.
 """
 

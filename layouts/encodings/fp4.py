@@ -1,7 +1,7 @@
 """FP4 E2M1 codes, two to a byte, with scales for groups of columns of a row.
 
 MXFP4: one E8M0 scale for 32 columns (OCP Microscaling Formats 1.0); as checkpoints have it, and as we write it: row
-after row or in panels of 32 (FORMAT.md). NVFP4: one E4M3 scale for 16 columns, and one float32 scale for all. Of that
+after row or in panels of 32 (bytes.md). NVFP4: one E4M3 scale for 16 columns, and one float32 scale for all. Of that
 there are two conventions, which its name shows: modelopt's weight_scale_2 multiplies the others, compressed-tensors'
 weight_global_scale divides them.
 """

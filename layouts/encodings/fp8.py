@@ -1,5 +1,5 @@
 """FP8 E4M3 with scales. In checkpoints one for each block, for each row, or for the whole weight; MXFP8 is FP8 whose
-scales are powers of two, stored as E8M0. Written with a float32 scale for each block of 128 x 128 (FORMAT.md).
+scales are powers of two, stored as E8M0. Written with a float32 scale for each block of 128 x 128 (bytes.md).
 
 And compressed-tensors' int-quantized weights (W8A8), a signed byte for each code, with such scales.
 """

@@ -1,4 +1,4 @@
-"""compressed-tensors' pack-quantized integers as we write them (FORMAT.md): W4A16 and W8A16, which SGLang and vLLM
+"""compressed-tensors' pack-quantized integers as we write them (bytes.md): W4A16 and W8A16, which SGLang and vLLM
 load, and RAWINT4. Codes in words, stored as unsigned numbers, one scale for a group of columns of a row (words.py).
 """
 
@@ -121,7 +121,7 @@ W4A16, W8A16 = (
 )
 
 
-# --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (FORMAT.md) -----------------
+# --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (bytes.md) -----------------
 
 GRID = SIGNED_GRIDS["rawint4"]
 _PACKED = pack_quantized(GRID, "signed")

@@ -1,5 +1,5 @@
 """Weights stored as plain numbers. In checkpoints BF16, FP16 or float32; written as BF16, row after row, in panels of
-32 rows, or in kt-kernel's blocks (FORMAT.md).
+32 rows, or in kt-kernel's blocks (bytes.md).
 """
 
 from __future__ import annotations

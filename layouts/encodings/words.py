@@ -6,7 +6,7 @@ order of columns (actorder). AutoGPTQ and GPTQModel write words along the column
 points and an order of columns (desc_act); AutoAWQ's GEMM version writes words of 4 bits along the rows, [k, n/8], with
 zero points: nibble p of a word is row 0, 2, 4, 6, 1, 3, 5, 7 [p].
 
-The value of a code q is (q - z) * s (NUMERICS.md, section 1). Without zero points z is 2^(bits-1).
+The value of a code q is (q - z) * s (numerics.md, section 1). Without zero points z is 2^(bits-1).
 """
 
 from __future__ import annotations

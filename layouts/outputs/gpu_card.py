@@ -1,4 +1,4 @@
-"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (FORMAT.md): its
+"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (bytes.md): its
 model card, what config.json says of the experts, and how they are arranged.
 """
 

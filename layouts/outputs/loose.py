@@ -1,4 +1,4 @@
-"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (FORMAT.md, "Loose")."""
+"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (bytes.md, "Loose")."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A method per layer: formats that differ from layer to layer, under names that kt-kernel does not look for, since it
-computes all layers with one method (FORMAT.md, section "A method per layer").
+computes all layers with one method (bytes.md, section "A method per layer").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts in NUMA parts in merged safetensors: keys that kt-kernel's loader asks for (FORMAT.md, section "Merged"), or,
+"""Experts in NUMA parts in merged safetensors: keys that kt-kernel's loader asks for (bytes.md, section "Merged"), or,
 with other suffixes, keys that it does not find: it fails instead of computing with what it cannot read.
 """
 

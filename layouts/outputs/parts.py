@@ -1,4 +1,4 @@
-"""The parts that one expert is cut into, in the order in which they lie in a shard (FORMAT.md, section "The split").
+"""The parts that one expert is cut into, in the order in which they lie in a shard (bytes.md, section "The split").
 
 Every part is quantized and packed on its own, so T, their number, is baked into the bytes of down_proj's scales. What
 has no NUMA parts has T = 1.

@@ -1,4 +1,4 @@
-"""The NUMA parts of a linear, rearranged for another number of parts (FORMAT.md, section "Another number of parts")."""
+"""The NUMA parts of a linear, rearranged for another number of parts (bytes.md, section "Another number of parts")."""
 
 from __future__ import annotations
 

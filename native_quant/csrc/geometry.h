@@ -1,4 +1,4 @@
-/* Where the codes of a packed weight lie (FORMAT.md, Tiles): row blocks, column blocks, panels of 32 rows, tiles,
+/* Where the codes of a packed weight lie (bytes.md, Tiles): row blocks, column blocks, panels of 32 rows, tiles,
  * halves. */
 #ifndef KT_GEOMETRY_H
 #define KT_GEOMETRY_H

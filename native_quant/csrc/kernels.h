@@ -63,19 +63,19 @@ typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns
 typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
                              const kt_ahead *ahead);
 
-/* One row of k finite BF16 values as MOE_INT8 or MOE_INT4 (NUMERICS.md, section 2c) in their plain order (FORMAT.md):
+/* One row of k finite BF16 values as MOE_INT8 or MOE_INT4 (numerics.md, section 2c) in their plain order (bytes.md):
    codes of x / step, KT_PLAIN_BYTES of each KT_PLAIN_ROWS * KT_PLAIN_BYTES. step: not 0, or 0 for a row of codes 0.
    row: any alignment; k: a multiple of 64. */
 typedef void kt_plain_row_fn(int bits, const uint8_t *row, int64_t k, float step, uint8_t *codes);
 enum { KT_PLAIN_ROWS = 8, KT_PLAIN_BYTES = 32 };
 
-/* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row:
+/* One row of k BF16 values in groups (numerics.md, section 6): k * bits / 8 bytes of codes and k / group scales. row:
    any alignment; group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value
    is not finite, else 1. */
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                          uint16_t *scale);
 
-/* Half a block in panels (FORMAT.md): 16 rows of KT_GROUP_COLUMNS BF16 values as MXFP4 (NUMERICS.md, section 9): 256
+/* Half a block in panels (bytes.md): 16 rows of KT_GROUP_COLUMNS BF16 values as MXFP4 (numerics.md, section 9): 256
    bytes of codes, and an exponent of each row. rows, row_stride (bytes): any alignment. Returns 0, with some of it
    written, if a value is not finite, else 1. */
 typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *codes, uint8_t *exponents,
@@ -86,11 +86,11 @@ enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
    whole byte, or KTQ_GGML_MXFP4): two halves apart in `codes`. rows, row_stride (bytes): any alignment. */
 typedef void kt_reorder_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes);
 
-/* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). values: any alignment; count: a
+/* BF16 values, all finite, divided by the scale, as E4M3 (numerics.md, section 9). values: any alignment; count: a
    multiple of 32. */
 typedef void kt_e4m3_fn(const uint8_t *values, int64_t count, float scale, uint8_t *codes);
 
-/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). rounded: what a
+/* A block of columns of GPTQ for 32 rows (numerics.md, section 7). rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
    [width][KT_PANEL_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that
    the codes stand for; error is written. */
@@ -220,7 +220,7 @@ typedef struct {
     int64_t pitch;
 } kt_code_row;
 
-/* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple
+/* One row of activations as int8 (numerics.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple
    of 64. Writes the codes to each of `copies` places, their sums[column block], and to *energy the sum of their
    squares; returns the scale, NaN (and codes 0) if a value is not finite. */
 typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int64_t copies, const kt_code_row *place,
@@ -256,7 +256,7 @@ typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float 
 /* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
 typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
 
-/* --- BF16 arithmetic (NUMERICS.md, section 5b) -----------------------------------------------------------------------
+/* --- BF16 arithmetic (numerics.md, section 5b) -----------------------------------------------------------------------
  */
 
 typedef struct kt_bf16_panel kt_bf16_panel;
@@ -271,7 +271,7 @@ enum {
 typedef struct kt_kernels kt_kernels;
 
 /* A chunk is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
-   (FORMAT.md), or of int16 in the same order. chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes;
+   (bytes.md), or of int16 in the same order. chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes;
    of weights in several terms one chunk after the other. */
 typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                          uint16_t *chunk);
@@ -293,14 +293,14 @@ struct kt_bf16_panel {
     kt_scales_fn *scale, *least;
 };
 
-/* Codes of 4 bits in the order of MXFP4's (FORMAT.md) to a chunk of the BF16 values that they stand for; values[0] is
+/* Codes of 4 bits in the order of MXFP4's (bytes.md) to a chunk of the BF16 values that they stand for; values[0] is
    0. */
 typedef void kt_chunk_nibbles_fn(const uint16_t *values, const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
 /* Scales of 1 byte (E8M0, of which 0 becomes 0) or 2 (BF16) to float32. count: a multiple of 32. */
 typedef void kt_widen_scales_fn(int bytes, const uint8_t *scales, int64_t count, float *out);
 
-/* Codes of FP8 E4M3 (FORMAT.md) to a chunk. */
+/* Codes of FP8 E4M3 (bytes.md) to a chunk. */
 typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
 /* Codes of 5 bits (0..31), 6 (-32..31) or 8 (-128..127) to a chunk (ktq.h). scales: with 6 bits, integers in BF16 for

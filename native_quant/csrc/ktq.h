@@ -4,8 +4,8 @@
  * Conversions are buffers in, buffers out: they allocate, print and keep nothing. What is kept: the choice of
  * instruction set; pools with their threads and memory, and jobs, until they are freed; the table of mapped files. Only
  * the handler of SIGBUS prints. Every function may be called from many threads at once. What the numbers mean:
- * quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md. The text between the two markers is what Python
- * (cffi, _build.py) reads: plain C without directives but `#define NAME NUMBER`.
+ * docs/explanation/numerics.md. Where the bytes lie: docs/reference/bytes.md. The text between the two markers is what
+ * Python (cffi, _build.py) reads: plain C without directives but `#define NAME NUMBER`.
  */
 #ifndef KTQ_H
 #define KTQ_H
@@ -94,7 +94,7 @@ int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t 
 int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                        float *scale, int64_t *bad_row);
 
-/* Chooses codes and a scale for each row of n x k BF16 values by least squared error (NUMERICS.md, section 2b). rows,
+/* Chooses codes and a scale for each row of n x k BF16 values by least squared error (numerics.md, section 2b). rows,
    row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64.
    importance[k]: of each column, none negative; NULL: all alike. moments: second moments [k][k] whose rows begin
    moments_stride floats apart, and whose diagonal is `importance`: section 2e; NULL: none. scratch: 3*k floats on a
@@ -109,7 +109,7 @@ enum { KTQ_VECTOR_FLOATS = 128 };
 /* Grids with a scale for each 32 columns: the number of one for ktq_search_groups. */
 enum { KTQ_GROUPS_MXFP4, KTQ_GROUPS_RAWINT4 };
 
-/* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (NUMERICS.md, section 2d).
+/* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (numerics.md, section 2d).
    rows, row_stride (bytes): any alignment. importance, moments, vectors: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
    the grid stores them (MXFP4: E8M0, RAWINT4: BF16). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
    and scales are then partly written. */
@@ -139,14 +139,14 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
                    const float *scale, float *weight, float *value, float *error);
 
-/* One sweep of coordinate descent over the codes of a linear (NUMERICS.md, section 7b), columns from left to right. Codes as
+/* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right. Codes as
    in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric; scale[n][k / group], where 0 and columns whose
    diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale) * hessian, which is kept up. *changed:
    how many codes changed. Rows do not depend on each other. */
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
                 const float *scale, int8_t *codes, float *gradient, int64_t *changed);
 
-/* What n and k of a weight in panels of 32 rows (FORMAT.md, Panels) are multiples of. */
+/* What n and k of a weight in panels of 32 rows (bytes.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
 /* The order of codes: that of panels, or row after row. BF16 also has that of kt-kernel: row blocks of 256 rows, column
@@ -159,7 +159,7 @@ enum { KTQ_BF16_BLOCK_ROWS = 256, KTQ_BF16_BLOCK_COLUMNS = 1792 };
 int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
                   int64_t *bad_row);
 
-/* The source as MXFP4 (NUMERICS.md, section 9), in panels; a source that has E2M1 codes and an E8M0 scale for each 32
+/* The source as MXFP4 (numerics.md, section 9), in panels; a source that has E2M1 codes and an E8M0 scale for each 32
    columns keeps them. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k/2 bytes; exponents: n*k/32.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; what is written means nothing then. */
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
@@ -216,7 +216,7 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
 void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
-/* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none.
+/* The formats of experts (docs/reference/bytes.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none.
    Those after BF16 are in memory only. Codes of FP8_PERCHANNEL and MXFP8 are in the order of FP8, the others in that of
    MXFP4. Scales of a panel: groups of columns one after the other, each with its 32 rows.
 
@@ -296,7 +296,7 @@ typedef struct {
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
-/* How a tensor in memory becomes rows of items: from panels (FORMAT.md, Panels), numbers of one byte or of two; bytes of
+/* How a tensor in memory becomes rows of items: from panels (bytes.md, Panels), numbers of one byte or of two; bytes of
    two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes for each
    row of a panel, group after group; such scales as E8M0, to BF16. Or rows as they are, of so many bytes. */
 enum {

@@ -1,5 +1,5 @@
 /* Scales of least squared error: what the loops (convert/scale_search.c, convert/group_search.c) and their kernels
- * share. NUMERICS.md, sections 2b, 2d and 2e. */
+ * share. numerics.md, sections 2b, 2d and 2e. */
 #ifndef KT_SCALE_SEARCH_H
 #define KT_SCALE_SEARCH_H
 

@@ -1,6 +1,6 @@
 """The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it.
 
-The numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of their bits.
+The numbers: docs/explanation/numerics.md, section 5. BF16 values are uint16 arrays of their bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _warned: set[tuple[str, int, int]] = set()
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    swiglu_limit L > 0 (a method that has it, docs/RUNTIME.md): gate = min(gate, L), up between -L and L before that.
+    swiglu_limit L > 0 (a method that has it): gate = min(gate, L), up between -L and L before that.
     swiglu_alpha > 0 (likewise): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
     between -L and L.
 

@@ -1,5 +1,5 @@
 """Experts in the order in which checkpoints store them, written to the buffers of SGLang's layerwise prefill on GPUs
-(docs/RUNTIME.md).
+(docs/how-to/replace-kt-kernel.md).
 
 A GPU rank gets two weights, each with its scales: its rows of gate, then its rows of up; its columns of down.
 """

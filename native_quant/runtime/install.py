@@ -44,7 +44,7 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
 PROVIDED = {
     "kt_kernel": (
         ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
-        "kt_kernel is provided by ktconvert here and has no {!r} (docs/RUNTIME.md lists what it has)",
+        "kt_kernel is provided by ktconvert here and has no {!r} (docs/how-to/replace-kt-kernel.md lists what it has)",
     ),
     "kt_kernel.kt_kernel_ext": (
         ("__cpu_variant__",),

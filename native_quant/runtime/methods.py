@@ -1,6 +1,6 @@
 """The runtime's methods, a row for each: kt-kernel's name, which weights it computes with, how these lie in memory, and
 the kernels that compute it. KTMoEWrapper, Experts, the loaders, `bench`, `doctor` and `verify --run` read the rows;
-docs/RUNTIME.md shows them.
+docs/reference/methods.md shows them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Method:
     type         of the weights, where the name does not say it: of ggml, or the columns of a scale
     others       of the first row of a name, the others
     number       its row in csrc/forward/formats.c, which names the kernels
-    activations  "int8" (NUMERICS.md, section 5) or "BF16" (5b)
+    activations  "int8" (numerics.md, section 5) or "BF16" (5b)
     weights      codes and scales, for documents
     multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
     unit         of the intermediate size's columns, as ExpertGrid explains it; a size that is no multiple of it is cut

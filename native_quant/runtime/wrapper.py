@@ -34,7 +34,7 @@ class KTMoEWrapper:
                        may use. Converted files have their own number of parts, which is used; another number here
                        causes a warning, once.
     weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose, or a checkpoint that the method
-                       reads (docs/RUNTIME.md); with cpu_save the one to write to
+                       reads (docs/reference/methods.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see models.py
     method             a row of methods.METHODS; those without an encoding are read from checkpoints only

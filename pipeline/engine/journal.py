@@ -1,4 +1,4 @@
-"""The append-only record of a conversion: one JSON object per line; a torn last line is cut off (RESUME.md)."""
+"""The append-only record of a conversion: one JSON object per line; a torn last line is cut off (resume.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lock of a work directory: one process works in it alone, or several do, each as a part of its own (RESUME.md).
+"""The lock of a work directory: one process works in it alone, or several do, each as a part of its own (resume.md).
 
 Where the file system has locks, they are flock's: `lock` is held exclusively by who works alone, and shared by parts;
 each of these holds `lock.part-R-of-N` exclusively. Where it has none, `lock.held` and `lock.held.part-R-of-N` are files

@@ -1,4 +1,4 @@
-"""Where things lie for one output, and whether they are there (RESUME.md)."""
+"""Where things lie for one output, and whether they are there (resume.md)."""
 
 from __future__ import annotations
 

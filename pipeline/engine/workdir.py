@@ -1,4 +1,4 @@
-"""The work directory beside an output: lock, plan, journal, partial files, the store of finished units (RESUME.md)."""
+"""The work directory beside an output: lock, plan, journal, partial files, the store of finished units (resume.md)."""
 
 from __future__ import annotations
 

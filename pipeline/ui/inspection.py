@@ -116,7 +116,7 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
 
 
 def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
-    """How much the columns of down differ (NUMERICS.md, section 10), in some experts of a layer."""
+    """How much the columns of down differ (numerics.md, section 10), in some experts of a layer."""
     found = {}
     for expert in sample(model.shape(layer)[0]):
         down = kernels.decode(model.linear(layer, expert, "down"))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.ui import events
 from ktconvert.pipeline.ui.text import duration, size
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class Reporter:
         self._workers: dict[str, TaskID] = {}
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One machine-readable line, with --json."""
+        """One machine-readable line, with --json: of a kind of events.KINDS, with its fields."""
         if self.json_events:
             with self._lock:
-                sys.stdout.write(json.dumps({"event": kind, **fields}) + "\n")
+                sys.stdout.write(json.dumps(events.fields_of(kind, fields)) + "\n")
                 sys.stdout.flush()
 
     def say(self, text: str, level: int = 0) -> None:

@@ -421,7 +421,7 @@ def codes_of_others(output: Output, measure: Measure) -> list[TensorInfo]:
 
 
 def check_codes(output: Output, codes: list[TensorInfo], reporter: Reporter) -> Check:
-    """None is -8, which kt-kernel's AMXINT4 takes for another number (NUMERICS.md, section 6b)."""
+    """None is -8, which kt-kernel's AMXINT4 takes for another number (numerics.md, section 6b)."""
     problems = []
     for tensor in codes:
         count = 0

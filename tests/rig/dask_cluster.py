@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 
 TIMEOUT = 300.0  # seconds for a process to come up; it takes one or two, a loaded machine many times that
-# As docs/SCALE.md tells users to start a worker. The dashboard is for people.
+# As docs/how-to/many-machines.md tells users to start a worker. The dashboard is for people.
 WORKER = ["--nthreads", "1", "--resources", "unit=1", "--memory-limit", "0", "--death-timeout", "120", "--no-dashboard"]
 SCHEDULER = ["--port", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
 KEEPER = ("setpriv", "--pdeathsig", "KILL")

@@ -1,4 +1,4 @@
-"""Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and their numbers."""
+"""Weights in the formats of BF16 arithmetic from codes, by bytes.md and ktq.h alone: their bytes, and their numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -98,7 +98,7 @@ def gemm_bf16(
     name: str, activations: npt.NDArray[np.uint16], codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], n: int
 ) -> npt.NDArray[np.float32]:
     """Sums of products of BF16 [m, k] with a weight [n, k] (its codes and scales as bytes) in one of the formats of BF16
-    arithmetic: float32 [m, n]. Subnormals count as 0. Equations: NUMERICS.md, 5b.
+    arithmetic: float32 [m, n]. Subnormals count as 0. Equations: numerics.md, 5b.
     """
     m, k = activations.shape
     number, bits, scale_bytes = FORMATS[name]

@@ -1,4 +1,4 @@
-/* BF16 to FP8 E4M3, to nearest even (NUMERICS.md, section 9): what all kernels of the family know. */
+/* BF16 to FP8 E4M3, to nearest even (numerics.md, section 9): what all kernels of the family know. */
 #ifndef KT_E4M3_H
 #define KT_E4M3_H
 

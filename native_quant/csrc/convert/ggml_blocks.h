@@ -1,4 +1,4 @@
-/* The blocks of ggml that are decoded here (ggml-common.h), and what their kernels share. NUMERICS.md, section 1. */
+/* The blocks of ggml that are decoded here (ggml-common.h), and what their kernels share. numerics.md, section 1. */
 #ifndef KT_GGML_BLOCKS_H
 #define KT_GGML_BLOCKS_H
 

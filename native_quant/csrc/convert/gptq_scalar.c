@@ -1,4 +1,4 @@
-/* The definition in C: section 7 of NUMERICS.md, a value at a time. */
+/* The definition in C: section 7 of numerics.md, a value at a time. */
 #include "nearest_code.h"
 
 void kt_gptq_scalar(const kt_gptq *job) {

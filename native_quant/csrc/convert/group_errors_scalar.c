@@ -1,4 +1,4 @@
-/* The definition in C: section 2d of NUMERICS.md, a value at a time. */
+/* The definition in C: section 2d of numerics.md, a value at a time. */
 #include "nearest_code.h"
 
 void kt_group_errors_scalar(const kt_group_search *search, float *lanes, int8_t *codes) {

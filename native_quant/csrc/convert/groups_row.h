@@ -1,4 +1,4 @@
-/* The scale of a group, for every kernel of the family and the search. NUMERICS.md, sections 6 and 6b. */
+/* The scale of a group, for every kernel of the family and the search. numerics.md, sections 6 and 6b. */
 #ifndef KT_GROUPS_ROW_H
 #define KT_GROUPS_ROW_H
 

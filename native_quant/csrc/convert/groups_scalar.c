@@ -1,4 +1,4 @@
-/* The definition in C: section 6 of NUMERICS.md, a value at a time. */
+/* The definition in C: section 6 of numerics.md, a value at a time. */
 #include <math.h>
 
 #include "groups_row.h"

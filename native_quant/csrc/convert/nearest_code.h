@@ -1,4 +1,4 @@
-/* A quotient to the nearest code (NUMERICS.md, section 7), as every other kernel must do it. */
+/* A quotient to the nearest code (numerics.md, section 7), as every other kernel must do it. */
 #ifndef KT_NEAREST_CODE_H
 #define KT_NEAREST_CODE_H
 

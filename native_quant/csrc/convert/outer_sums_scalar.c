@@ -1,4 +1,4 @@
-/* The definition in C: section 2e of NUMERICS.md, a value at a time. */
+/* The definition in C: section 2e of numerics.md, a value at a time. */
 #include <math.h>
 
 #include "kernels.h"

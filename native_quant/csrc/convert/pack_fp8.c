@@ -1,4 +1,4 @@
-/* FP8 E4M3 with a scale for each block of 128 x 128 (NUMERICS.md, section 9): rounded, or kept as it is
+/* FP8 E4M3 with a scale for each block of 128 x 128 (numerics.md, section 9): rounded, or kept as it is
  * where the source has just such blocks. Knows the order of rows, but no instruction set. */
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-/* The definition in C: section 9 of NUMERICS.md, a row at a time. */
+/* The definition in C: section 9 of numerics.md, a row at a time. */
 #include "bf16.h"
 #include "kernels.h"
 #include "pack_mxfp4.h"

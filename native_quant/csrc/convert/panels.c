@@ -1,4 +1,4 @@
-/* Weights in panels of 32 rows (FORMAT.md, Panels): the order that kernels of floating-point numbers multiply. */
+/* Weights in panels of 32 rows (bytes.md, Panels): the order that kernels of floating-point numbers multiply. */
 #include <stddef.h>
 #include <string.h>
 

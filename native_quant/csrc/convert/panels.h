@@ -1,4 +1,4 @@
-/* What the packers of panels of 32 rows share (FORMAT.md, Panels). */
+/* What the packers of panels of 32 rows share (bytes.md, Panels). */
 #ifndef KT_PANELS_H
 #define KT_PANELS_H
 

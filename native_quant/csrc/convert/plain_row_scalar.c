@@ -1,4 +1,4 @@
-/* The definition in C: section 2c of NUMERICS.md, a value at a time. */
+/* The definition in C: section 2c of numerics.md, a value at a time. */
 #include "bf16.h"
 #include "kernels.h"
 

@@ -1,4 +1,4 @@
-/* The scale of a row, and one value to the INT8 grid, as every other kernel must do it: NUMERICS.md. */
+/* The scale of a row, and one value to the INT8 grid, as every other kernel must do it: numerics.md. */
 #ifndef KT_QUANTIZE_SCALAR_H
 #define KT_QUANTIZE_SCALAR_H
 

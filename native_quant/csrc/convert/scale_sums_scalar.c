@@ -1,4 +1,4 @@
-/* The definition in C: section 2b of NUMERICS.md, a value at a time. */
+/* The definition in C: section 2b of numerics.md, a value at a time. */
 #include <math.h>
 
 #include "bf16.h"

@@ -1,4 +1,4 @@
-/* Panels back to rows (FORMAT.md, Panels), rectangles of them, by the threads of a pool. */
+/* Panels back to rows (bytes.md, Panels), rectangles of them, by the threads of a pool. */
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* Products of BF16 as they are defined (NUMERICS.md, section 5b). */
+/* Products of BF16 as they are defined (numerics.md, section 5b). */
 #include <math.h>
 
 #include "bf16.h"

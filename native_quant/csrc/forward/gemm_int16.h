@@ -1,4 +1,4 @@
-/* Activations as int16 (NUMERICS.md, section 5b), for products with chunks of int16. */
+/* Activations as int16 (numerics.md, section 5b), for products with chunks of int16. */
 #ifndef KT_GEMM_INT16_H
 #define KT_GEMM_INT16_H
 

@@ -1,4 +1,4 @@
-/* Products of int16 as they are defined (NUMERICS.md, section 5b). */
+/* Products of int16 as they are defined (numerics.md, section 5b). */
 #include <math.h>
 
 #include "gemm_int16.h"

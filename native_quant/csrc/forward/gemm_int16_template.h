@@ -1,4 +1,4 @@
-/* Products of int16 (NUMERICS.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A
+/* Products of int16 (numerics.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A
  * file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
  * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
 #include "gemm_int16.h"

@@ -1,4 +1,4 @@
-/* Dot products as they are defined; the codes as FORMAT.md orders them. */
+/* Dot products as they are defined; the codes as bytes.md orders them. */
 #ifndef KT_GEMM_SCALAR_H
 #define KT_GEMM_SCALAR_H
 

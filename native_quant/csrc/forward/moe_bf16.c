@@ -1,4 +1,4 @@
-/* BF16 arithmetic: activations as they are, float32 sums (NUMERICS.md, section 5b). */
+/* BF16 arithmetic: activations as they are, float32 sums (numerics.md, section 5b). */
 #include <string.h>
 
 #include "bf16.h"

@@ -1,10 +1,10 @@
-/* int8 arithmetic: activations of one scale per row, exact int32 sums (NUMERICS.md, section 5). */
+/* int8 arithmetic: activations of one scale per row, exact int32 sums (numerics.md, section 5). */
 #include <string.h>
 
 #include "moe.h"
 
 /* Codes are coarse if their mean square is below COARSE, which is 12 * 12: of codes up to 127. A row's error reaches
- * the output times the weight of its expert, so this bound is scaled by the square of the weight (NUMERICS.md, section
+ * the output times the weight of its expert, so this bound is scaled by the square of the weight (numerics.md, section
  * 5), within limits, because weights do not tell how large h is. */
 enum { COARSE = 144, LEAST_COARSE = 81, MOST_COARSE = 156 };
 

@@ -1,4 +1,4 @@
-/* The five tasks of a forward and the order in which a thread takes them. What they compute: NUMERICS.md, section 5. */
+/* The five tasks of a forward and the order in which a thread takes them. What they compute: numerics.md, section 5. */
 #include <sched.h>
 
 #include "bf16.h"

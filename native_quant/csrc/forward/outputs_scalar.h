@@ -1,4 +1,4 @@
-/* From integers back to floats, one at a time (NUMERICS.md, section 5). */
+/* From integers back to floats, one at a time (numerics.md, section 5). */
 #ifndef KT_OUTPUTS_SCALAR_H
 #define KT_OUTPUTS_SCALAR_H
 

@@ -1,4 +1,4 @@
-/* Activations to int8, one scale per row (NUMERICS.md, section 5). */
+/* Activations to int8, one scale per row (numerics.md, section 5). */
 #include "bf16.h"
 #include "kernels.h"
 

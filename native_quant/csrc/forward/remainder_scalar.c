@@ -1,4 +1,4 @@
-/* The remainder of a coarse row after int8 codes, as a second row of int8 codes (NUMERICS.md, section 5). */
+/* The remainder of a coarse row after int8 codes, as a second row of int8 codes (numerics.md, section 5). */
 #include <math.h>
 
 #include "bf16.h"

@@ -5,7 +5,7 @@ before each layer's experts it checks whether its client is still there. So clie
 nothing is computed for a client that has gone.
 
 transformers' continuous batching is not used: it has one set of sampling parameters for all clients, no seed and no
-stop string of theirs, takes most of the machine's memory at once, and was no faster (docs/SERVING.md).
+stop string of theirs, takes most of the machine's memory at once, and was no faster (docs/reference/server.md).
 """
 
 from __future__ import annotations

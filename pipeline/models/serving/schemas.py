@@ -1,7 +1,7 @@
 """The requests that are answered: what each parameter may be. All else is refused by name.
 
 A parameter is honoured, or it changes no answer, or it may only have the value that changes nothing (`only`);
-docs/SERVING.md has the table.
+docs/reference/server.md has the table.
 """
 
 from __future__ import annotations

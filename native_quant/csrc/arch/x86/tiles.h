@@ -39,7 +39,7 @@ _Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
 /* c[m][n] += the sum over j < 64 of a[m][j] * b[j / 4][4 * n + j % 4]: int8 times int8, added to int32. */
 #define KT_TILE_MULTIPLY(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 /* c[m][n] += the sum over j < 32 of a[m][j] * b[j / 2][2 * n + j % 2]: BF16 times BF16, added to float32 in the order
-   of NUMERICS.md, section 5b. */
+   of numerics.md, section 5b. */
 #define KT_TILE_MULTIPLY_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 #endif

@@ -1,0 +1,31 @@
+"""What mkdocs does with links out of docs/: on the site they are plain text, or lead to the repository where
+`repo_url` is set. In the repository itself they stay relative links.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\\\[|\\\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Rewrite links that leave docs/; code stays as it is."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def one(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join("docs", folder, match[2]))
+        if target.startswith("docs/"):
+            return match[0]
+        if config.repo_url:
+            return f"[{match[1]}]({config.repo_url.rstrip('/')}/blob/main/{target}{match[3] or ''})"
+        return match[1]
+
+    fenced = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+    parts, last = [], 0
+    for block in fenced.finditer(markdown):
+        parts += [LINK.sub(one, markdown[last : block.start()]), block[0]]
+        last = block.end()
+    return "".join([*parts, LINK.sub(one, markdown[last:])])
