@@ -41,22 +41,28 @@ WINDOW = 512
 DAMPENING = 0.1
 ROWS = 256  # of a synthetic linear
 
-# (row, form, --scale)
+# (row, form, --scale with --gptq-steps): of GPTQ, synthetic layers show its plain form alone
 WAYS = (
     ("int4 absmax (kt-kernel's)", "AMXINT4", "absmax"),
     ("int4 mse", "AMXINT4", "mse"),
     ("int4 imatrix", "AMXINT4", "imatrix"),
-    ("int4 gptq", "AMXINT4", "gptq"),
+    ("int4 gptq, plain", "AMXINT4", "gptq plain"),
+    ("int4 gptq, descent", "AMXINT4", "gptq descent"),
+    ("int4 gptq", "AMXINT4", "gptq full"),
     ("int8 absmax", "AMXINT8", "absmax"),
     ("int8 mse", "AMXINT8", "mse"),
     ("mxfp4 absmax", "MXFP4", "absmax"),
     ("mxfp4 mse", "MXFP4", "mse"),
     ("mxfp4 imatrix", "MXFP4", "imatrix"),
-    ("mxfp4 gptq", "MXFP4", "gptq"),
+    ("mxfp4 gptq, plain", "MXFP4", "gptq plain"),
+    ("mxfp4 gptq, descent", "MXFP4", "gptq descent"),
+    ("mxfp4 gptq", "MXFP4", "gptq full"),
     ("rawint4 absmax", "RAWINT4", "absmax"),
     ("rawint4 mse", "RAWINT4", "mse"),
     ("rawint4 imatrix", "RAWINT4", "imatrix"),
-    ("rawint4 gptq", "RAWINT4", "gptq"),
+    ("rawint4 gptq, plain", "RAWINT4", "gptq plain"),
+    ("rawint4 gptq, descent", "RAWINT4", "gptq descent"),
+    ("rawint4 gptq", "RAWINT4", "gptq full"),
 )
 
 
@@ -66,7 +72,7 @@ WAYS = (
 def quantized(fmt: Format, scale: str, bits: Any, inputs: F32) -> F32:
     """A linear of BF16 bits [n, k] as the form stores it, dequantized; inputs: what calibration sees, [T, k]."""
     n, k = bits.shape
-    if scale == "gptq":
+    if scale == "gptq plain":
         return by_gptq(fmt, bits, inputs)
     importance = (inputs.astype(np.float64) ** 2).mean(0).astype(np.float32) if scale == "imatrix" else None
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
@@ -109,6 +115,8 @@ def synthetic() -> list[tuple[str, list[str]]]:
 
     rows = []
     for title, name, scale in WAYS:
+        if scale in ("gptq descent", "gptq full"):
+            continue
         fmt = FORMATS[name]
         cells = [error(of[kind], fmt, scale, of is narrow) for of in (wide, narrow) for kind in KINDS]
         rows.append((title, cells))
@@ -143,10 +151,12 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
     command("calibrate", MODEL, "--output", folder / "statistics", *calibration)
     options = {"imatrix": ("--statistics", folder / "statistics"), "gptq": (*calibration, "--force-cpu")}
     rows = []
-    for title, name, scale in WAYS:
-        output = folder / f"{name}-{scale}"
+    for title, name, way in WAYS:
+        scale, _, steps = way.partition(" ")
+        output = folder / f"{name}-{scale}-{steps}"
         method = FORMATS[name].option
         chosen = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
+        chosen += ("--gptq-steps", steps) if steps else ()
         command("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *chosen)
         found = json.loads(
             command("eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--window", WINDOW, "--json")

@@ -290,8 +290,8 @@ class LayeredModel:
 
         generator, made = torch.Generator().manual_seed(seed), []
         with self._head(), torch.inference_mode(False), torch.enable_grad():
-            for part in hidden.split(AT_ONCE):
-                leaving = part.clone()[None].to(self.device).requires_grad_()
+            for first in range(0, len(hidden), AT_ONCE):
+                leaving = hidden[first : first + AT_ONCE].clone()[None].to(self.device).requires_grad_()
                 logits = self.model(inputs_embeds=leaving, use_cache=False).logits[0].float()
                 drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
                 loss = torch.nn.functional.cross_entropy(logits, drawn.to(self.device), reduction="sum")
