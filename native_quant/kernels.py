@@ -146,12 +146,7 @@ def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
     raise_error(error)
 
 
-def quantize_pack(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
-) -> None:
+def quantize_pack(bits: int, matrix: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]) -> None:
     """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order.
 
     weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
@@ -160,22 +155,13 @@ def quantize_pack(
     _quantize_rows(lib.ktq_quantize_pack, bits, matrix, weight, scale)
 
 
-def quantize_plain(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
-) -> None:
+def quantize_plain(bits: int, matrix: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]) -> None:
     """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: NUMERICS.md, section 2c."""
     _quantize_rows(lib.ktq_quantize_plain, bits, matrix, weight, scale)
 
 
 def _quantize_rows(
-    entry: Callable[..., int],
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
+    entry: Callable[..., int], bits: int, matrix: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
 ) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=True)
@@ -255,10 +241,7 @@ def dequantize(
 
 
 def error_sums(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
+    bits: int, matrix: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
 ) -> tuple[float, float, float, float]:
     """How far packed weights are from their source: sums of x*x, y*y, x*y and (x-y)*(x-y), in float64.
 
