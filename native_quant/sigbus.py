@@ -1,6 +1,4 @@
-"""Mapped files that cannot be read: the process ends with a message that names the file, or whoever computes with them
-asks what was lost, instead of a bare SIGBUS.
-"""
+"""Mapped files that cannot be read: instead of a bare SIGBUS, a message with the file's name, or what was lost."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def register_mapping(address: int, length: int, name: str, may_lose: bool = Fals
 
     may_lose: where guard_sigbus was not called, what cannot be read becomes zeros; whoever reads it asks lost().
     """
-    encoded = name.encode(errors="surrogateescape")
-    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, encoded, may_lose))
+    file = name.encode(errors="surrogateescape")
+    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 
 
 def lost(ranges: Iterable[tuple[int, int]]) -> str | None:
