@@ -153,8 +153,8 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel killed a process for lack of memory, in this process's cgroup, else on the machine; None if it
-    keeps no count. It restarts from 0 with the cgroup or the machine.
+    """How often the kernel killed a process for lack of memory, in this process's cgroup, else on the machine; None if
+    it keeps no count. It restarts from 0 with the cgroup or the machine.
     """
     groups = cgroups("memory", root)
     files = (group / name for group in groups for name in ("memory.events", "memory.oom_control"))

@@ -1,6 +1,4 @@
-"""Converted experts: what `ktconvert cpu` or kt-kernel's converter wrote, checked and loaded layer by layer, as mapped
-files or copied onto huge pages.
-"""
+"""Converted experts, ours or kt-kernel's: checked and loaded layer by layer, as mapped files or copies."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ ROOMY = 0.8  # share of the available memory that copies may take
 class Converted:
     """A converted directory, merged or loose, ours or kt-kernel's.
 
-    part_bytes      of each NUMA part, in all layers
-    is_roomy, left  what memory was like before the first layer was loaded: whether it held all of them, and what each
-                    NUMA node had left (bytes)
+    part_bytes: of each NUMA part, in all layers. is_roomy, left: whether memory held all layers before the first was
+    loaded, and what each NUMA node had left (bytes).
     """
 
     path: Path
@@ -68,8 +65,8 @@ class Converted:
     @property
     def damage(self) -> list[str]:
         """The damaged files, and the shards of the index that are missing, one text each."""
-        named, shards = set((self.output.weight_map or {}).values()), self.output.shards
-        return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(shards)))]
+        missing = set((self.output.weight_map or {}).values()).difference(self.output.shards)
+        return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(missing))]
 
     def shape_of(self, layer: int) -> tuple[int, int, int]:
         """E, H and I of a layer that has experts."""
@@ -156,16 +153,10 @@ class Converted:
         layer is to compute. Loose files have none: the manifest says what their experts compute.
         """
         output, measured = self.output, self.measured
-        count, hidden, intermediate = measured.shapes[layer]
-        actual = {
-            "method": measured.method_of(layer),
-            "numa": str(measured.numa),
-            "num_experts": str(count),
-            "hidden_size": str(hidden),
-            "moe_intermediate_size": str(intermediate),
-            "weights_on": "output",
-            "activation": swiglu.activation,
-        }
+        names = ("num_experts", "hidden_size", "moe_intermediate_size")
+        sizes = dict(zip(names, map(str, measured.shapes[layer]), strict=True))
+        actual = {"method": measured.method_of(layer), "numa": str(measured.numa), **sizes}
+        actual |= {"weights_on": "output", "activation": swiglu.activation}
         of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
         if output.loose:
             of_layer = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
@@ -175,14 +166,10 @@ class Converted:
             wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
             if wrong is not None:
                 settings = wrong == "activation" and _may_be_limited(measured.method_of(layer))
-                raise UnsupportedError(
-                    f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}, "
-                    f"its bytes and this runtime say {actual[wrong]}",
-                    "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-                    if settings
-                    else f"{AGAIN}.",
-                    path=output.root / shard,
-                )
+                give = "give swiglu_limit and swiglu_alpha as config.json of the model has them."
+                said = f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}"
+                what = f"{said}, its bytes and this runtime say {actual[wrong]}"
+                raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
         """Whether these are just the settings that config.json has for the layer, which may have none where others do.
@@ -206,19 +193,16 @@ class Converted:
                 described = output.names.describe(part.place, what)
                 stored = output.tensors.get((part.place, what))
                 if stored is None:
-                    because = "; ".join(self.damage[:3])
-                    raise InputError(
-                        f"{output.root}: {described} is missing{f' ({because})' if because else ''}; {AGAIN}."
-                    )
+                    because = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
+                    raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
+                where = f"{output.root / stored.file}: {described}"
                 if stored.nbytes != size or stored.file in output.damaged:
                     why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
-                    raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
+                    raise InputError(f"{where}: {why}; {AGAIN}.")
                 # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
-                    raise InputError(
-                        f"{output.root / stored.file}: {described} is {here}, must be {required}; {AGAIN}."
-                    )
+                    raise InputError(f"{where} is {here}, must be {required}; {AGAIN}.")
                 yield (part, what), stored
 
     def _view(self, stored: TensorInfo) -> Bytes:
@@ -238,6 +222,10 @@ class Converted:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
+    def _defect(self, part: Part, tensor: str, what: object) -> InputError:
+        file, described = self.output.tensors[part.place, tensor].file, self.output.names.describe(part.place, tensor)
+        return InputError(f"{self.output.root / file}: {described}: {what}; {AGAIN}.")
+
     def _require_scales(self, encoding: Encoding, part: Part, stored: Sequence[Bytes]) -> None:
         """Raises InputError where a scale of a part is none that the encoding has."""
 
@@ -246,9 +234,7 @@ class Converted:
 
         for tensor, defect in list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]:
             if defect is not None and (what := defect(read, part.n, part.k)):
-                found = self.output.tensors[part.place, tensor.name]
-                described = self.output.names.describe(part.place, tensor.name)
-                raise InputError(f"{self.output.root / found.file}: {described}: {what}; {AGAIN}.")
+                raise self._defect(part, tensor.name, what)
 
     def _arrange(
         self, arrange: Callable[[Sequence[Bytes], int, int], None], part: Part, stored: Sequence[Bytes]
@@ -257,9 +243,7 @@ class Converted:
         try:
             arrange(stored, part.n, part.k)
         except ValueError as error:
-            place = self.output.names.describe(part.place, "weight")
-            file = self.output.tensors[part.place, "weight"].file
-            raise InputError(f"{self.output.root / file}: {place}: {error}; {AGAIN}.") from error
+            raise self._defect(part, "weight", error) from error
 
 
 def _may_be_limited(method: str) -> bool:
@@ -272,9 +256,8 @@ def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
     parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
         parts[place.numa] += stored.nbytes
-    is_roomy = sum(parts) < ROOMY * memory_available()
-    left = machine.node_memory_available()
-    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), is_roomy, left)
+    memory = sum(parts) < ROOMY * memory_available(), machine.node_memory_available()
+    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), *memory)
 
 
 def open_converted(path: Path) -> Converted:

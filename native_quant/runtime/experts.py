@@ -9,7 +9,6 @@ import functools
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -60,24 +59,14 @@ class Experts:
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
-        self.pool = pool or shared_pool()
-        self.exact = exact
+        self.pool, self.exact = pool or shared_pool(), exact
         self.source: Path | None = None  # the directory that it was loaded from
         self.order = _checked_order(order, packed.experts)  # the file's expert of each
         table = _table(packed, self.order)
-        moe = ffi.new(
-            "ktq_moe *",
-            {
-                **{f"{projection}_format": row.number for projection, row in packed.rows.items()},
-                "experts": self.num_experts,
-                "parts": self.parts,
-                "hidden": self.hidden,
-                "width": grid.widths,
-                "expert": table,
-                "swiglu_limit": swiglu.limit,
-                "swiglu_alpha": swiglu.alpha,
-            },
-        )
+        formats = {f"{projection}_format": row.number for projection, row in packed.rows.items()}
+        sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": grid.widths}
+        settings = {"swiglu_limit": swiglu.limit, "swiglu_alpha": swiglu.alpha}
+        moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, **settings})
         # What a forward reads: ktq_moe, the arrays that its table points to, and the table.
         self._in_use: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, table
 
@@ -100,17 +89,15 @@ class Experts:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
     ) -> Experts:
-        """One layer of a converted directory: merged or loose, ours or kt-kernel's; or of a checkpoint in safetensors
-        whose weights are those of one of kt-kernel's native methods.
+        """One layer of a converted directory, ours or kt-kernel's, or of a checkpoint as a native method reads it.
 
         method .. intermediate  what the caller expects; an error where the file differs
-        parts   how many NUMA parts the caller expects; a converted directory's own number is used. Another one costs
+        parts   how many NUMA parts the caller expects; a converted directory has its own number. Another one costs
                 speed: a warning, once, or an error if `strict`. A checkpoint is cut into this many (None: one for each
                 of the pool's NUMA nodes, where that is possible)
         memory  "copy": a copy on huge pages, each part on the NUMA node of the pool's threads that compute with it;
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
-                copy if the whole directory fits into the available memory, else map
-                a checkpoint is always copied
+                copy if the whole directory fits into the available memory, else map. A checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
@@ -164,9 +151,8 @@ class Experts:
 
         By definition an id outside 0 .. E-1 adds nothing, nor does one that is marked in skip [E]; a token without any
         other id gives zeros. strict_ids: ids outside are errors instead.
-        Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError, and
-        ResourceError where a forked process cannot start the pool's threads, and InputError where a mapped file became
-        shorter or cannot be read.
+        Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError,
+        ResourceError where a forked process cannot start threads, InputError where a mapped file cannot be read.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
         self.forward_call(self._call(hidden, ids, weights, skip, out, strict_ids))
@@ -226,19 +212,15 @@ class Experts:
             raise UnsupportedError(
                 f"{packed.method} has no loose files that memory holds; convert with `ktconvert cpu`."
             )
-        names = {
-            (part, at): fmt.loose_path(part, tensor)
-            for part in packed.arrays
-            for at, tensor in enumerate(fmt.encoding.tensors(part.n, part.k))
-        }
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
-        for (part, at), name in names.items():
-            path = partial / str(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            publish.write_file(path, packed.arrays[part][at].data, sync=False)
+        for part, stored in packed.arrays.items():
+            for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
+                path = partial / str(fmt.loose_path(part, tensor))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish.write_file(path, data.data, sync=False)
         packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():
@@ -259,7 +241,7 @@ class Experts:
     def __copy__(self) -> Experts:
         """The same read-only weights and threads, closed on its own."""
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
+        vars(copied).update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
@@ -275,9 +257,7 @@ class Experts:
     def __enter__(self) -> Experts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self) -> tuple[Any, weights.LayerWeights, Any]:
@@ -321,7 +301,7 @@ def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
         at[expert].append(place)
     for part, stored in packed.arrays.items():
         number = packed.rows[part.projection].number
-        if (actual := sum(data.nbytes for data in stored)) != (needed := _weight_bytes(number, part.n, part.k)):
+        if (actual := sum(data.nbytes for data in stored)) != (needed := sum(_weight_bytes(number, part.n, part.k))):
             raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")
         addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
         for place in at[part.expert]:
@@ -341,11 +321,7 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
     return numbers
 
 
-@functools.cache
-def _weight_bytes(number: int, n: int, k: int) -> int:
-    """Codes and scales of a weight [n, k] as C reads them, by the number of a method. Raises ValueError for other sizes
-    than it can have."""
-    return sum(kernels.weight_bytes(number, n, k))
+_weight_bytes = functools.cache(kernels.weight_bytes)
 
 
 def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
@@ -367,5 +343,4 @@ def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writab
         )
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable")
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])

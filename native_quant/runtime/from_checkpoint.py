@@ -1,6 +1,4 @@
-"""The experts of a checkpoint as it was released, for kt-kernel's native methods: sliced into NUMA parts and put into
-the order of the kernels while a layer is loaded. No number changes.
-"""
+"""The experts of a checkpoint as it was released: cut into NUMA parts and put into the kernels' order, layer by layer."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ class Checkpoint:
 
     def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
         """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1),
-        in the memory of the pool's nodes.
+        in the memory of the pool's nodes; no number changes.
 
         Raises UnsupportedError where it is not as required, or where the experts compute something else; InputError
         where tensors are missing, damaged or not finite.
@@ -129,10 +127,9 @@ class Checkpoint:
                         of_part = StoredPart(part.of(linear), model.source, stored.one(expert))
                         rows[projection].put(of_part, arrays[part])
                     except kernels.NonFinite as bad:
-                        info = stored.values
                         where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
-                        what = f": {where} holds a number that is not finite"
-                        raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
+                        what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
+                        raise damaged_tensor(stored.values.name, what, path=path) from None
 
             with blocks(sizes, grid.numa, pool.nodes) as views:
                 arrays = arrays_of(tensors_of(rows), views)
@@ -152,19 +149,14 @@ class Checkpoint:
         stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in moe.weights.values()))
         if fitting:
             name = fitting["gate"].name
-            raise UnsupportedError(
-                f"{self.path}: the experts of layer {layer} are {stored}, which method {name} computes, not "
-                f"{required}; give method {name}, or convert with `ktconvert cpu`."
-            )
-        raise UnsupportedError(
-            f"{self.path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
-            f"{f', {required} neither' if required else ''}; convert the model with `ktconvert cpu`."
-        )
+            which = f"method {name} computes, not {required}; give method {name}, or convert with `ktconvert cpu`."
+        else:
+            neither = f", {required} neither" if required else ""
+            which = f"no method of this runtime computes{neither}; convert the model with `ktconvert cpu`."
+        raise UnsupportedError(f"{self.path}: the experts of layer {layer} are {stored}, which {which}")
 
     def _require_activation(self, layer: int, method: Method, swiglu: Swiglu) -> None:
-        """Raises UnsupportedError where config.json, or the shards of an output, say that the experts compute something
-        else than these settings do.
-        """
+        """Raises UnsupportedError where config.json or the shards of an output say otherwise than these settings."""
         model = self.model
         configured = in_config(model.source.config, model.activation, layer)
         what, remedy = "", "keep them on the GPU"
@@ -179,8 +171,7 @@ class Checkpoint:
         elif model.activation == "swiglu_oai":
             if configured != swiglu:
                 what = f"compute {ACTIVATIONS[model.activation]}"
-                if configured and ALPHA in method.swiglu:
-                    remedy = f"give {configured}"
+                remedy = f"give {configured}" if configured and ALPHA in method.swiglu else remedy
         elif model.activation not in ("silu", "swiglu_limit"):
             what = f"compute {ACTIVATIONS[model.activation]}"
         elif configured is not None and configured != swiglu:
@@ -249,12 +240,9 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
     return replace(whole, numa=parts, unit=unit)
 
 
-# --- opening --------------------------------------------------------------------------------------
-
-
 def is_checkpoint(path: Path) -> bool:
-    """Whether weights in safetensors or GGUF lie in a directory that is no output for NUMA parts: a checkpoint as it
-    was released, or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made of one. A GGUF file is one, too.
+    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts: as released, or
+    what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made.
     """
     if not path.is_dir():
         return path.suffix == GGUF.suffix
@@ -269,13 +257,9 @@ def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
 
 
 def _facts(path: Path) -> Mapping[str, Any] | None:
-    """The facts of the manifest of an output that is a checkpoint for us, of `ktconvert cpu --layout kt` or of `gpu` in
-    RAWINT4's groups; None for any other directory.
-    """
-    if not path.is_dir():
-        return None
+    """The facts of the manifest of an output that is a checkpoint for us; None for any other directory."""
     try:
-        about = manifest.read(path)
+        about = manifest.read(path) if path.is_dir() else None
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(about.model.get("method"))) if about else None
@@ -312,12 +296,6 @@ def _remedies(path: Path) -> Iterator[None]:
         raise error.advising(AGAIN) from error
 
 
-# With the same members, for whoever computes with either.
-ExpertSource = Converted | Checkpoint
-
-
-def open_experts(path: Path) -> ExpertSource:
-    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError where there are no
-    experts.
-    """
+def open_experts(path: Path) -> Converted | Checkpoint:
+    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError for no experts."""
     return open_stored(path) if is_checkpoint(path) else open_converted(path)

@@ -2,8 +2,7 @@
 
 Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs,
 so that from_pretrained(OUT) loads its experts. Each routed-experts module is replaced before weights are loaded, so
-transformers has no use for the expert tensors of the checkpoint and reads none of them. Hot experts, if any are chosen,
-are read here, from the same checkpoint or another one.
+that transformers reads none of the checkpoint's expert tensors.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ class KTConvertConfig(QuantizationConfigMixin):
             )
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
-        self.exact = exact
-        self.threads = threads
-        self.memory = memory
+        self.exact, self.threads, self.memory = exact, threads, memory
         self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
         self.gpu_experts_mask = _plain(gpu_experts_mask)
         self.num_gpu_experts = num_gpu_experts
@@ -98,7 +95,7 @@ class KTConvertQuantizer(HfQuantizer):
         """Replace the experts, and have transformers skip the checkpoint's tensors of exactly these modules silently.
 
         Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
-        and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
+        and the errors of Experts.load, hot_mask.per_layer and HotWeights.
         """
         settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
@@ -162,27 +159,21 @@ class KTConvertQuantizer(HfQuantizer):
         missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
-            raise UnsupportedError(
-                f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; "
-                "convert all layers"
-            )
-        pool = shared_pool(settings.threads)
-        swiglu = {module.layer: source.swiglu_of(module.layer) for module in modules}
-        return {
-            module.layer: Experts.load(
-                root,
-                module.layer,
-                num_experts=module.num_experts,
-                hidden=module.hidden,
-                intermediate=module.intermediate,
-                memory=settings.memory,
-                pool=pool,
-                exact=settings.exact,
-                swiglu_limit=swiglu[module.layer].limit,
-                swiglu_alpha=swiglu[module.layer].alpha,
-            )
-            for module in modules
+            layers = ", ".join(map(str, missing))
+            raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
+        how: dict[str, Any] = {
+            "memory": settings.memory,
+            "exact": settings.exact,
+            "pool": shared_pool(settings.threads),
         }
+        loaded = {}
+        for module in modules:
+            sizes = {"num_experts": module.num_experts, "hidden": module.hidden, "intermediate": module.intermediate}
+            limit, alpha = source.swiglu_of(module.layer)
+            loaded[module.layer] = Experts.load(
+                root, module.layer, **sizes, **how, swiglu_limit=limit, swiglu_alpha=alpha
+            )
+        return loaded
 
     def is_serializable(self) -> bool:
         """Asked by save_pretrained. Raises ValueError with the way to a directory that holds everything."""
@@ -211,13 +202,10 @@ OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num
 
 @register_quantization_config(cpu_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
-    """The quantization_config in an output's config.json: the experts are in the same directory. facts: what else it
-    says there, and OPTIONS.
-    """
+    """The quantization_config in an output's config.json, with OPTIONS: the experts are in the same directory."""
 
     def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **facts: Any) -> None:
-        options = {name: facts[name] for name in OPTIONS if name in facts}
-        super().__init__(quant_method=quant_method, **options)
+        super().__init__(quant_method=quant_method, **{name: facts[name] for name in OPTIONS if name in facts})
 
 
 @register_quantizer(cpu_card.QUANT_METHOD)
@@ -228,10 +216,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
     _renamings: tuple[Any, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Check the output's files, here since no other method gets the config before transformers looks for files.
-
-        Raises UnsupportedError for an output without safetensors files.
-        """
+        """Raises UnsupportedError for an output without safetensors files: only here before transformers looks for some."""
         config.transformers_weights = None
         if config.name_or_path:
             hf_rest.require_files(Path(config.name_or_path))
@@ -295,11 +280,10 @@ def _put_first(module: torch.nn.Module, experts: Experts) -> None:
     """Make experts within a module its first attribute, so that pickle meets them before anything else and says their
     sentence: hooks that transformers adds for router logits and hidden states cannot be pickled, either.
     """
-    attributes = vars(module)
-    if FIRST not in attributes:
-        others = dict(attributes)
-        attributes.clear()
-        attributes.update({FIRST: experts, **others})
+    if FIRST not in vars(module):
+        others = dict(vars(module))
+        vars(module).clear()
+        vars(module).update({FIRST: experts, **others})
 
 
 def _below(model: Any, module: ExpertModule) -> str:

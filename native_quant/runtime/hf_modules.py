@@ -36,11 +36,8 @@ class RoutedExperts(torch.nn.Module):
 
     def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
         super().__init__()
-        self.layer = layer
-        self.experts = experts
-        self.num_experts = experts.num_experts
-        self.zero_ids = zero_ids
-        self.hot = hot
+        self.layer, self.experts, self.num_experts = layer, experts, experts.num_experts
+        self.zero_ids, self.hot = zero_ids, hot
         self._register()
 
     def _register(self) -> None:
@@ -64,10 +61,8 @@ class RoutedExperts(torch.nn.Module):
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
         weights = top_k_weights.to(CPU, torch.float32).contiguous()
-        if is_direct(hidden, weights):
-            out = self.compute(hidden, ids, weights)
-        else:
-            out = routed_experts(hidden, ids, weights, self._handle)
+        direct = is_direct(hidden, weights)
+        out = self.compute(hidden, ids, weights) if direct else routed_experts(hidden, ids, weights, self._handle)
         return out.reshape(hidden_states.shape)
 
     def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -120,9 +115,8 @@ def find_experts(
 ) -> list[ExpertModule]:
     """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
 
-    Where a model has several stacks of layers (a talker beside the thinker), the one named in the table of
-    architectures is used. swiglu_of: what a layer's weights are to compute. Raises UnsupportedError for a model without
-    such modules, and for experts that compute another function than the weights.
+    Of several stacks of layers (a talker beside the thinker), the one in the table of architectures. swiglu_of: what a
+    layer's weights compute. Raises UnsupportedError without such modules, and for experts that compute otherwise.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -133,10 +127,8 @@ def find_experts(
     what = type(model).__name__
     if len(prefixes) != 1:
         if modules:
-            raise UnsupportedError(
-                f"{what}: has experts under several names ({', '.join(map(repr, modules))}); "
-                "load it without cpu_weights"
-            )
+            names = ", ".join(map(repr, modules))
+            raise UnsupportedError(f"{what}: has experts under several names ({names}); load it without cpu_weights")
         import transformers
 
         raise UnsupportedError(
@@ -202,8 +194,6 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
 )
 
 
-# --- torch's operator -------------------------------------------------------------------------------
-#
 # A layer's routed experts as one operator of torch, `ktconvert::routed_experts`: torch.compile, torch.export and
 # torch.jit.trace record the call and look no further, and autograd learns that no gradient comes back through it.
 #
@@ -218,8 +208,6 @@ NO_GRADIENT = (
     "without KTConvertConfig, so that transformers computes its experts; to compute without gradients, call the model "
     "under torch.no_grad() or torch.inference_mode()"
 )
-
-
 _named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
 
 
@@ -292,9 +280,8 @@ def _likes(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ids, _, handle = inputs
-    ctx.k = ids.shape[1]
-    ctx.save_for_backward(handle)
+    ctx.k = inputs[1].shape[1]
+    ctx.save_for_backward(inputs[3])
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

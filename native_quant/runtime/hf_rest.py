@@ -1,6 +1,5 @@
 """What transformers loads beside the routed experts: of an output of `ktconvert cpu`, whether it holds the whole model,
 by which names; of a quantized checkpoint, weights that transformers dequantizes while it loads, or that we refuse.
-transformers takes one quantization per model, and our experts are one.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
     match = LAYER.fullmatch(modules[0].name)
     assert match is not None
     stack = match["prefix"]
-    siblings = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
-    return [
-        WeightRenaming(source_patterns=r"^blk\.", target_patterns=f"{stack}layers."),
-        *(WeightRenaming(source_patterns=rf"^{name}\.", target_patterns=f"{stack}{name}.") for name in siblings),
-    ]
+    names = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
+    pairs = ("blk", "layers"), *zip(names, names, strict=True)
+    return [WeightRenaming(source_patterns=rf"^{a}\.", target_patterns=f"{stack}{b}.") for a, b in pairs]
 
 
 def require_rest(
@@ -82,13 +79,9 @@ def needed_tensors(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     """The tensors that the checkpoint must have, by their names in the model."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{module.name}." for module in modules)
-    return {
-        name
-        for name in model.state_dict()
-        if not name.startswith(experts)
-        and name not in model.all_tied_weights_keys
-        and not any(pattern.search(name) for pattern in optional)
-    }
+    own = (name for name in model.state_dict() if not name.startswith(experts))
+    stored = (name for name in own if name not in model.all_tied_weights_keys)
+    return {name for name in stored if not any(pattern.search(name) for pattern in optional)}
 
 
 def targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:

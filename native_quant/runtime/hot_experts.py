@@ -24,15 +24,14 @@ from ktconvert.quantizers.packed import signed_codes
 if TYPE_CHECKING:
     import torch
 
-
 LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
+REMEDY = "choose fewer hot experts"
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub.
+    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first.
 
-    Only headers are read before the first expert is. Raises InputError where it is damaged or lacks an expert,
-    UnsupportedError where its experts cannot be read.
+    Raises InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
     """
 
     def __init__(self, where: str | Path) -> None:
@@ -42,16 +41,12 @@ class HotWeights:
 
     def require(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Raises UnsupportedError where a layer is missing, or has other sizes E, H, I than the loaded model."""
-        sizes = self.model.shape(layer) if layer in self.model.layers else None
-        if sizes is None:
-            raise UnsupportedError(
-                f"{self.root}: holds no experts of layer {layer}, which the model has; give a checkpoint of this model"
-            )
-        if sizes != shape:
-            raise UnsupportedError(
-                f"{self.root}: layer {layer} has {sizes[0]} experts of hidden size {sizes[1]} and width {sizes[2]}, "
-                f"the model {shape[0]} of {shape[1]} and {shape[2]}; give a checkpoint of this model"
-            )
+        e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
+        what = f"layer {layer} has {e} experts of hidden size {h} and width {i}, the model {{}} of {{}} and {{}}"
+        if not e:
+            what = f"holds no experts of layer {layer}, which the model has"
+        if (e, h, i) != shape:
+            raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
     def linear(
         self, layer: int, expert: int, projection: str
@@ -76,9 +71,6 @@ class HotWeights:
                 "more than BF16 weights can have; make this checkpoint again"
             )
         return values, linear.scales
-
-
-REMEDY = "choose fewer hot experts"
 
 
 class HotExperts:
@@ -139,10 +131,8 @@ def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.d
     need = count * 3 * hidden * width * 2
     free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
     if need > free:
-        raise ResourceError(
-            f"{count} hot experts take {need / 2**30:.1f} GiB in BF16, and {where} has "
-            f"{free / 2**30:.1f} GiB left; {REMEDY}"
-        )
+        what = f"take {need / 2**30:.1f} GiB in BF16, and {where} has {free / 2**30:.1f} GiB left"
+        raise ResourceError(f"{count} hot experts {what}; {REMEDY}")
 
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:

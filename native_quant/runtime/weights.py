@@ -28,6 +28,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
 
@@ -61,9 +62,7 @@ class LayerWeights:
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
     def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time. The method has an
-        encoding.
-        """
+        """Gate, up and down of each NUMA part of an expert, decoded one after the other; the method has an encoding."""
         encoding = self.rows["gate"].encoding
         assert encoding is not None
         for parts in zip(*(self.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
@@ -80,15 +79,7 @@ class LayerWeights:
             )
 
 
-def pack(
-    gate: npt.NDArray[np.uint16],
-    up: npt.NDArray[np.uint16],
-    down: npt.NDArray[np.uint16],
-    method: Method,
-    layer: int,
-    parts: int,
-    pool: Pool,
-) -> LayerWeights:
+def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool) -> LayerWeights:
     """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
     gate and up [E, I, H], down [E, H, I].
 
@@ -105,9 +96,8 @@ def pack(
             )
     experts, i, h = gate.shape
     if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
-        raise ValueError(
-            f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
-        )
+        shapes = f"{gate.shape}, {up.shape} and {down.shape}"
+        raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
     grid = ExpertGrid(layer, h, i, parts)
     require_legal(FORMATS[method.name], h, i, parts)
     check_limits(method.name, grid)
@@ -157,18 +147,9 @@ def arrays_of(
     return {part: tuple(views[part, tensor.name] for tensor in tensors(part)) for part in parts}
 
 
-# --- for loaders ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Requirements:
-    """What a caller expects of a layer's experts. None: whatever the files have.
-
-    method, num_experts, hidden, intermediate   must agree with the files
-    parts    NUMA parts that a checkpoint is cut into; converted files have their own number
-    memory   one of converted.MEMORY; a checkpoint is always copied
-    swiglu   what the experts are to compute
-    """
+    """What a caller expects of a layer's experts, as Experts.load explains it. None: whatever the files have."""
 
     method: str | None = None
     num_experts: int | None = None
@@ -191,12 +172,9 @@ class Requirements:
 
 
 def contents(path: Path) -> frozenset[Status]:
-    """Changes when a directory, or that of a file, does: name, bytes, time of change (ns) and inode of each file of
-    weights or of JSON, and of each folder.
-    """
+    """What changes with a directory, or that of a file: name, bytes, time (ns), inode of weights, JSON, folders."""
     folder = path if path.is_dir() else path.parent
-    found = (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))
-    return frozenset(status for status in found if status is not None)
+    return frozenset(filter(None, (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))))
 
 
 def _status(path: Path) -> Status | None:
@@ -210,10 +188,8 @@ def _status(path: Path) -> Status | None:
 
 
 def in_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
-    """Runs work(item) for all items in threads, in their order; raises the first item's exception once all have ended,
-    and begins no item after an exception.
-
-    Each thread takes the next item itself: a future for each would cost a tenth of the time that packing a layer takes.
+    """Runs work(item) for all items in threads, in their order; begins none after an exception, and raises the first
+    item's. Each thread takes the next item itself: a future for each would cost a tenth of packing a layer.
     """
     left = deque(enumerate(items))
     failures: list[tuple[int, Exception]] = []

@@ -104,13 +104,14 @@ class KTMoEWrapper:
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
         self.moe: Experts | None = None  # kt-kernel's name for the object that computes
         self._layer: WrappedLayer | None = None
-        self._forwards: tuple[OnCpu, OnStream] | None = None
+        self._cpu: OnCpu | None = None
+        self._stream: OnStream | None = None
         self._member = Member(self.weight_path, layer_idx)
         self._written: list[Job] = []
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
-        """Experts that are skipped, bool [num_experts] on the CPU. It may be written to; one that is assigned is copied."""
+        """Experts that are skipped, bool [num_experts] on the CPU. It may be written to, and assigned."""
         return self._mask
 
     @gpu_experts_mask.setter
@@ -194,7 +195,7 @@ class KTMoEWrapper:
 
     def _install(self, experts: Experts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._may_defer)
-        self._layer, self._forwards, self.moe = layer, (OnCpu(layer), OnStream(layer)), experts
+        self._layer, self._cpu, self._stream, self.moe = layer, OnCpu(layer), OnStream(layer), experts
 
     def _loaded(self) -> Experts:
         """The experts. Raises RuntimeError before weights are loaded."""
@@ -212,32 +213,30 @@ class KTMoEWrapper:
         a torch stream, or None: torch's current one) orders the work where hidden_states is on a GPU; CPU tensors need
         none.
         """
-        if self._forwards is None or hidden_states.is_cuda:
+        if self._cpu is None or hidden_states.is_cuda:
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
             return self.sync_forward(hidden_states, cuda_stream)
-        return self._forwards[0].forward(hidden_states, topk_ids, topk_weights)
+        return self._cpu.forward(hidden_states, topk_ids, topk_weights)
 
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
         """Start a forward and return. The arguments are copied first (on the stream), so they may be written to."""
         self._loaded()
-        assert self._forwards is not None
-        on_cpu, on_stream = self._forwards
+        assert self._cpu is not None and self._stream is not None
         if hidden_states.is_cuda:
-            on_stream.submit(hidden_states, topk_ids, topk_weights, cuda_stream)
+            self._stream.submit(hidden_states, topk_ids, topk_weights, cuda_stream)
         else:
-            on_cpu.submit(hidden_states, topk_ids, topk_weights)
+            self._cpu.submit(hidden_states, topk_ids, topk_weights)
 
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
         """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it.
 
         On a CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
         """
-        if self._forwards is None:
+        if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
-        on_cpu, on_stream = self._forwards
-        return on_stream.sync(hidden_states, cuda_stream) if hidden_states.is_cuda else on_cpu.sync(hidden_states)
+        return self._stream.sync(hidden_states, cuda_stream) if hidden_states.is_cuda else self._cpu.sync(hidden_states)
 
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
