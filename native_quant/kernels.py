@@ -261,10 +261,8 @@ SEARCHED_GROUP = 32
 
 
 def search_groups(grid: str, bf16: U16, importance: F32 | None = None) -> tuple[I8, Array]:
-    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
-
-    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, sections
-    2d and 2e.
+    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS. bf16, importance,
+    NonFinite: as for search_scales, but k is a multiple of 32. Equations: NUMERICS.md, sections 2d and 2e.
     """
     number, dtype = SEARCHED_GROUPS[grid]
     n, k = bf16.shape if bf16.ndim == 2 else (0, 0)
@@ -364,9 +362,8 @@ def pack_mxfp4(matrix: Matrix, codes: U8, exponents: U8) -> None:
 
 
 def mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
-    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows.
-
-    rows: uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
+    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows. rows: uint8 [n, k/2], the even column in
+    the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
     """
     n, k = rows.shape[0], 2 * rows.shape[1]
     require_multiples(PANEL_ROWS, n, k)
@@ -397,9 +394,8 @@ def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:
 
 
 def reorder_fp8(values: U8, codes: U8) -> None:
-    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels.
-
-    n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels. n and k: multiples of 32.
+    codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
     """
     n, k = values.shape
     require_multiples(PANEL_ROWS, n, k)

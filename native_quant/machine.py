@@ -97,9 +97,8 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...).
-
-    A flag here implies the XCR0 bits as well: the kernel drops those whose register state it does not save.
+    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...). A
+    flag here implies the XCR0 bits as well: the kernel drops those whose register state it does not save.
     """
     return frozenset((read_cpuinfo("flags", root) or "").split())
 
@@ -129,9 +128,8 @@ def memory_total(root: Path = ROOT) -> int:
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """How much memory can be used before the kernel must swap or kill, on the machine and within the cgroups.
-
-    Page cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
+    """How much memory can be used before the kernel must swap or kill, on the machine and within the cgroups. Page
+    cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
     """
     meminfo = read_table(root / "proc/meminfo")
     free = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0)) * 1024
@@ -320,9 +318,8 @@ def mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
 
 
 def cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's.
-
-    A container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
+    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's. A
+    container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
     """
     ours: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():

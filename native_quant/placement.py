@@ -33,7 +33,6 @@ class Policy(NamedTuple):
 
 def policy() -> Policy:
     """The memory policy of the calling thread, which threads that it starts inherit; "default" if nobody set one.
-
     Raises OSError where the kernel does not tell: a container forbids it, or it knows no nodes.
     """
     mode, words = ffi.new("int *"), ffi.new("uint64_t[]", lib.KTQ_NODE_WORDS)
@@ -81,9 +80,8 @@ def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
 
 
 def shortages(part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> str:
-    """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none.
-
-    nodes: those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
+    """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none. nodes:
+    those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
     """
     needs: dict[int, float] = {}
     for part, size in enumerate(part_bytes if len(left) > 1 else ()):

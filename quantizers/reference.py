@@ -1,6 +1,5 @@
-"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: NUMERICS.md.
-
-BF16 values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
+"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: NUMERICS.md. BF16
+values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ def decode(matrix: Matrix) -> U16:
 
 
 def row_scales(bits: int, bf16: U16) -> F32:
-    """One scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal.
-
-    ValueError: a value is not finite.
+    """One scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal. ValueError: a
+    value is not finite.
     """
     amax = bf16_to_f32((bf16 & 0x7FFF).max(axis=1))
     if not np.isfinite(amax).all():

@@ -45,10 +45,8 @@ def read_memory(block: npt.NDArray[Any], streams: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of forwards of one batch size.
-
-    runs: number of forwards; median, best: seconds; touched: distinct experts per forward, on average; nbytes: of their
-    weights.
+    """The times of forwards of one batch size. runs: number of forwards; median, best: seconds; touched: distinct
+    experts per forward, on average; nbytes: of their weights.
     """
 
     tokens: int

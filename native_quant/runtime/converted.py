@@ -97,10 +97,8 @@ class Converted:
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes.
-
-        Raises UnsupportedError where the files are not as required or where the directory is of another kind,
-        InputError where the layer is damaged or incomplete.
+        """One layer in the memory of the pool's nodes. Raises UnsupportedError where the files are not as required or
+        where the directory is of another kind, InputError where the layer is damaged or incomplete.
         """
         output, measured = self.output, self.measured
         self.require_computable()
@@ -173,7 +171,6 @@ class Converted:
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
         """Whether these are just the settings that config.json has for the layer, which may have none where others do.
-
         Raises UnsupportedError where the method could compute what config.json says and the settings are others.
         """
         configured = in_config(self.output.config, activation, layer)

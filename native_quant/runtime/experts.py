@@ -1,6 +1,5 @@
-"""The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it.
-
-The numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of their bits.
+"""The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it. The
+numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of their bits.
 """
 
 from __future__ import annotations
@@ -175,7 +174,6 @@ class Experts:
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
-
         Raises ValueError for more experts per token than a forward takes.
         """
         if topk > lib.KTQ_MOST_TOPK:
@@ -203,7 +201,6 @@ class Experts:
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
-
         Raises UnsupportedError for a method without such files.
         """
         packed, root = self.packed, Path(folder)

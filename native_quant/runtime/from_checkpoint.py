@@ -1,4 +1,4 @@
-"""The experts of a checkpoint as it was released: cut into NUMA parts and put into the kernels' order, layer by layer."""
+"""The experts of a checkpoint as it was released: cut into NUMA parts, in the kernels' order, layer by layer."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts: as released, or
-    what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made.
+    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts: as released,
+    or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made.
     """
     if not path.is_dir():
         return path.suffix == GGUF.suffix

@@ -216,7 +216,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
     _renamings: tuple[Any, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Raises UnsupportedError for an output without safetensors files: only here before transformers looks for some."""
+        """Raises UnsupportedError for an output without safetensors files, before transformers looks for others."""
         config.transformers_weights = None
         if config.name_or_path:
             hf_rest.require_files(Path(config.name_or_path))
@@ -227,9 +227,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint, except that tensors have kt-kernel's names.
-
-        Also raises UnsupportedError for an output that lacks a part of the rest of the model.
+        """As for another checkpoint, except that tensors have kt-kernel's names. Also raises UnsupportedError for an
+        output that lacks a part of the rest of the model.
         """
         if not checkpoint_files:
             raise UsageError(
@@ -255,9 +254,8 @@ _get_hf_quantizer = _loading.get_hf_quantizer
 
 
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours.
-
-    Raises UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
+    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours. Raises
+    UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
     """
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)

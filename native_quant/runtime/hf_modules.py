@@ -212,9 +212,8 @@ _named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.We
 
 
 def register(experts: RoutedExperts, name: str) -> torch.Tensor:
-    """The handle by which the operator calls these RoutedExperts as long as they live.
-
-    Experts of the same name compute the same.
+    """The handle by which the operator calls these RoutedExperts as long as they live. Experts of the same name compute
+    the same.
     """
     number = next(number for number in itertools.count() if (name, number) not in _named)
     _named[name, number] = experts

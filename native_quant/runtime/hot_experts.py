@@ -29,9 +29,8 @@ REMEDY = "choose fewer hot experts"
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first.
-
-    Raises InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
+    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first. Raises
+    InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
     """
 
     def __init__(self, where: str | Path) -> None:
@@ -51,9 +50,8 @@ class HotWeights:
     def linear(
         self, layer: int, expert: int, projection: str
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales.
-
-        The caller owns the arrays. Raises InputError for scales that are not finite.
+        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. The caller
+        owns the arrays. Raises InputError for scales that are not finite.
         """
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
@@ -94,7 +92,6 @@ class HotExperts:
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.
-
         hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that the CPU never waits for a GPU.
         """
         import torch
@@ -136,9 +133,8 @@ def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.d
 
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
-    """The hot experts of one layer, read and unpacked by several threads.
-
-    No other expert is read. Raises the errors of HotWeights.linear.
+    """The hot experts of one layer, read and unpacked by several threads. No other expert is read. Raises the errors of
+    HotWeights.linear.
     """
     import torch
 

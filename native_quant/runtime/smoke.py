@@ -50,7 +50,6 @@ class Smoke:
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token.
-
     Raises the errors of Experts.load.
     """
     source = open_experts(path)

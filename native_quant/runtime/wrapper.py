@@ -135,9 +135,8 @@ class KTMoEWrapper:
             self._layer.may_defer = self._may_defer
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
-        """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
-
-        Raises ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
+        """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p). Raises
+        ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
         """
         if self.cpu_save:
             raise ValueError(
@@ -230,9 +229,8 @@ class KTMoEWrapper:
             self._cpu.submit(hidden_states, topk_ids, topk_weights)
 
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
-        """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it.
-
-        On a CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
+        """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it. On a
+        CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
         """
         if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
