@@ -48,11 +48,8 @@ class Geometry(NamedTuple):
 
 
 # By the bits of a code: the table of csrc/geometry.h.
-GEOMETRIES: dict[int, Geometry] = {
-    bits: Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))
-    for bits in range(1, 9)
-    if lib.ktq_block_rows(bits)
-}
+_SIZES = ((bits, Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))) for bits in range(1, 9))
+GEOMETRIES: dict[int, Geometry] = {bits: geometry for bits, geometry in _SIZES if geometry.block_rows}
 
 
 class NonFinite(ValueError):
@@ -198,9 +195,7 @@ def quantize_groups(
         if rounding not in rules:
             raise ValueError(f"rounding '{rounding}' is not one of {', '.join(rules)}")
         if group < 32 or group % 32 or k % group:
-            raise ValueError(
-                f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns"
-            )
+            raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k}")
         out = (
             pointer_to("packed", packed, INT32, (n, k * bits // 32)),
             pointer_to("scale", scale, UINT16, (n, k // group)),
@@ -320,9 +315,9 @@ def require_multiples(multiple: int, n: int, k: int) -> None:
 
 def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
     """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
-    rows = codes.shape == (n, k)
-    shape = (n, k) if rows else (n // PANEL_ROWS, PANEL_ROWS * k)
-    return lib.KTQ_ROWS if rows else lib.KTQ_PANELS, pointer_to("codes", codes, types, shape)
+    in_rows = codes.shape == (n, k)
+    order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
+    return order, pointer_to("codes", codes, types, shape)
 
 
 def pack_bf16(matrix: Matrix, codes: U16) -> None:
@@ -334,11 +329,11 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(BF16_MULTIPLE, n, k)
-        in_blocks = codes.ndim == 1
-        out = (
-            (lib.KTQ_BLOCKS, pointer_to("codes", codes, UINT16, (n * k,))) if in_blocks else _order(codes, UINT16, n, k)
-        )
-        return lib.ktq_pack_bf16(out[0], n, k, source, scratch_for(k), out[1], bad_row)
+        if codes.ndim == 1:
+            order, out = lib.KTQ_BLOCKS, pointer_to("codes", codes, UINT16, (n * k,))
+        else:
+            order, out = _order(codes, UINT16, n, k)
+        return lib.ktq_pack_bf16(order, n, k, source, scratch_for(k), out, bad_row)
 
     convert(matrix, call)
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import ggml, packed
+from ktconvert.quantizers import packed
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -68,9 +68,9 @@ def decode(matrix: Matrix) -> U16:
             return f32_to_bf16(codes * matrix.each_scale())
         if kind == "fp4_e2m1":
             return f32_to_bf16(E2M1[packed.codes(matrix)] * matrix.each_scale())
-        if kind in ggml.DEFINITIONS:
+        if kind in packed.GGML:
             blocks = np.ascontiguousarray(values).reshape(-1, matrix.kind.items)
-            decoded = ggml.DEFINITIONS[kind](blocks).reshape(len(values), -1)
+            decoded = packed.GGML[kind](blocks).reshape(len(values), -1)
             return f32_to_bf16(decoded[:, matrix.skip : matrix.skip + matrix.shape[1]])
     raise ValueError(f"no definition of {kind}")
 

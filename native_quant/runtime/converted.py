@@ -82,10 +82,8 @@ class Converted:
         """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
         fmt = self.measured.fmt
         if fmt is None or any(own.name not in METHODS for own in fmt.formats):
-            raise UnsupportedError(
-                f"{self.path}: its method is {self.measured.method}, which this runtime cannot compute; "
-                "convert the model with `ktconvert cpu`."
-            )
+            why = f"its method is {self.measured.method}, which this runtime cannot compute"
+            raise UnsupportedError(f"{self.path}: {why}; convert the model with `ktconvert cpu`.")
 
     def require_readable(self, layer: int) -> None:
         """Raises InputError where a missing layer may be in a file that is damaged or missing."""
@@ -141,10 +139,8 @@ class Converted:
         """Raises UnsupportedError where its method or number of NUMA parts are not those of the bytes."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
-                raise UnsupportedError(
-                    f"{self.output.root / manifest.NAME}: says {name} {recorded}, the weights beside it have {actual}; "
-                    f"{AGAIN}."
-                )
+                what = f"says {name} {recorded}, the weights beside it have {actual}"
+                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {what}; {AGAIN}.")
 
     def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
         """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
@@ -176,10 +172,8 @@ class Converted:
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
             return configured == swiglu
-        raise UnsupportedError(
-            f"{self.output.root}: the experts of layer {layer} have {configured} by config.json, not "
-            f"{swiglu}; give what config.json says."
-        )
+        what = f"the experts of layer {layer} have {configured} by config.json, not {swiglu}"
+        raise UnsupportedError(f"{self.output.root}: {what}; give what config.json says.")
 
     def _stored(self, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], TensorInfo]]:
         """Every tensor that the layer must have, with its exact size."""
@@ -260,8 +254,6 @@ def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
 def open_converted(path: Path) -> Converted:
     """A converted directory, read again only if a file of it changes."""
     if not path.is_dir():
-        raise UnsupportedError(
-            f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote, or a GGUF file."
-        )
+        raise UnsupportedError(f"{path}: is no directory; give one of `ktconvert cpu` or kt-kernel, or a GGUF file.")
     opened = _opened(path.resolve(), weights.contents(path))
     return opened if opened.path == path else replace(opened, path=path)

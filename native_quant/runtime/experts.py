@@ -207,7 +207,7 @@ class Experts:
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
             raise UnsupportedError(
-                f"{packed.method} has no loose files that memory holds; convert with `ktconvert cpu`."
+                f"{packed.method} has no loose files of memory's order; convert with `ktconvert cpu`."
             )
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
@@ -335,9 +335,8 @@ def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
 
 def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
-        raise ValueError(
-            f"{name} must be a contiguous array of {np.dtype(dtype)}, not {array.dtype} with strides {array.strides}"
-        )
+        actual = f"{array.dtype} with strides {array.strides}"
+        raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable")
     return int(array.__array_interface__["data"][0])

@@ -103,9 +103,8 @@ class Checkpoint:
         with _remedies(self.path):
             model = self.model
             if layer not in model.moe_layers:
-                raise UnsupportedError(
-                    f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
-                )
+                has = f"holds no experts in layer {layer}, but in {ranges(self.layers)}"
+                raise UnsupportedError(f"{self.path}: {has}; give one of these.")
             rows = self.rows_of(layer, required.method)
             method = rows["gate"]
             count, h, i = model.shape(layer)
@@ -233,10 +232,8 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
     parts = required if required is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
         legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
-        raise UnsupportedError(
-            f"{path}: method {name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
-            f"(threadpool_count): {legal}."
-        )
+        problem = f"method {name} cannot compute it in {parts} NUMA parts: {why}"
+        raise UnsupportedError(f"{path}: {problem}. Legal numbers of parts (threadpool_count): {legal}.")
     return replace(whole, numa=parts, unit=unit)
 
 

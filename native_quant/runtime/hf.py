@@ -62,9 +62,8 @@ class KTConvertConfig(QuantizationConfigMixin):
     ) -> None:
         hot_mask.check(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
-            raise UsageError(
-                "gpu_experts names a checkpoint; choose experts of it with gpu_experts_mask or num_gpu_experts"
-            )
+            remedy = "choose experts of it with gpu_experts_mask or num_gpu_experts"
+            raise UsageError(f"gpu_experts names a checkpoint; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
         self.exact, self.threads, self.memory = exact, threads, memory
@@ -145,9 +144,7 @@ class KTConvertQuantizer(HfQuantizer):
         where = self.quantization_config.gpu_experts
         root = folder if where is None else Path(where).expanduser()
         if root is None:
-            raise UsageError(
-                "the model is not loaded from files; pass the checkpoint of the hot experts as gpu_experts"
-            )
+            raise UsageError("the model is not loaded from files; pass the hot experts' checkpoint as gpu_experts")
         source = HotWeights(root)
         for module in modules:
             source.require(module.layer, (module.num_experts, module.hidden, module.intermediate))
@@ -161,18 +158,14 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
-        how: dict[str, Any] = {
-            "memory": settings.memory,
-            "exact": settings.exact,
-            "pool": shared_pool(settings.threads),
-        }
+        how: dict[str, Any] = {"memory": settings.memory, "exact": settings.exact}
+        pool = shared_pool(settings.threads)
         loaded = {}
         for module in modules:
             sizes = {"num_experts": module.num_experts, "hidden": module.hidden, "intermediate": module.intermediate}
             limit, alpha = source.swiglu_of(module.layer)
-            loaded[module.layer] = Experts.load(
-                root, module.layer, **sizes, **how, swiglu_limit=limit, swiglu_alpha=alpha
-            )
+            how |= {"swiglu_limit": limit, "swiglu_alpha": alpha}
+            loaded[module.layer] = Experts.load(root, module.layer, pool=pool, **sizes, **how)
         return loaded
 
     def is_serializable(self) -> bool:
@@ -185,9 +178,8 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Asked by model.dequantize. Raises NotImplementedError."""
-        raise NotImplementedError(
-            "experts stay as they were converted; load the original model without KTConvertConfig"
-        )
+        remedy = "load the original model without KTConvertConfig"
+        raise NotImplementedError(f"experts stay as they were converted; {remedy}")
 
     @property
     def is_trainable(self) -> bool:
@@ -231,9 +223,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
         output that lacks a part of the rest of the model.
         """
         if not checkpoint_files:
-            raise UsageError(
-                "experts can only be loaded from files; pass the directory of an output to from_pretrained"
-            )
+            remedy = "pass the directory of an output to from_pretrained"
+            raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
         modules = find_experts(model, open_experts(root).swiglu_of)
         renamings = hf_rest.renamings(model, modules)

@@ -64,10 +64,8 @@ class HotWeights:
         largest = float(np.max(np.abs(linear.scales)))
         if largest > LARGEST:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
-            raise InputError(
-                f"{self._source.path(scale)}: tensor {scale.name!r} holds {largest}, "
-                "more than BF16 weights can have; make this checkpoint again"
-            )
+            what = f"tensor {scale.name!r} holds {largest}, more than BF16 weights can have"
+            raise InputError(f"{self._source.path(scale)}: {what}; make this checkpoint again")
         return values, linear.scales
 
 

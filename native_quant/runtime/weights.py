@@ -91,9 +91,8 @@ def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, 
         raise ValueError(f"nothing packs BF16 numbers into {method.name}: load a checkpoint that holds it")
     for name, array in (("gate", gate), ("up", up), ("down", down)):
         if array.dtype != np.uint16 or array.ndim != 3:
-            raise ValueError(
-                f"{name} must be uint16 (BF16 bits) with three dimensions, not {array.dtype} {array.shape}"
-            )
+            actual = f"{array.dtype} {array.shape}"
+            raise ValueError(f"{name} must be uint16 (BF16 bits) with three dimensions, not {actual}")
     experts, i, h = gate.shape
     if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
         shapes = f"{gate.shape}, {up.shape} and {down.shape}"
@@ -117,15 +116,11 @@ def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, 
 def check_limits(method: str, grid: ExpertGrid) -> None:
     """Raises UnsupportedError for more columns than a sum can have, and for more NUMA parts than a forward adds up."""
     if grid.numa > lib.KTQ_MOST_PARTS:
-        raise UnsupportedError(
-            f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most; "
-            "make fewer (`ktconvert resplit`)."
-        )
+        why = f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most"
+        raise UnsupportedError(f"{why}; make fewer (`ktconvert resplit`).")
     if max(grid.hidden, *grid.widths) > lib.KTQ_MOST_COLUMNS:
-        raise UnsupportedError(
-            f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}; "
-            "this runtime cannot compute it."
-        )
+        why = f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}"
+        raise UnsupportedError(f"{why}; this runtime cannot compute it.")
 
 
 def tensors_of(rows: Mapping[str, Method]) -> Callable[[Part], tuple[TensorInfo, ...]]:

@@ -139,15 +139,10 @@ class KTMoEWrapper:
         ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
         """
         if self.cpu_save:
-            raise ValueError(
-                "cpu_save=True writes what load_weights_from_tensors packs; to load, leave it out, and to convert a "
-                "checkpoint run `ktconvert cpu`"
-            )
-        sizes = {
-            "num_experts": self.num_experts,
-            "hidden": self.hidden_size,
-            "intermediate": self.moe_intermediate_size,
-        }
+            remedy = "to load, leave it out, and to convert a checkpoint run `ktconvert cpu`"
+            raise ValueError(f"cpu_save=True writes what load_weights_from_tensors packs; {remedy}")
+        e, h, i = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        sizes = {"num_experts": e, "hidden": h, "intermediate": i}
         required = {"method": self.method, "parts": self.threadpool_count, "strict": self.strict, "memory": self.memory}
         computed = self._computed(physical_to_logical_map_cpu)
         self._install(Experts.load(self.weight_path, self.layer_idx, **sizes, **required, **computed))
@@ -166,10 +161,8 @@ class KTMoEWrapper:
         identity.) NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
         if methods.METHODS[self.method].encoding is None:
-            raise NotImplementedError(
-                f"method={self.method!r} is read from checkpoints only: call load_weights, or pack the tensors with "
-                "method='FP8' or another"
-            )
+            remedy = "call load_weights, or pack the tensors with method='FP8' or another"
+            raise NotImplementedError(f"method={self.method!r} is read from checkpoints only: {remedy}")
         e, i, h = self.num_experts, self.moe_intermediate_size, self.hidden_size
         shapes = {"gate_proj": (e, i, h), "up_proj": (e, i, h), "down_proj": (e, h, i)}
         for (name, shape), tensor in zip(shapes.items(), (gate_proj, up_proj, down_proj), strict=True):
