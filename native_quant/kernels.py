@@ -31,8 +31,11 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 __all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
 
 Array = npt.NDArray[Any]
-U8, I8 = npt.NDArray[np.uint8], npt.NDArray[np.int8]
-U16, I32, F32 = npt.NDArray[np.uint16], npt.NDArray[np.int32], npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+I8 = npt.NDArray[np.int8]
+U16 = npt.NDArray[np.uint16]
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
 
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
@@ -420,7 +423,7 @@ def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         rows = ffi.cast("uint8_t *", source.values)
-        return lib.ktq_reorder_ggml(source.kind, n, k, source.skip, rows, source.row_stride, *out, bad_row)
+        return lib.ktq_reorder_ggml(source.kind, n, k, source.skip, rows, source.row_stride, out[0], out[1], bad_row)
 
     convert(matrix, call)
 
@@ -509,10 +512,10 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
     changed: list[int] = []
 
     def part(rows: slice) -> int:
-        count = ffi.new("int64_t *")
+        count, group = ffi.new("int64_t *"), k // scale.shape[1]
         arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
-        pointers = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
-        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, k // scale.shape[1], metric, *pointers, count)
+        scales, own, held = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
+        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, scales, own, held, count)
         changed.append(count[0])
         return result
 

@@ -158,14 +158,21 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
-        how: dict[str, Any] = {"memory": settings.memory, "exact": settings.exact}
-        pool = shared_pool(settings.threads)
-        loaded = {}
+        pool, loaded = shared_pool(settings.threads), {}
         for module in modules:
-            sizes = {"num_experts": module.num_experts, "hidden": module.hidden, "intermediate": module.intermediate}
             limit, alpha = source.swiglu_of(module.layer)
-            how |= {"swiglu_limit": limit, "swiglu_alpha": alpha}
-            loaded[module.layer] = Experts.load(root, module.layer, pool=pool, **sizes, **how)
+            loaded[module.layer] = Experts.load(
+                root,
+                module.layer,
+                num_experts=module.num_experts,
+                hidden=module.hidden,
+                intermediate=module.intermediate,
+                memory=settings.memory,
+                pool=pool,
+                exact=settings.exact,
+                swiglu_limit=limit,
+                swiglu_alpha=alpha,
+            )
         return loaded
 
     def is_serializable(self) -> bool:

@@ -72,10 +72,10 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         if bad.size:
             continue
         mixed = expected[:, together].mean(axis=2)  # equal weights
-        in_panels = (outputs.reshape(*outputs.shape[:2], -1, PANEL) for outputs in (one, expected))
+        our_panels, expected_panels = (x.reshape(*x.shape[:2], -1, PANEL) for x in (one, expected))
         distances = {
             "expert {}": distance(one, expected, (0, 2)),
-            f"panel {{}} of {PANEL} output rows, over all experts,": distance(*in_panels, (0, 1, 3)),
+            f"panel {{}} of {PANEL} output rows, over all experts,": distance(our_panels, expected_panels, (0, 1, 3)),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
         for what, far in distances.items():

@@ -141,11 +141,19 @@ class KTMoEWrapper:
         if self.cpu_save:
             remedy = "to load, leave it out, and to convert a checkpoint run `ktconvert cpu`"
             raise ValueError(f"cpu_save=True writes what load_weights_from_tensors packs; {remedy}")
-        e, h, i = self.num_experts, self.hidden_size, self.moe_intermediate_size
-        sizes = {"num_experts": e, "hidden": h, "intermediate": i}
-        required = {"method": self.method, "parts": self.threadpool_count, "strict": self.strict, "memory": self.memory}
-        computed = self._computed(physical_to_logical_map_cpu)
-        self._install(Experts.load(self.weight_path, self.layer_idx, **sizes, **required, **computed))
+        experts = Experts.load(
+            self.weight_path,
+            self.layer_idx,
+            method=self.method,
+            num_experts=self.num_experts,
+            hidden=self.hidden_size,
+            intermediate=self.moe_intermediate_size,
+            parts=self.threadpool_count,
+            strict=self.strict,
+            memory=self.memory,
+            **self._computed(physical_to_logical_map_cpu),
+        )
+        self._install(experts)
 
     def load_weights_from_tensors(
         self,
