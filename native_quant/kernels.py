@@ -1,7 +1,7 @@
 """The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
-All calls release the GIL and may run in many threads at once. Wrong arguments raise ValueError before C sees them. The
-numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, whatever instruction set is in use.
+All calls release the GIL. Wrong arguments raise ValueError before C sees them. The numbers (quantizers/NUMERICS.md) are
+the same, bit for bit, whatever instruction set is in use.
 """
 
 from __future__ import annotations
@@ -199,10 +199,8 @@ def quantize_groups(
             raise ValueError(f"rounding '{rounding}' is not one of {', '.join(rules)}")
         if group < 32 or group % 32 or k % group:
             raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k}")
-        out = (
-            pointer_to("packed", packed, INT32, (n, k * bits // 32)),
-            pointer_to("scale", scale, UINT16, (n, k // group)),
-        )
+        codes = pointer_to("packed", packed, INT32, (n, k * bits // 32))
+        out = codes, pointer_to("scale", scale, UINT16, (n, k // group))
         return lib.ktq_quantize_groups(bits, group, rules[rounding], n, k, source, scratch_for(k), *out, bad_row)
 
     convert(matrix, call)

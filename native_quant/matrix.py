@@ -54,16 +54,13 @@ class Kind:
 class Matrix:
     """One linear [n out_features, k in_features] in its stored encoding; a view, nothing is copied.
 
-    values  2-D items of the kind. Where a block is one column: [n, k], and either axis may be the contiguous one, so
-            that a transposed checkpoint tensor is a view with strides. Otherwise the whole blocks that hold each row's
-            columns, or whole items that hold several rows.
+    values  2-D items of the kind. Where a block is one column: [n, k], with either axis contiguous (transposed). Else
+            the whole blocks that hold each row's columns, or whole items that hold several rows.
     scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
     block   rows and columns that share one scale.
     origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
-    skip    columns of each row's first block that precede the linear's first column; where an item holds several rows,
-            rows of the first item that precede the linear's first row.
-    width   k, where the blocks may hold more columns than that; None: all columns that they hold.
-    height  n, where the items may hold more rows than that; None: all rows that they hold.
+    skip    columns of each row's first block (rows of the first item) before the linear's first one.
+    width, height   k and n, where blocks or items may hold more columns or rows; None: all that they hold.
     zeros   float32 as scales: the code that stands for 0, of integers; None: 2^(bits-1).
     group_of  int32 [K]: the column of `scales` that each column of the whole linear is scaled by; None: as block says.
     """

@@ -103,10 +103,8 @@ class Converted:
         assert measured.fmt is not None
         if layer not in measured.shapes:
             self.require_readable(layer)
-            raise UnsupportedError(
-                f"{self.path}: holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}. "
-                "Give one of these, or convert again with it."
-            )
+            has = f"holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}"
+            raise UnsupportedError(f"{self.path}: {has}. Give one of these, or convert again with it.")
         count, h, i = measured.shapes[layer]
         fmt = measured.fmt.of_layer(layer)
         required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)

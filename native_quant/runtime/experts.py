@@ -36,9 +36,8 @@ _warned: set[tuple[str, int, int]] = set()
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    swiglu_limit L > 0 (a method that has it, docs/RUNTIME.md): gate = min(gate, L), up between -L and L before that.
-    swiglu_alpha > 0 (likewise): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
-    between -L and L.
+    swiglu_limit L > 0 (a method that has it, docs/RUNTIME.md): gate = min(gate, L), up between -L and L before that;
+    swiglu_alpha > 0: gate * sigmoid(alpha * gate) * (up + 1) instead of silu(gate) * up, both between -L and L.
 
     Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
     """
@@ -178,19 +177,9 @@ class Experts:
         """
         if topk > lib.KTQ_MOST_TOPK:
             raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
-        return ffi.new(
-            "ktq_call *",
-            (
-                self.exact,
-                tokens,
-                topk,
-                ffi.cast("uint16_t *", hidden),
-                ffi.cast("int64_t *", ids),
-                ffi.cast("float *", weights),
-                ffi.cast("uint8_t *", skip),
-                ffi.cast("uint16_t *", out),
-            ),
-        )
+        cast = ffi.cast
+        inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
+        return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
 
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
@@ -283,10 +272,8 @@ class Experts:
         )
         if strict_ids and (outside := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, place = outside[0].tolist()
-            raise ValueError(
-                f"ids[{token}, {place}] is {ids[token, place]}, and layer {self.layer} has experts 0 to "
-                f"{self.num_experts - 1}; without strict_ids it adds nothing to token {token}"
-            )
+            what = f"is {ids[token, place]}, and layer {self.layer} has experts 0 to {self.num_experts - 1}"
+            raise ValueError(f"ids[{token}, {place}] {what}; without strict_ids it adds nothing to token {token}")
         return self.call_at(tokens, ids.shape[1], *addresses)
 
 

@@ -161,10 +161,9 @@ class Checkpoint:
         what, remedy = "", "keep them on the GPU"
         facts, given = _facts(self.path) or {}, swiglu.activation
         if configured is None and facts.get("activation", given) != given:
-            raise UnsupportedError(
-                f"{self.path}: its manifest says activation {facts['activation']}, these settings say {given}; "
-                "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-            )
+            differ = f"its manifest says activation {facts['activation']}, these settings say {given}"
+            remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them"
+            raise UnsupportedError(f"{self.path}: {differ}; {remedy}.")
         if model.weights_on != "output":
             what = "multiply routing weights with their input"
         elif model.activation == "swiglu_oai":

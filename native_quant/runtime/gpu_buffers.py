@@ -38,18 +38,15 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
     in_rows = experts.packed.rows["gate"].in_rows
     if not in_rows:
         able = ", ".join(sorted(method.name for method in METHODS.values() if method.in_rows))
-        raise NotImplementedError(
-            f"method={experts.method!r} holds weights as no GPU kernel reads them (those of {able} can be written): "
-            "start SGLang without --kt-gpu-prefill-token-threshold"
-        )
+        why = f"holds weights as no GPU kernel reads them (those of {able} can be written)"
+        remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
+        raise NotImplementedError(f"method={experts.method!r} {why}: {remedy}")
     if not 0 <= expert < experts.num_experts:
         raise ValueError(f"expert_id is {expert}, and layer {experts.layer} has experts 0 to {experts.num_experts - 1}")
     multiple = max(panels.ROWS, *(of.columns for of in in_rows))
     if ranks < 1 or experts.intermediate % (ranks * multiple):
-        raise ValueError(
-            f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, must be a multiple of it "
-            f"times {multiple} for {experts.method}"
-        )
+        needed = f"must be a multiple of it times {multiple} for {experts.method}"
+        raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
     used = ("weight", "scale")[: len(in_rows)]
     for name, addresses in buffers._asdict().items():
         if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):

@@ -34,19 +34,15 @@ from ktconvert.native_quant.runtime.pool import shared_pool
 class KTConvertConfig(QuantizationConfigMixin):
     """Where the routed experts come from, and how they are computed.
 
-    cpu_weights  a directory that `ktconvert cpu` or kt-kernel's converter wrote, or a checkpoint whose experts are
-                 computed as they are stored; None: the one that is loaded
+    cpu_weights  converted weights, or a checkpoint whose experts are computed as they are stored; None: the loaded one
     exact        kt-kernel's rounding, bit for bit
     threads      threads of the experts; None: the physical cores that this process may use
     memory       as for Experts.load
-
-    Experts that torch computes instead, on the GPU if there is one; by default none:
-    gpu_experts_mask   which: a bool tensor [decoder layers, experts], or a safetensors file that holds it by this name
+    gpu_experts_mask   experts that torch computes instead, on the GPU if there is one: a bool tensor [decoder layers,
+                       experts], or a safetensors file that holds it by this name
     num_gpu_experts    instead: this many of each layer, the first ones
     gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the loaded one
-
-    In a checkpoint that is itself quantized these experts take the place of its own: FP8 weights beside them are
-    dequantized, and what cannot be combined is refused. Raises UsageError for options that do not go together.
+    Raises UsageError for options that do not go together.
     """
 
     def __init__(

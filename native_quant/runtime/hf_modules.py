@@ -97,10 +97,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A routed-experts module that is to be replaced: its name in the model, its layer, and the sizes E, H and I.
-
-    zero_ids  as in RoutedExperts
-    """
+    """A routed-experts module that is to be replaced; zero_ids as in RoutedExperts."""
 
     name: str
     layer: int
@@ -136,10 +133,11 @@ def find_experts(
             " (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights,"
             " or without trust_remote_code if the model brings classes of its own"
         )
-    layers = Counter(layer for layer, _, _ in modules[prefixes[0]])
+    found = modules[prefixes[0]]
+    layers = Counter(layer for layer, _, _ in found)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
-    for layer, name, module in modules[prefixes[0]]:
+    for layer, name, module in found:
         swiglu = swiglu_of(layer)
         ours = "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
         for differs, why in REFUSALS:
@@ -148,10 +146,7 @@ def find_experts(
                     f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
                     " the routing weights on the output; load it without cpu_weights"
                 )
-    return [
-        ExpertModule(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
-        for layer, name, module in modules[prefixes[0]]
-    ]
+    return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
 
 
 def _is_3d(module: torch.nn.Module, name: str) -> bool:
@@ -195,11 +190,9 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
 
 
 # A layer's routed experts as one operator of torch, `ktconvert::routed_experts`: torch.compile, torch.export and
-# torch.jit.trace record the call and look no further, and autograd learns that no gradient comes back through it.
-#
-# In a recorded program the experts are a handle: a number, which counts those that have one name, and the name, such as
-# "layer 0 of /models/OUT". A program that was saved finds them where a model with the experts of that directory is
-# loaded. The handle is a tensor, so that layers that are compiled one by one share their code.
+# torch.jit.trace record the call and look no further. In a recorded program the experts are a handle: a number, which
+# counts those that have one name, and the name, such as "layer 0 of /models/OUT", by which a program that was saved
+# finds them. The handle is a tensor, so that layers that are compiled one by one share their code.
 
 NUMBER_BYTES = 8  # the handle begins with the number
 PADDED = 256  # bytes of a handle, or a multiple

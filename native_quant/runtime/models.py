@@ -5,9 +5,8 @@ As in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L
 computes the topk - d experts of largest weight at once (`select`); the others begin right after, on the same inputs,
 and their sum, rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is
 immediate for one token of a batch is immediate for all of them. The last layer's deferred experts would never be added:
-give it d = 0, as SGLang does. Unlike kt-kernel we add deferred experts only once (kt-kernel adds them with every call
-of layer L), and raise ValueError where the next layer is called with another number of tokens (kt-kernel reads another
-buffer).
+give it d = 0, as SGLang does. Unlike kt-kernel we add deferred experts only once, not with every call of layer L, and
+raise ValueError where the next layer is called with another number of tokens (kt-kernel reads another buffer).
 """
 
 from __future__ import annotations
@@ -101,11 +100,9 @@ class Member:
         """
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
-            raise ValueError(
-                f"layer {self.layer} was called with {tokens} tokens on {device}, but layer {self.layer - 1} deferred "
-                f"experts of {len(deferred.out)} tokens on {deferred.device} to it; "
-                "call the layers one after the other with the same tokens"
-            )
+            here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
+            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before} to it"
+            raise ValueError(f"layer {self.layer} {what}; call the layers one after the other with the same tokens")
         return deferred
 
     def leave(self, deferred: Deferred) -> None:

@@ -73,10 +73,8 @@ class LayerWeights:
         """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
         each = (data for stored in self.arrays.values() for data in stored)
         if file := sigbus.lost((data.__array_interface__["data"][0], data.nbytes) for data in each):
-            raise InputError(
-                f"{file}: became shorter or could not be read after layer {self.grid.layer} was loaded; "
-                "put the file back or check the disk, then load the model again."
-            )
+            what = f"became shorter or could not be read after layer {self.grid.layer} was loaded"
+            raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
 
 
 def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool) -> LayerWeights:
@@ -160,10 +158,8 @@ class Requirements:
         required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
         for name, value, actual in zip(names, required, (method, *shape), strict=True):
             if value is not None and value != actual:
-                raise UnsupportedError(
-                    f"{path}: layer {layer} has {name} {actual} by its {by}, not {value}; "
-                    f"give the directory that belongs to this model, or {name}={actual}."
-                )
+                has = f"layer {layer} has {name} {actual} by its {by}, not {value}"
+                raise UnsupportedError(f"{path}: {has}; give this model's directory, or {name}={actual}.")
 
 
 def contents(path: Path) -> frozenset[Status]:

@@ -26,21 +26,16 @@ class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
-                       num_gpu_experts, as in kt-kernel before 0.6. Its copy, `self.gpu_experts_mask`, may be written to
-                       or assigned.
-    cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
-    threadpool_count   NUMA parts that load_weights_from_tensors packs or a checkpoint is cut into, and nodes to spread
-                       the threads over: those that numa_nodes names, else the first ones with CPUs that this process
-                       may use. Converted files have their own number of parts, which is used; another number here
-                       causes a warning, once.
-    weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose, or a checkpoint that the method
-                       reads (docs/RUNTIME.md); with cpu_save the one to write to
+                       num_gpu_experts, as in kt-kernel before 0.6
+    cpuinfer_threads   threads; wrappers with the same number and nodes share them
+    threadpool_count   NUMA parts to pack, or to cut a checkpoint into, and nodes to spread threads over: numa_nodes, or
+                       the first with CPUs of this process. Converted files have their own number of parts
+    weight_path        converted weights, or a checkpoint that the method reads; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see models.py
     method             a row of methods.METHODS; those without an encoding are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
-    chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
-    at once.
+    chunked_prefill_size and the arguments for training are accepted and ignored.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` =
     True refuses files of another threadpool_count; `memory` is Experts.load's.
@@ -89,11 +84,9 @@ class KTMoEWrapper:
         of_layer = num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
         sizes = *of_layer, cpuinfer_threads, threadpool_count
         if min(sizes) < 1 or num_experts_per_tok > num_experts:
-            raise ValueError(
-                "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and "
-                "threadpool_count must be positive and num_experts_per_tok at most num_experts, "
-                f"not {', '.join(map(str, sizes))}"
-            )
+            numbers = "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and"
+            needed = "threadpool_count must be positive and num_experts_per_tok at most num_experts"
+            raise ValueError(f"{numbers} {needed}, not {', '.join(map(str, sizes))}")
         self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
         self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
@@ -164,9 +157,8 @@ class KTMoEWrapper:
     ) -> None:
         """Pack gate, up [E, I, H] and down [E, H, I] (rounded to BF16) into threadpool_count parts; save if cpu_save.
 
-        Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the
-        tensors' order. (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps other than the
-        identity.) NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
+        Expert p computes with expert map[p] of the tensors, which files hold in their order (kt-kernel 0.7.2 fills its
+        buffers by map[p]). NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
         if methods.METHODS[self.method].encoding is None:
             remedy = "call load_weights, or pack the tensors with method='FP8' or another"
@@ -208,10 +200,9 @@ class KTMoEWrapper:
     ) -> torch.Tensor:
         """The weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
 
-        hidden_states [tokens, hidden_size]; topk_ids, topk_weights [tokens, k] (or with the same leading dimensions,
-        instead of one). Ids below 0, not below num_experts or in gpu_experts_mask add nothing. cuda_stream (its number,
-        a torch stream, or None: torch's current one) orders the work where hidden_states is on a GPU; CPU tensors need
-        none.
+        hidden_states [..., hidden_size]; topk_ids, topk_weights [..., k]. Ids below 0, not below num_experts or in
+        gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's current one) orders the
+        work where hidden_states is on a GPU.
         """
         if self._cpu is None or hidden_states.is_cuda:
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
