@@ -18,7 +18,6 @@ F32 = npt.NDArray[np.float32]
 SMALLEST_NORMAL = np.float32(2.0**-126)
 PANEL_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
 ROW_BLOCK = {8: 64, 4: 128}
-TILE_COLUMNS = {8: 64, 4: 128}
 # What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 

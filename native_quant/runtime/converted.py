@@ -124,7 +124,7 @@ class Converted:
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        arrays = weights.arrays_of(lambda part: fmt.encoding.tensors(part.n, part.k), views)
+        arrays = weights.arrays_of(rows, views)
         packed = weights.LayerWeights(rows, grid, count, arrays)
         check = functools.partial(self._require_scales, fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())

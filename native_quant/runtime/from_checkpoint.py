@@ -30,22 +30,12 @@ from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
+from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-from ktconvert.native_quant.runtime.weights import (
-    LayerWeights,
-    Requirements,
-    Status,
-    arrays_of,
-    check_limits,
-    contents,
-    in_parallel,
-    sizes_of,
-    tensors_of,
-)
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
@@ -87,13 +77,13 @@ class Checkpoint:
     def require_readable(self, layer: int) -> None:
         """As `damage`."""
 
-    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
         each = (self.model.linear(packed.grid.layer, expert, projection) for projection in PROJECTIONS)
         gate, up, down = (bf16_to_f32(decode(linear)) for linear in each)
         yield gate, up, down
 
-    def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+    def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
         """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1),
         in the memory of the pool's nodes; no number changes.
 
@@ -111,8 +101,8 @@ class Checkpoint:
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
             grid = _grid(self.path, rows, ExpertGrid(layer, h, i), required.parts, len(pool.nodes))
-            check_limits(method.name, grid)
-            sizes = sizes_of(rows, grid, count)
+            weights.check_limits(method.name, grid)
+            sizes = weights.sizes_of(rows, grid, count)
             needed = [0] * grid.numa
             for (part, _), size in sizes.items():
                 needed[part.numa] += size * len(model.layers)
@@ -131,11 +121,13 @@ class Checkpoint:
                         raise damaged_tensor(stored.values.name, what, path=path) from None
 
             with blocks(sizes, grid.numa, pool.nodes) as views:
-                arrays = arrays_of(tensors_of(rows), views)
-                in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
+                arrays = weights.arrays_of(rows, views)
+                weights.in_parallel(
+                    one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads
+                )
             for info in model.layer_tensors(layer):
                 model.source.release(info)
-            return LayerWeights(rows, grid, count, arrays)
+            return weights.LayerWeights(rows, grid, count, arrays)
 
     def rows_of(self, layer: int, required: str | None = None) -> dict[str, Method]:
         """The row, for each projection, of the method that computes a layer's experts as they are stored. Raises
@@ -188,8 +180,8 @@ def _rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
     """The row of a method for each projection; None where it does not compute the weights of all as they are stored."""
     rows = {}
     for projection in PROJECTIONS:
-        weights = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
-        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in weights)), None)
+        stored = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
+        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in stored)), None)
         if row is None:
             return None
         rows[projection] = row
@@ -242,11 +234,11 @@ def is_checkpoint(path: Path) -> bool:
     """
     if not path.is_dir():
         return path.suffix == GGUF.suffix
-    return _is_checkpoint_at(path.resolve(), contents(path))
+    return _is_checkpoint_at(path.resolve(), weights.contents(path))
 
 
 @functools.lru_cache(maxsize=64)
-def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
+def _is_checkpoint_at(path: Path, as_it_is: frozenset[weights.Status]) -> bool:
     if not any(any(path.glob(f"*{container.suffix}")) for container in CONTAINERS):
         return False
     return not is_output(path) or _facts(path) is not None
@@ -270,11 +262,11 @@ def open_stored(path: Path) -> Checkpoint:
         raise InputError(f"{path}: does not exist; give a directory of experts or a GGUF file.")
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may lead to any name
     with _remedies(path):
-        return Checkpoint(path, _opened(place, contents(path)))
+        return Checkpoint(path, _opened(place, weights.contents(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
+def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> MoeModel:
     model = recognise(open_checkpoint(path))
     if _facts(path) is not None:
         open_converted(path).require_manifest()

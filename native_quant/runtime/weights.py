@@ -17,7 +17,6 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
@@ -106,7 +105,7 @@ def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, 
 
     rows = dict.fromkeys(PROJECTIONS, method)
     with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
-        arrays = arrays_of(tensors_of(rows), views)
+        arrays = arrays_of(rows, views)
         in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(rows, grid, experts, arrays)
 
@@ -121,23 +120,16 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
         raise UnsupportedError(f"{why}; this runtime cannot compute it.")
 
 
-def tensors_of(rows: Mapping[str, Method]) -> Callable[[Part], tuple[TensorInfo, ...]]:
-    """The tensors of a part in memory, by its projection's row."""
-    return lambda part: rows[part.projection].tensors(part.n, part.k)
-
-
 def sizes_of(rows: Mapping[str, Method], grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
     """The bytes of each tensor of a layer, by part and suffix."""
-    tensors = tensors_of(rows)
-    return {(part, tensor.name): tensor.nbytes for part in grid.all_parts(range(experts)) for tensor in tensors(part)}
+    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in grid.all_parts(range(experts))]
+    return {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
 
 
-def arrays_of(
-    tensors: Callable[[Part], Iterable[TensorInfo]], views: dict[tuple[Part, str], Bytes]
-) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part, in the order in which `tensors` names them."""
-    parts = dict.fromkeys(part for part, _ in views)
-    return {part: tuple(views[part, tensor.name] for tensor in tensors(part)) for part in parts}
+def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part, in the order of its projection's row."""
+    parts = {part: rows[part.projection].tensors(part.n, part.k) for part, _ in views}
+    return {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts.items()}
 
 
 @dataclass(frozen=True)
