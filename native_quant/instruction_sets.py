@@ -55,8 +55,14 @@ def _set_isa(name: str | None, where: str) -> None:
 
 # kt-kernel's names of our instruction sets: in KT_KERNEL_CPU_VARIANT, whose other values are ignored as in kt-kernel,
 # and as __cpu_variant__. It has none for "scalar".
-VARIANTS = {"amx": "amx", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512_base"}
-VARIANTS |= {"avxvnni": "avx2", "avx2": "avx2"}
+VARIANTS = {
+    "amx": "amx",
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512_base",
+    "avxvnni": "avx2",
+    "avx2": "avx2",
+}
 _BY_VARIANT = {variant: name for name, variant in VARIANTS.items()} | {"avx512_vbmi": "avx512vnni"}
 
 

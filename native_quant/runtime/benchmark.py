@@ -72,12 +72,10 @@ def last_level_cache(root: Path = Path("/")) -> int:
     levels: dict[int, dict[str, int]] = {}
     for cpu in machine.affinity():
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
-            try:
-                level, text = int((folder / "level").read_text()), (folder / "size").read_text().strip()
-                shared = (folder / "shared_cpu_list").read_text().strip()
-                levels.setdefault(level, {})[shared] = int(text.removesuffix("K")) << 10
-            except (OSError, ValueError):
-                continue
+            files = (machine.read_text(folder / name) or "" for name in ("level", "size", "shared_cpu_list"))
+            level, size, shared = map(str.strip, files)
+            if shared and level.isdecimal() and size.removesuffix("K").isdecimal():
+                levels.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) << 10
     return sum(levels[max(levels)].values()) if levels else 0
 
 

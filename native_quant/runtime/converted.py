@@ -124,7 +124,8 @@ class Converted:
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        arrays = weights.arrays_of(rows, views)
+        tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
+        arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
         check = functools.partial(self._require_scales, fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())

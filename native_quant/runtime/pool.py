@@ -26,8 +26,7 @@ class Pool:
 
     threads     how many, spread by the nodes' cores; or how many of each node
     numa_nodes  the nodes, one group of threads each. Default: every node with CPUs that this process may use.
-    Raises ValueError for counts out of range and for nodes that checked_nodes refuses, ResourceError where the system
-    cannot start more threads.
+    Raises ValueError for counts and nodes that do not fit, ResourceError where the system starts no more threads.
     """
 
     # Kept here because at exit the module's globals may be cleared before the last pools are freed.
@@ -35,12 +34,10 @@ class Pool:
 
     def __init__(self, threads: int | Sequence[int] | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
         nodes = machine.numa_nodes() if numa_nodes is None else checked_nodes(numa_nodes)
-        if threads is None:
-            threads = machine.physical_cores()
-        groups = layout(threads, nodes, machine.node_cpus(), machine.core_cpus())
+        count = machine.physical_cores() if threads is None else threads
+        groups = layout(count, nodes, machine.node_cpus(), machine.core_cpus())
         sets = [cpus for group in groups for cpus in group]
-        self.nodes = nodes[: len(groups)]
-        self.threads = len(sets)
+        self.nodes, self.threads = nodes[: len(groups)], len(sets)
         pool = ffi.new("ktq_pool **")
         if lib.ktq_pool_new(len(groups), list(map(len, groups)), b"".join(map(_bits, sets)), pool) != lib.KTQ_OK:
             check(lib.KTQ_ESYSTEM)
