@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ktconvert.native_quant import own_cpus  # noqa: F401  looks at the CPUs before torch binds the thread
 
 if TYPE_CHECKING:
-    from ktconvert.native_quant.runtime.experts import Experts
-    from ktconvert.native_quant.runtime.hf import KTConvertConfig
-    from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks, install_as_kt_kernel
-    from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
+    from ktconvert.native_quant.runtime.experts import Experts as Experts
+    from ktconvert.native_quant.runtime.hf import KTConvertConfig as KTConvertConfig
+    from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks as generate_gpu_experts_masks
+    from ktconvert.native_quant.runtime.install import install_as_kt_kernel as install_as_kt_kernel
+    from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper as KTMoEWrapper
 
     __version__: str
     __cpu_variant__: str
@@ -30,16 +31,7 @@ _MODULES = {
     "generate_gpu_experts_masks": "install",
     "install_as_kt_kernel": "install",
 }
-
-__all__ = [
-    "Experts",
-    "KTConvertConfig",
-    "KTMoEWrapper",
-    "__cpu_variant__",
-    "__version__",
-    "generate_gpu_experts_masks",
-    "install_as_kt_kernel",
-]
+__all__ = [*_MODULES, "__cpu_variant__", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

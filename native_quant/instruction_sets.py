@@ -48,11 +48,11 @@ def set_isa(name: str | None) -> None:
 
 
 def _set_isa(name: str | None, where: str) -> None:
-    number = -1 if name is None else ISAS.index(name) if name in ISAS else len(ISAS)
-    if number == len(ISAS):
-        raise ValueError(f"{where}'{name}' is not a known instruction set: choose one of {', '.join(available_isas())}")
-    if lib.ktq_set_isa(number) != lib.KTQ_OK:
-        raise ValueError(f"{where}this machine does not offer '{name}': choose one of {', '.join(available_isas())}")
+    choice = f"choose one of {', '.join(available_isas())}"
+    if name is not None and name not in ISAS:
+        raise ValueError(f"{where}'{name}' is not a known instruction set: {choice}")
+    if lib.ktq_set_isa(-1 if name is None else ISAS.index(name)) != lib.KTQ_OK:
+        raise ValueError(f"{where}this machine does not offer '{name}': {choice}")
 
 
 # kt-kernel's names of our instruction sets: in KT_KERNEL_CPU_VARIANT, whose other values are ignored as in kt-kernel,
@@ -69,10 +69,7 @@ _BY_VARIANT = {variant: name for name, variant in VARIANTS.items()} | {"avx512_v
 
 
 def read_environment() -> None:
-    """Reads KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use.
-
-    ValueError for a wrong value, at every use.
-    """
+    """Reads KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use. ValueError for a wrong value, each time."""
     global _environment_read
     if _environment_read:
         return
@@ -87,8 +84,8 @@ def read_environment() -> None:
             _environment_read = True
             if os.environ.get("KTCONVERT_DEBUG") == "1":
                 source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best there is"
-                offered = ", ".join(available_isas())
-                print(f"ktconvert: computes with {ISAS[lib.ktq_isa()]} ({source}) of {offered}", file=sys.stderr)
+                used, offered = ISAS[lib.ktq_isa()], ", ".join(available_isas())
+                print(f"ktconvert: computes with {used} ({source}) of {offered}", file=sys.stderr)
 
 
 def raise_error(error: int) -> None:

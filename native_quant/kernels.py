@@ -1,7 +1,7 @@
 """The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
-All calls release the GIL and may run in many threads at once. Wrong arguments raise ValueError before C sees them. The
-numbers are defined in docs/explanation/numerics.md and are the same, bit for bit, whatever instruction set is in use.
+All calls release the GIL. Wrong arguments raise ValueError before C sees them. The numbers (numerics.md) are
+the same, bit for bit, whatever instruction set is in use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from ktconvert.native_quant.instruction_sets import (
 from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, source_of
 from ktconvert.native_quant.own_cpus import use_own_cpus
 
-# Names of other files that are used by this one's name, too.
-__all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]
+__all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
 
 Array = npt.NDArray[Any]
+U8 = npt.NDArray[np.uint8]
+I8 = npt.NDArray[np.int8]
+U16 = npt.NDArray[np.uint16]
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
 
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
@@ -47,11 +51,8 @@ class Geometry(NamedTuple):
 
 
 # By the bits of a code: the table of csrc/geometry.h.
-GEOMETRIES: dict[int, Geometry] = {
-    bits: Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))
-    for bits in range(1, 9)
-    if lib.ktq_block_rows(bits)
-}
+_SIZES = ((bits, Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))) for bits in range(1, 9))
+GEOMETRIES: dict[int, Geometry] = {bits: geometry for bits, geometry in _SIZES if geometry.block_rows}
 
 
 class NonFinite(ValueError):
@@ -59,34 +60,24 @@ class NonFinite(ValueError):
 
     def __init__(self, row: int, column: int) -> None:
         super().__init__(f"the value at row {row}, column {column} is infinite or not a number")
-        self.row = row
-        self.column = column
-
-
-# --- checks ---------------------------------------------------------------------------------------
+        self.row, self.column = row, column
 
 
 # (as NumPy has it, as C has it); these checks run for every expert, so types are looked up here, once.
 UINT8, INT8, INT32, UINT16, FLOAT32 = (
     (np.dtype(numpy), ffi.typeof(f"{c}[]"))
-    for numpy, c in (
-        (np.uint8, "uint8_t"),
-        (np.int8, "int8_t"),
-        (np.int32, "uint8_t"),
-        (np.uint16, "uint16_t"),
-        (np.float32, "float"),
-    )
+    for numpy, c in (("u1", "uint8_t"), ("i1", "int8_t"), ("i4", "uint8_t"), ("u2", "uint16_t"), ("f4", "float"))
 )
 
 
-def _geometry(bits: int) -> Geometry:
+def _require_bits(bits: int) -> None:
     if bits not in GEOMETRIES:
         raise ValueError(f"bits must be {' or '.join(map(str, GEOMETRIES))}, not {bits}")
-    return GEOMETRIES[bits]
 
 
 def _check_size(bits: int, n: int, k: int) -> None:
-    rows, columns = _geometry(bits)
+    _require_bits(bits)
+    rows, columns = GEOMETRIES[bits]
     if n < 1 or k < 1 or n % rows or k % columns:
         needed = str(rows) if rows == columns else f"{rows} and {columns}"
         raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {needed}, not {n} x {k}")
@@ -106,10 +97,9 @@ def pointer_to(
     dtype, in_c = types
     if array.dtype != dtype or array.shape != shape:
         raise ValueError(f"{name} must be {dtype} of shape {shape}, not {array.dtype} of shape {array.shape}")
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned):
+    if not (array.flags.c_contiguous and array.flags.aligned):
         raise ValueError(f"{name} must be contiguous and aligned")
-    if writable and not flags.writeable:
+    if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable")
     return ffi.from_buffer(in_c, array)
 
@@ -125,9 +115,6 @@ def scratch_for(k: int) -> Any:
         _kept.pointer = ffi.cast("uint16_t *", (_kept.buffer.ctypes.data + 63) & ~63)
         _kept.columns = k
     return _kept.pointer
-
-
-# --- the kernels ----------------------------------------------------------------------------------
 
 
 def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
@@ -147,44 +134,27 @@ def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
 
 
 def quantize_pack(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
+    bits: int, matrix: Matrix, weight: U8, scale: F32, *, kernel: Callable[..., int] = lib.ktq_quantize_pack
 ) -> None:
     """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order.
 
     weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
     scale are then partly written.
     """
-    _quantize_rows(lib.ktq_quantize_pack, bits, matrix, weight, scale)
 
-
-def quantize_plain(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
-) -> None:
-    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: numerics.md, section 2c."""
-    _quantize_rows(lib.ktq_quantize_plain, bits, matrix, weight, scale)
-
-
-def _quantize_rows(
-    entry: Callable[..., int],
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
-) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=True)
-        return entry(bits, n, k, source, scratch_for(k), *packed, bad_row)
+        return kernel(bits, n, k, source, scratch_for(k), *packed, bad_row)
 
     convert(matrix, call)
 
 
-def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8]) -> None:
+def quantize_plain(bits: int, matrix: Matrix, weight: U8, scale: F32) -> None:
+    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: numerics.md, section 2c."""
+    quantize_pack(bits, matrix, weight, scale, kernel=lib.ktq_quantize_plain)
+
+
+def pack_codes(bits: int, codes: I8, weight: U8) -> None:
     """Packs codes that another quantizer chose, in kt-kernel's AMXINT4 or AMXINT8 order.
 
     codes: int8 [n, k], -7..7 or -127..127, each row contiguous. weight: uint8 [n*k*bits/8] is written. ValueError names
@@ -212,13 +182,7 @@ def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.ui
 
 
 def quantize_groups(
-    bits: int,
-    matrix: Matrix,
-    packed: npt.NDArray[np.int32],
-    scale: npt.NDArray[np.uint16],
-    *,
-    group: int = 128,
-    rounding: str = "library",
+    bits: int, matrix: Matrix, packed: I32, scale: U16, *, group: int = 128, rounding: str = "library"
 ) -> None:
     """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
 
@@ -234,9 +198,7 @@ def quantize_groups(
         if rounding not in rules:
             raise ValueError(f"rounding '{rounding}' is not one of {', '.join(rules)}")
         if group < 32 or group % 32 or k % group:
-            raise ValueError(
-                f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns"
-            )
+            raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k}")
         codes = pointer_to("packed", packed, INT32, (n, k * bits // 32))
         out = codes, pointer_to("scale", scale, UINT16, (n, k // group))
         return lib.ktq_quantize_groups(bits, group, rules[rounding], n, k, source, scratch_for(k), *out, bad_row)
@@ -244,9 +206,7 @@ def quantize_groups(
     convert(matrix, call)
 
 
-def dequantize(
-    bits: int, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int
-) -> npt.NDArray[np.float32]:
+def dequantize(bits: int, weight: U8, scale: F32, n: int, k: int) -> F32:
     """The values of packed weights: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
     packed = _check_packed(bits, n, k, weight, scale, writable=False)
     out = np.empty((n, k), np.float32)
@@ -254,12 +214,7 @@ def dequantize(
     return out
 
 
-def error_sums(
-    bits: int,
-    matrix: Matrix,
-    weight: npt.NDArray[np.uint8],
-    scale: npt.NDArray[np.float32],
-) -> tuple[float, float, float, float]:
+def error_sums(bits: int, matrix: Matrix, weight: U8, scale: F32) -> tuple[float, float, float, float]:
     """How far packed weights are from their source: sums of x*x, y*y, x*y and (x-y)*(x-y), in float64.
 
     x is the source as BF16, y the dequantized weight. From them: relative error sqrt(dd/xx), cosine xy/sqrt(xx*yy).
@@ -277,13 +232,10 @@ def error_sums(
 
 # --- scales of least squared error -----------------------------------------------------------------
 
-
 LANES = 64  # what k is a multiple of
 
 
-def search_scales(
-    bits: int, bf16: npt.NDArray[np.uint16], importance: npt.NDArray[np.float32] | None = None
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+def search_scales(bits: int, bf16: U16, importance: F32 | None = None) -> tuple[I8, F32]:
     """Codes int8 [n, k] (4 bits: -7..7, 8 bits: -127..127) and scales float32 [n] of least squared error.
 
     bf16: bits of BF16 values, uint16 [n, k], each row contiguous, at any address; k: a multiple of 64. importance: how
@@ -291,7 +243,7 @@ def search_scales(
     symmetric, finite, whose diagonal is that; None: all alike. NonFinite: a value is infinite or NaN. Equations:
     numerics.md, sections 2b and 2e.
     """
-    _geometry(bits)
+    _require_bits(bits)
     scale = np.empty(len(bf16), np.float32)
     return _search(lib.ktq_search_scales, bits, LANES, bf16, importance, ffi.from_buffer("float[]", scale)), scale
 
@@ -304,49 +256,34 @@ SEARCHED_GROUPS: dict[str, tuple[int, type[np.unsignedinteger[Any]]]] = {
 SEARCHED_GROUP = 32
 
 
-def search_groups(
-    grid: str, bf16: npt.NDArray[np.uint16], importance: npt.NDArray[np.float32] | None = None
-) -> tuple[npt.NDArray[np.int8], Array]:
-    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS.
-
-    bf16, importance, NonFinite: as for search_scales, but k is a multiple of 32. Equations: numerics.md, sections
-    2d and 2e.
+def search_groups(grid: str, bf16: U16, importance: F32 | None = None) -> tuple[I8, Array]:
+    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS. bf16, importance,
+    NonFinite: as for search_scales, but k is a multiple of 32. Equations: numerics.md, sections 2d and 2e.
     """
     number, dtype = SEARCHED_GROUPS[grid]
     n, k = bf16.shape if bf16.ndim == 2 else (0, 0)
     scales = np.empty((n, k // SEARCHED_GROUP), dtype)
-    out = ffi.from_buffer("uint8_t[]", scales)
-    return _search(lib.ktq_search_groups, number, SEARCHED_GROUP, bf16, importance, out), scales
+    out = SEARCHED_GROUP, bf16, importance, ffi.from_buffer("uint8_t[]", scales)
+    return _search(lib.ktq_search_groups, number, *out), scales
 
 
-def _search(
-    call: Callable[..., int],
-    what: int,
-    multiple: int,
-    bf16: npt.NDArray[np.uint16],
-    importance: npt.NDArray[np.float32] | None,
-    scales: Any,
-) -> npt.NDArray[np.int8]:
+def _search(call: Callable[..., int], what: int, multiple: int, bf16: U16, importance: F32 | None, scales: Any) -> I8:
     """Calls a search for scales, which it writes; returns the codes. Raises ValueError for wrong arguments."""
     if bf16.ndim != 2 or bf16.dtype != np.uint16 or 0 in bf16.shape or bf16.shape[1] % multiple:
         raise ValueError(f"values must be uint16 [n, multiple of {multiple}], not {bf16.dtype} of shape {bf16.shape}")
     (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
     if column_stride != 2:
         raise ValueError(f"each row of values must be contiguous, not strides {bf16.strides}")
-    weights = moments = vectors = ffi.NULL
-    moments_stride = 0
+    weights, moments, moments_stride, vectors = ffi.NULL, ffi.NULL, 0, ffi.NULL
     if importance is not None:
+        of, stride = f"{importance.dtype} of shape {importance.shape}", importance.strides
         if importance.shape not in ((k,), (k, k)) or importance.dtype != np.float32:
-            raise ValueError(
-                f"importance must be float32 [{k}] or [{k}, {k}], not {importance.dtype} of shape {importance.shape}"
-            )
+            raise ValueError(f"importance must be float32 [{k}] or [{k}, {k}], not {of}")
         if importance.ndim == 2:
-            if importance.strides[1] != 4 or importance.strides[0] % 4:
-                raise ValueError(f"each row of second moments must be contiguous, not strides {importance.strides}")
-            moments = ffi.cast("float *", importance.__array_interface__["data"][0])
-            moments_stride = importance.strides[0] // 4
-            kept = np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32)
-            vectors = ffi.from_buffer("float[]", kept)
+            if stride[1] != 4 or stride[0] % 4:
+                raise ValueError(f"each row of second moments must be contiguous, not strides {stride}")
+            moments, moments_stride = ffi.cast("float *", importance.__array_interface__["data"][0]), stride[0] // 4
+            vectors = ffi.from_buffer("float[]", np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32))
         diagonal = np.ascontiguousarray(np.diagonal(importance) if importance.ndim == 2 else importance)
         if not (diagonal >= 0).all() or not np.isfinite(importance).all():
             raise ValueError("importance must be finite, and nowhere negative")
@@ -354,8 +291,7 @@ def _search(
     read_environment()
     codes, bad_row = np.empty((n, k), np.int8), ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
-    scratch = ffi.cast("float *", scratch_for(k))
-    how = weights, moments, moments_stride, scratch, vectors
+    how = weights, moments, moments_stride, ffi.cast("float *", scratch_for(k)), vectors
     error = call(what, n, k, rows, row_stride, *how, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
     if error == lib.KTQ_ENONFINITE:
         row = int(bad_row[0])
@@ -366,10 +302,8 @@ def _search(
 
 # --- panels of 32 rows (bytes.md, Panels) --------------------------------------------------------
 
-
 PANEL_ROWS = 32
-# What n and k of a part are multiples of.
-BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE
+BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE  # what n and k of a part are multiples of
 MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
 FP8_MULTIPLE: int = lib.KTQ_FP8_MULTIPLE
 
@@ -382,12 +316,12 @@ def require_multiples(multiple: int, n: int, k: int) -> None:
 
 def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
     """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
-    rows = codes.shape == (n, k)
-    shape = (n, k) if rows else (n // PANEL_ROWS, PANEL_ROWS * k)
-    return lib.KTQ_ROWS if rows else lib.KTQ_PANELS, pointer_to("codes", codes, types, shape)
+    in_rows = codes.shape == (n, k)
+    order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
+    return order, pointer_to("codes", codes, types, shape)
 
 
-def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
+def pack_bf16(matrix: Matrix, codes: U16) -> None:
     """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.to_blocks).
 
     n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
@@ -405,7 +339,7 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
     convert(matrix, call)
 
 
-def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
+def pack_mxfp4(matrix: Matrix, codes: U8, exponents: U8) -> None:
     """Puts a linear, as MXFP4, into the order of panels. Equations: numerics.md, section 9.
 
     A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
@@ -423,30 +357,20 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
     convert(matrix, call)
 
 
-def mxfp4_rows(
-    codes: npt.NDArray[np.uint8],
-    exponents: npt.NDArray[np.uint8],
-    rows: npt.NDArray[np.uint8],
-    row_exponents: npt.NDArray[np.uint8],
-) -> None:
-    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows.
-
-    rows: uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
+def mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
+    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows. rows: uint8 [n, k/2], the even column in
+    the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
     """
     n, k = rows.shape[0], 2 * rows.shape[1]
     require_multiples(PANEL_ROWS, n, k)
-    arrays = (
-        (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)),
-        (exponents, (n // PANEL_ROWS, k)),
-        (rows, (n, k // 2)),
-        (row_exponents, (n, k // PANEL_ROWS)),
-    )
-    written = rows, row_exponents
-    pointers = [pointer_to("each array", x, UINT8, shape, any(x is y for y in written)) for x, shape in arrays]
-    raise_error(lib.ktq_mxfp4_rows(n, k, *pointers))
+    read = (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)), (exponents, (n // PANEL_ROWS, k))
+    written = (rows, (n, k // 2)), (row_exponents, (n, k // PANEL_ROWS))
+    sources = (pointer_to("each array", array, UINT8, shape, writable=False) for array, shape in read)
+    results = (pointer_to("each array", array, UINT8, shape) for array, shape in written)
+    raise_error(lib.ktq_mxfp4_rows(n, k, *sources, *results))
 
 
-def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
+def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:
     """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of panels or row after row.
 
     A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
@@ -458,16 +382,16 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
         require_multiples(FP8_MULTIPLE, n, k)
         order, packed = _order(codes, UINT8, n, k)
         of_blocks = pointer_to("scales", scales, FLOAT32, (n // FP8_MULTIPLE, k // FP8_MULTIPLE))
-        scratch = scratch_for(FP8_MULTIPLE // PANEL_ROWS * k)
-        return lib.ktq_pack_fp8(order, n, k, source, scratch, packed, of_blocks, bad_row)
+        return lib.ktq_pack_fp8(
+            order, n, k, source, scratch_for(FP8_MULTIPLE // PANEL_ROWS * k), packed, of_blocks, bad_row
+        )
 
     convert(matrix, call)
 
 
-def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
-    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels.
-
-    n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
+def reorder_fp8(values: U8, codes: U8) -> None:
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels. n and k: multiples of 32.
+    codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
     """
     n, k = values.shape
     require_multiples(PANEL_ROWS, n, k)
@@ -483,16 +407,16 @@ def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> 
     raise_error(error)
 
 
-def reorder_ggml(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> None:
+def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
     """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
 
     n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. codes, scales: uint8, one
     dimension, are written. NonFinite: a scale is infinite or NaN; they are then partly written.
     """
-    if matrix.kind.name.upper() not in BLOCK_FORMATS:
+    number = BLOCK_FORMATS.get(matrix.kind.name.upper())
+    if number is None:
         raise ValueError(f"no kernel computes with blocks of {matrix.kind.name}")
-    n, k = matrix.shape
-    sizes = weight_bytes(BLOCK_FORMATS[matrix.kind.name.upper()], n, k)
+    sizes = weight_bytes(number, *matrix.shape)
     out = [pointer_to("codes", codes, UINT8, sizes[:1]), pointer_to("scales", scales, UINT8, sizes[1:])]
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -504,11 +428,7 @@ def reorder_ggml(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArr
 
 # The formats of experts that are a type of ggml, by its name.
 BLOCK_FORMATS: dict[str, int] = {
-    "Q4_0": lib.KTQ_FORMAT_Q4_0,
-    "Q8_0": lib.KTQ_FORMAT_Q8_0,
-    "Q4_K": lib.KTQ_FORMAT_Q4_K,
-    "Q5_K": lib.KTQ_FORMAT_Q5_K,
-    "Q6_K": lib.KTQ_FORMAT_Q6_K,
+    name: getattr(lib, f"KTQ_FORMAT_{name}") for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 }
 
 
@@ -523,12 +443,8 @@ def weight_bytes(number: int, n: int, k: int) -> tuple[int, int]:
 
 # --- the inner loop of GPTQ -----------------------------------------------------------------------
 
-
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
-# The types to which values are rounded.
-_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
-
-Floats = npt.NDArray[np.float32]
+_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # the types to which values are rounded
 
 
 class CodeRange(NamedTuple):
@@ -543,15 +459,7 @@ class CodeRange(NamedTuple):
 
 
 def gptq_block(
-    code_range: CodeRange,
-    kind: str,
-    inverse: Floats,
-    scale: Floats,
-    weight: Floats,
-    value: Floats,
-    error: Floats,
-    *,
-    threads: int = 1,
+    code_range: CodeRange, kind: str, inverse: F32, scale: F32, weight: F32, value: F32, error: F32, *, threads: int = 1
 ) -> None:
     """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
 
@@ -577,22 +485,13 @@ def gptq_block(
     read_environment()
 
     def part(rows: slice) -> int:
-        """Quantizes these rows; returns the error code of C."""
         pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
         return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
 
     _by_rows(part, n, threads)
 
 
-def descend(
-    code_range: CodeRange,
-    hessian: Floats,
-    scale: Floats,
-    codes: npt.NDArray[np.int8],
-    gradient: Floats,
-    *,
-    threads: int = 1,
-) -> int:
+def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient: F32, *, threads: int = 1) -> int:
     """One sweep of coordinate descent over codes; returns how many changed.
 
     code_range as in gptq_block. hessian float32 [k, k], symmetric; scale float32 [n, k / group], 0 where codes stay;
@@ -611,12 +510,10 @@ def descend(
     changed: list[int] = []
 
     def part(rows: slice) -> int:
-        """A sweep over these rows; returns the error code of C."""
-        count = ffi.new("int64_t *")
-        pointers = (ffi.from_buffer("float[]", scale[rows]), ffi.from_buffer("int8_t[]", codes[rows]))
-        group = k // scale.shape[1]
-        held = ffi.from_buffer("float[]", gradient[rows])
-        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, *pointers, held, count)
+        count, group = ffi.new("int64_t *"), k // scale.shape[1]
+        arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
+        scales, own, held = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
+        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, scales, own, held, count)
         changed.append(count[0])
         return result
 
@@ -636,8 +533,7 @@ def _require_codes(code_range: CodeRange, threads: int) -> None:
 
 def _by_rows(part: Callable[[slice], int], n: int, threads: int) -> None:
     """Run a function of rows, which returns C's error code, on all of n rows, in whole panels for each thread."""
-    panels = -(-n // PANEL_ROWS)
-    step = -(-panels // threads) * PANEL_ROWS
+    step = -(-n // (PANEL_ROWS * threads)) * PANEL_ROWS
     if step >= n:
         raise_error(part(slice(0, n)))
         return

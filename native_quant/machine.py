@@ -1,15 +1,17 @@
 """What this machine offers: CPUs, NUMA nodes, memory, disk; read from /proc, /sys and the process itself.
 
-Nothing here starts a process or needs a privilege, and every function returns a documented default where a file
-is absent (containers, kernels without NUMA, other vendors). Sizes are bytes. `root` is the folder that holds /proc and
-/sys; tests pass a synthetic tree.
+Nothing here starts a process or needs a privilege. Where a file is absent (containers, kernels without NUMA), a
+documented default is returned. Sizes are bytes. `root` holds /proc and /sys; `cpus` are the CPU numbers to count, by
+default those of this process.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -42,15 +44,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def allowed_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
-    """How many threads this process can keep busy: its CPUs, or its CPU quota rounded up if that is less; at least 1.
-
-    `cpus` are the CPU numbers to count, this process's affinity by default.
-    """
-    count = len(affinity(root) if cpus is None else cpus)
-    quota = cpu_quota(root)
-    if quota is not None:
-        count = min(count, -int(-quota // 1))
-    return max(1, count)
+    """How many threads this process can keep busy: its CPUs, or its quota rounded up if that is less; at least 1."""
+    count, quota = len(affinity(root) if cpus is None else cpus), cpu_quota(root)
+    return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
 def physical_cores(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
@@ -62,9 +58,8 @@ def physical_cores(root: Path = ROOT, cpus: Collection[int] | None = None) -> in
 
 def cores_with_hyperthreads(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     """How many of the usable cores appear twice or more among the usable CPUs."""
-    cpus = affinity(root) if cpus is None else cpus
-    cores = [_core_of(cpu, root) for cpu in cpus]
-    return sum(cores.count(core) > 1 for core in set(cores))
+    cores = Counter(_core_of(cpu, root) for cpu in (affinity(root) if cpus is None else cpus))
+    return sum(count > 1 for count in cores.values())
 
 
 def numa_nodes(root: Path = ROOT, cpus: Collection[int] | None = None) -> tuple[int, ...]:
@@ -86,11 +81,9 @@ def node_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[in
 
 def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
     """One CPU number per physical core of this process, by memory node; hyperthreads of a core count once."""
-    nodes: dict[int, tuple[int, ...]] = {}
-    for node, members in node_cpus(root, cpus).items():
-        first = {_core_of(cpu, root): cpu for cpu in reversed(members)}
-        nodes[node] = tuple(sorted(first.values()))
-    return nodes
+    by_node = node_cpus(root, cpus).items()
+    firsts = {node: {_core_of(cpu, root): cpu for cpu in reversed(members)} for node, members in by_node}
+    return {node: tuple(sorted(first.values())) for node, first in firsts.items()}
 
 
 def pool_count(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
@@ -104,9 +97,8 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...).
-
-    The kernel drops a flag whose register state it does not save, so a flag here implies the XCR0 bits as well.
+    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...). A
+    flag here implies the XCR0 bits as well: the kernel drops those whose register state it does not save.
     """
     return frozenset((read_cpuinfo("flags", root) or "").split())
 
@@ -136,9 +128,8 @@ def memory_total(root: Path = ROOT) -> int:
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """How much memory can be used before the kernel must swap or kill, on the machine and within the cgroups.
-
-    Page cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
+    """How much memory can be used before the kernel must swap or kill, on the machine and within the cgroups. Page
+    cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
     """
     meminfo = read_table(root / "proc/meminfo")
     free = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0)) * 1024
@@ -160,16 +151,13 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel killed a process for lack of memory, or None if it keeps no count.
-
-    Counted in this process's cgroup, else on the whole machine. Compare it with an earlier
-    value; it restarts from 0 with the cgroup or the machine.
+    """How often the kernel killed a process for lack of memory, in this process's cgroup, else on the machine; None if
+    it keeps no count. It restarts from 0 with the cgroup or the machine.
     """
-    for group in cgroups("memory", root):
-        for name in ("memory.events", "memory.oom_control"):
-            if (count := read_table(group / name).get("oom_kill")) is not None:
-                return count
-    return read_table(root / "proc/vmstat").get("oom_kill")
+    groups = cgroups("memory", root)
+    files = (group / name for group in groups for name in ("memory.events", "memory.oom_control"))
+    counts = (read_table(path).get("oom_kill") for path in (*files, root / "proc/vmstat"))
+    return next((count for count in counts if count is not None), None)
 
 
 def rss(root: Path = ROOT) -> int:
@@ -208,12 +196,10 @@ def nearest_memory(node: int, root: Path = ROOT) -> int:
 
 def node_memory_available(root: Path = ROOT) -> dict[int, int]:
     """How much memory each NUMA node has free or in the page cache; {} where the kernel shows no nodes."""
-    available = {}
-    for node in sorted(parse_list(read_text(root / f"{NODES}/has_memory") or "")):
-        text = read_text(root / f"{NODES}/node{node}/meminfo") or ""
-        sizes = re.findall(r"^Node \d+ (?:MemFree|(?:Active|Inactive)\(file\)):\s*(\d+)", text, re.MULTILINE)
-        available[node] = sum(map(int, sizes)) * 1024
-    return available
+    size = re.compile(r"^Node \d+ (?:MemFree|(?:Active|Inactive)\(file\)):\s*(\d+)", re.MULTILINE)
+    nodes = sorted(parse_list(read_text(root / f"{NODES}/has_memory") or ""))
+    texts = {node: read_text(root / f"{NODES}/node{node}/meminfo") or "" for node in nodes}
+    return {node: sum(map(int, size.findall(text))) * 1024 for node, text in texts.items()}
 
 
 # ---- names and processes --------------------------------------------------------------------------------------------
@@ -305,12 +291,8 @@ def read_text(path: Path) -> str | None:
 
 def read_table(path: Path) -> dict[str, int]:
     """The lines `name[:] number [unit]` of a file as a dict; lines of another shape are left out."""
-    table = {}
-    for line in (read_text(path) or "").splitlines():
-        words = line.replace(":", " ", 1).split()
-        if len(words) > 1 and words[1].isdecimal():
-            table[words[0]] = int(words[1])
-    return table
+    lines = (line.replace(":", " ", 1).split() for line in (read_text(path) or "").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def parse_list(text: str) -> frozenset[int]:
@@ -321,11 +303,8 @@ def parse_list(text: str) -> frozenset[int]:
 
 def read_cpuinfo(key: str, root: Path) -> str | None:
     """A line of /proc/cpuinfo, of the first processor that has it."""
-    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
-        name, colon, value = line.partition(":")
-        if colon and name.strip() == key:
-            return value.strip()
-    return None
+    found = re.search(rf"^{key}[ \t]*:(.*)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return found[1].strip() if found else None
 
 
 def mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -339,9 +318,8 @@ def mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
 
 
 def cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's.
-
-    A container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
+    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's. A
+    container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
     """
     ours: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
@@ -364,11 +342,8 @@ def cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 def first_number(group: Path, *names: str) -> int | None:
     """The number in the first of these files of a cgroup that holds one."""
-    for name in names:
-        text = (read_text(group / name) or "").strip()
-        if text.isdecimal():
-            return int(text)
-    return None
+    texts = ((read_text(group / name) or "").strip() for name in names)
+    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def limit_of(group: Path) -> int | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
+
+Floats = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 
 DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
 
@@ -39,7 +42,7 @@ class Kind:
     items: int = 1
     rows: int = 1
     by_rows: bool = False
-    decode: Callable[[Matrix], npt.NDArray[np.float32]] | None = None
+    decode: Callable[[Matrix], Floats] | None = None
 
     @property
     def can_transpose(self) -> bool:
@@ -51,29 +54,26 @@ class Kind:
 class Matrix:
     """One linear [n out_features, k in_features] in its stored encoding; a view, nothing is copied.
 
-    values  2-D items of the kind. Where a block is one column: [n, k], and either axis may be the contiguous one, so
-            that a transposed checkpoint tensor is a view with strides. Otherwise the whole blocks that hold each row's
-            columns, or whole items that hold several rows.
+    values  2-D items of the kind. Where a block is one column: [n, k], with either axis contiguous (transposed). Else
+            the whole blocks that hold each row's columns, or whole items that hold several rows.
     scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
     block   rows and columns that share one scale.
     origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
-    skip    columns of each row's first block that precede the linear's first column; where an item holds several rows,
-            rows of the first item that precede the linear's first row.
-    width   k, where the blocks may hold more columns than that; None: all columns that they hold.
-    height  n, where the items may hold more rows than that; None: all rows that they hold.
+    skip    columns of each row's first block (rows of the first item) before the linear's first one.
+    width, height   k and n, where blocks or items may hold more columns or rows; None: all that they hold.
     zeros   float32 as scales: the code that stands for 0, of integers; None: 2^(bits-1).
     group_of  int32 [K]: the column of `scales` that each column of the whole linear is scaled by; None: as block says.
     """
 
     values: npt.NDArray[Any]
     kind: Kind
-    scales: npt.NDArray[np.float32] | None = None
+    scales: Floats | None = None
     block: tuple[int, int] = (1, 1)
     origin: tuple[int, int] = (0, 0)
     skip: int = 0
     width: int | None = None
     height: int | None = None
-    zeros: npt.NDArray[np.float32] | None = None
+    zeros: Floats | None = None
     group_of: npt.NDArray[np.int32] | None = None
 
     @property
@@ -98,12 +98,11 @@ class Matrix:
     def columns(self, start: int, stop: int) -> Matrix:
         """The linear's columns start..stop-1."""
         origin = self.origin[0], self.origin[1] + start
-        columns, items = self.kind.columns, self.kind.items
-        if columns == items == 1:
+        each, items = self.kind.columns, self.kind.items
+        if each == items == 1:
             return replace(self, values=self.values[:, start:stop], origin=origin)
-        first, last = (self.skip + start) // columns, -(-(self.skip + stop) // columns)
-        skip = self.skip + start - first * columns
-        values = self.values[:, first * items : last * items]
+        first, last = (self.skip + start) // each, -(-(self.skip + stop) // each)
+        values, skip = self.values[:, first * items : last * items], self.skip + start - first * each
         return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
 
     def every_other(self, first: int) -> Matrix:
@@ -114,7 +113,7 @@ class Matrix:
         if self.scales is None:
             return replace(self, values=values)
 
-        def per_row(grid: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        def per_row(grid: Floats) -> Floats:
             rows = np.repeat(grid, self.block[0], axis=0)[self.origin[0] :][: len(self.values)]
             return np.ascontiguousarray(rows[first::2])
 
@@ -130,20 +129,19 @@ class Matrix:
         scales = None if self.scales is None else np.ascontiguousarray(self.scales.T)
         return Matrix(self.values.T, self.kind, scales, self.block[::-1], self.origin[::-1])
 
-    def each_scale(self) -> npt.NDArray[np.float32]:
+    def each_scale(self) -> Floats:
         """The scale of every element: float32 [n, k]."""
         assert self.scales is not None, self.kind
         return self._each(self.scales)
 
-    def each_zero(self) -> npt.NDArray[np.float32] | None:
+    def each_zero(self) -> Floats | None:
         """The zero point of every element: float32 [n, k]; None where all are 2^(bits-1)."""
         return None if self.zeros is None else self._each(self.zeros)
 
-    def _each(self, grid: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _each(self, grid: Floats) -> Floats:
         (n, k), (row, column), (rows, columns) = self.shape, self.origin, self.block
         at = (column + np.arange(k)) // columns if self.group_of is None else self.group_of[column : column + k]
-        each: npt.NDArray[np.float32] = grid[np.ix_((row + np.arange(n)) // rows, at)]
-        return each
+        return cast("Floats", grid[np.ix_((row + np.arange(n)) // rows, at)])
 
 
 BF16 = Kind("bf16", np.dtype(np.uint16), lib.KTQ_BF16)
@@ -173,14 +171,13 @@ KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4
 INTEGERS = (INT4, INT8, INT8_SIGNED, INT4_WORDS, INT8_WORDS, INT4_AWQ)
 
 
-def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
+def decode(matrix: Matrix) -> U16:
     """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. ValueError for an inconsistent matrix."""
     n, k = matrix.shape
     out = np.empty((n, k), np.uint16)
-    if matrix.kind.number is not None:
+    if matrix.kind.decode is None:
         _decode(matrix, out)
     else:
-        assert matrix.kind.decode is not None, matrix.kind
         step = max(1, DECODED_COLUMNS // max(1, k))
         for first in range(0, n, step):
             rows = matrix.rows(first, min(first + step, n))
@@ -188,13 +185,13 @@ def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
     return out
 
 
-def bf16_rows(matrix: Matrix) -> npt.NDArray[np.uint16]:
+def bf16_rows(matrix: Matrix) -> U16:
     """The same; where BF16 is stored row by row, a view of it, at any address."""
     as_stored = matrix.kind is BF16 and matrix.values.strides[1] == matrix.values.itemsize
     return matrix.values if as_stored else decode(matrix)
 
 
-def _decode(matrix: Matrix, out: npt.NDArray[np.uint16]) -> None:
+def _decode(matrix: Matrix, out: U16) -> None:
     source, keep = source_of(matrix)
     read_environment()
     raise_error(lib.ktq_decode(*matrix.shape, source, ffi.from_buffer("uint16_t[]", out)))
@@ -205,8 +202,6 @@ def readable(matrix: Matrix) -> Matrix:
     """The matrix itself if C reads it, else decoded to BF16."""
     return matrix if matrix.kind.number is not None else Matrix(decode(matrix), BF16, origin=matrix.origin)
 
-
-# --- for C ----------------------------------------------------------------------------------------
 
 # A source is created for every part of every expert, so its types are looked up once, here.
 _VOID, _SOURCE = (ffi.typeof(t) for t in ("void *", "ktq_source *"))
@@ -249,7 +244,7 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
     return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *of_codes)), (scales, zeros, group_of)
 
 
-def _check_scales(matrix: Matrix) -> tuple[npt.NDArray[np.float32], Any, Any]:
+def _check_scales(matrix: Matrix) -> tuple[Floats, Any, Any]:
     """Scales, zero points and groups of columns, as C reads them."""
     name, shape, scales, block, origin = matrix.kind.name, matrix.shape, matrix.scales, matrix.block, matrix.origin
     if scales is None or scales.ndim != 2 or scales.dtype != np.float32:

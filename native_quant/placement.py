@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,8 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
 
 Bytes = npt.NDArray[np.uint8]
-# By number, as in linux/mempolicy.h; higher bits are flags that say how the nodes are counted.
+# By number, as in linux/mempolicy.h.
 MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
-MODE_BITS = 0xFF
-
 REFUSED = (
     "This process may not choose the NUMA nodes of its memory (mbind: {reason}; containers forbid it by default): "
     "weights lie where they fall, and some are read from another node, which is slower. Allow it with "
@@ -26,8 +24,7 @@ REFUSED = (
 )
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The memory policy of a thread: one of MODES, and the nodes that it names."""
 
     mode: str
@@ -36,12 +33,11 @@ class Policy:
 
 def policy() -> Policy:
     """The memory policy of the calling thread, which threads that it starts inherit; "default" if nobody set one.
-
     Raises OSError where the kernel does not tell: a container forbids it, or it knows no nodes.
     """
     mode, words = ffi.new("int *"), ffi.new("uint64_t[]", lib.KTQ_NODE_WORDS)
     _require(lib.ktq_memory_policy(mode, words))
-    number = mode[0] & MODE_BITS
+    number = mode[0] & 0xFF  # higher bits are flags that say how the nodes are counted
     nodes = frozenset(node for node in range(64 * len(words)) if words[node // 64] >> node % 64 & 1)
     return Policy(MODES[number] if number < len(MODES) else f"number {number}", nodes)
 
@@ -84,9 +80,8 @@ def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
 
 
 def shortages(part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> str:
-    """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none.
-
-    nodes: those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
+    """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none. nodes:
+    those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
     """
     needs: dict[int, float] = {}
     for part, size in enumerate(part_bytes if len(left) > 1 else ()):

@@ -1,6 +1,4 @@
-"""Mapped files that cannot be read: the process ends with a message that names the file, or whoever computes with them
-asks what was lost, instead of a bare SIGBUS.
-"""
+"""Mapped files that cannot be read: instead of a bare SIGBUS, a message with the file's name, or what was lost."""
 
 from __future__ import annotations
 
@@ -11,9 +9,8 @@ from ktconvert.native_quant.instruction_sets import raise_error
 
 
 def guard_sigbus(message: str, exit_code: int = 5) -> None:
-    """From now on, an unreadable page of a registered file ends the process with this message on stderr.
-
-    message: at most 500 bytes with one %s, which is replaced by the name of the file.
+    """From now on, an unreadable page of a registered file ends the process with this message on stderr. message: at
+    most 500 bytes with one %s, which is replaced by the name of the file.
     """
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
@@ -22,12 +19,11 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
 
 
 def register_mapping(address: int, length: int, name: str, may_lose: bool = False) -> None:
-    """Names the file that is mapped at this address, for guard_sigbus.
-
-    may_lose: where guard_sigbus was not called, what cannot be read becomes zeros; whoever reads it asks lost().
+    """Names the file that is mapped at this address, for guard_sigbus. may_lose: where guard_sigbus was not called,
+    what cannot be read becomes zeros; whoever reads it asks lost().
     """
-    encoded = name.encode(errors="surrogateescape")
-    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, encoded, may_lose))
+    file = name.encode(errors="surrogateescape")
+    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 
 
 def lost(ranges: Iterable[tuple[int, int]]) -> str | None:

@@ -18,9 +18,7 @@ class Grid:
     precision  significant bits that a code has at most, as floating-point numbers have; 0: all integers are codes
     group      columns of a row that share a scale; None: all of them
     scales     safetensors dtype of the scales; "" where there are none
-    version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is
-               part of
-               every unit's fingerprint
+    version    of the rounding to nearest by the largest value, part of fingerprints: raise it with any change of bytes
     """
 
     name: str
@@ -44,42 +42,33 @@ class Grid:
         return self.group is None and bool(self.scales)
 
 
+def _table(*grids: Grid) -> dict[str, Grid]:
+    return {grid.name: grid for grid in grids}
+
+
 # Scales for rows (numerics.md, section 2), for kt-kernel's CPU formats.
-ROW_GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("int4", bits=4, low=-7, high=7, group=None, scales="F32", version=1, step=16),
-        Grid("int8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
-    )
-}
+ROW_GRIDS = _table(
+    Grid("int4", bits=4, low=-7, high=7, group=None, scales="F32", version=1, step=16),
+    Grid("int8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
+)
 
 # The same ranges, rounded otherwise (numerics.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
-MOE_GRIDS = {f"moe_{grid.name}": replace(grid, name=f"moe_{grid.name}", version=1) for grid in ROW_GRIDS.values()}
+MOE_GRIDS = _table(*(replace(grid, name=f"moe_{grid.name}", version=1) for grid in ROW_GRIDS.values()))
 
 # Scales for groups of columns (numerics.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
-GROUP_GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("W4A16", bits=4, low=-8, high=7, group=128, scales="BF16", version=1),
-        Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
-    )
-}
-
-# The columns that may share a scale there; the grids have the first.
-GROUP_SIZES = (128, 64, 32)
+GROUP_GRIDS = _table(
+    Grid("W4A16", bits=4, low=-8, high=7, group=128, scales="BF16", version=1),
+    Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
+)
+GROUP_SIZES = (128, 64, 32)  # the columns that may share a scale there; the grids have the first
 
 # Scales of either sign for groups of columns (numerics.md, section 6b), for kt-kernel's RAWINT4 on a CPU.
-SIGNED_GRIDS = {
-    grid.name: grid for grid in (Grid("rawint4", bits=4, low=-8, high=7, group=32, scales="BF16", version=1),)
-}
+SIGNED_GRIDS = _table(Grid("rawint4", bits=4, low=-8, high=7, group=32, scales="BF16", version=1))
 
 # Floating-point numbers (numerics.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
 # bits; of fp8, low..high are numbers.
-FLOAT_GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("mxfp4", bits=4, low=-12, high=12, group=32, scales="U8", version=1, step=0.5, precision=2),
-        Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
-        Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
-    )
-}
+FLOAT_GRIDS = _table(
+    Grid("mxfp4", bits=4, low=-12, high=12, group=32, scales="U8", version=1, step=0.5, precision=2),
+    Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
+    Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
+)

@@ -24,13 +24,11 @@ class Quantizer:
     """One way to choose codes.
 
     version     raised whenever codes or scales change; part of every unit's fingerprint, except for the default
-    choose      the function; None: the form's own kernel, which scales by the largest value, rounds and packs in one
-                pass
+    choose      the function; None: the form's own kernel, which scales by the largest value, rounds and packs at once
     grids       the names of the grids that it chooses codes of; None: all of them
     importance  whether it asks for an importance matrix
     moments     whether it searches in the metric of second moments, where there are any
-    calibrated  whether codes come from a walk through the model, which compensates each rounding error in the columns
-                that are left; `choose` gives the scales
+    calibrated  whether codes come from a walk through the model, which compensates rounding errors; `choose`: scales
     """
 
     name: str

@@ -46,8 +46,7 @@ def error_sums(
     matrix: Matrix, values: Callable[[slice], F32], source: Callable[[Matrix], F32] = source_values
 ) -> npt.NDArray[np.float64]:
     """The same over a linear: x = source of some rows of it, y = values(rows), the numbers of these rows."""
-    n, _ = matrix.shape
-    sums = np.zeros(4)
+    n, sums = matrix.shape[0], np.zeros(4)
     for start in range(0, n, ROWS):
         stop = min(start + ROWS, n)
         sums += sums_of(source(matrix.rows(start, stop)), values(slice(start, stop)))

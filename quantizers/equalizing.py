@@ -21,10 +21,8 @@ F64 = npt.NDArray[np.float64]
 
 
 def levels(down: U16) -> F64:
-    """log2 of the norm of each column of BF16 bits [n, k], linear between powers of two: float64 [k]. NaN or infinite
-    for a column of zeros, or with a value that is not finite.
-
-    No logarithm is computed: libraries differ in its last bit.
+    """log2 of the norm of each column of BF16 bits [n, k], linear between powers of two, since libraries differ in the
+    last bit of logarithms: float64 [k]. NaN or infinite for a column of zeros, or with a value that is not finite.
     """
     squares = np.zeros(down.shape[1])
     for first in range(0, len(down), ROWS):

@@ -57,9 +57,8 @@ def values(codes: U8, scales: npt.NDArray[np.float32]) -> F32:
 
 
 def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or some rows of it) is FP8 in just such blocks, so that its codes and scales stay as they are.
-
-    That the linear begins with a block is not asked: NUMA parts, whose sizes are multiples of 128, do.
+    """Whether a linear (or some rows of it) is FP8 in just such blocks, with which NUMA parts begin, too: its codes and
+    scales stay.
     """
     return matrix.kind == FP8_E4M3 and matrix.block == (BLOCK, BLOCK)
 

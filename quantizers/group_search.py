@@ -1,6 +1,4 @@
-"""Scales of least squared error, one for each group of columns: the definition in NumPy, which the C kernels must equal
-bit for bit.
-
+"""Scales of least squared error for groups of columns: the definition in NumPy, which the C kernels equal bit for bit.
 Equations: numerics.md, sections 2d and 2e. BF16 values are their bits (uint16), as in reference.py.
 """
 
@@ -20,18 +18,12 @@ from ktconvert.quantizers.scale_search import LANES, add_lanes, fma, times, unit
 
 
 class Candidates(NamedTuple):
-    """The scales that are tried for groups of any shape [...].
+    """The scales that are tried for groups of any shape [...]."""
 
-    unit    float32 [...], what values are multiplied by before they are compared
-    scales  float32 [..., c], of values in these units, times the grid's step
-    stored  [..., c], the same as the grid stores them
-    zeros   as it stores that of a group of zeros
-    """
-
-    unit: F32
-    scales: F32
-    stored: npt.NDArray[Any]
-    zeros: int
+    unit: F32  # [...], what values are multiplied by before they are compared
+    scales: F32  # [..., c], of values in these units, times the grid's step
+    stored: npt.NDArray[Any]  # [..., c], the same as the grid stores them
+    zeros: int  # as it stores that of a group of zeros
 
 
 def powers(largest: U16) -> Candidates:
@@ -64,10 +56,7 @@ CANDIDATES: dict[str, Callable[[U16], Candidates]] = {"mxfp4": powers, "rawint4"
 
 
 def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, npt.NDArray[Any]]:
-    """Codes int8 [n, k] and scales [n, k/32], as the grid stores them.
-
-    importance: how much a squared error counts in each column, float32 [k], finite, none negative; or second moments,
-    float32 [k, k], finite, symmetric; None: all alike.
+    """Codes int8 [n, k] and scales [n, k/32], as the grid stores them. importance: as in scale_search.search.
     ValueError: a value is not finite.
     """
     moments = importance if importance is not None and importance.ndim == 2 else None
@@ -85,17 +74,12 @@ def search(grid: Grid, bf16: U16, importance: F32 | None = None) -> tuple[I8, np
         codes = nearest(values * (np.float32(1) / scales), grid.code_range)
         errors = values - codes * scales
         weighted = weights(k, importance)[:, None] * errors
-        sums = np.zeros((*errors.shape[:-1], LANES), np.float32)
-        for first in range(0, SEARCHED_GROUP, LANES):
-            columns = slice(first, first + LANES)
-            sums = fma(weighted[..., columns], errors[..., columns], sums)
-        best = add_lanes(sums).argmin(axis=2)[:, :, None]  # the first of the least
+        best = sum_of_products(weighted, errors).argmin(axis=2)[:, :, None]  # the first of the least
         if moments is not None:
             best = in_metric(best, errors, np.where(amax == 0, np.float32(0), tried.unit), moments)
     chosen = np.take_along_axis(codes, best[..., None], axis=2).astype(np.int8).reshape(n, k)
-    return chosen, np.where(
-        amax == 0, tried.stored.dtype.type(tried.zeros), np.take_along_axis(tried.stored, best, 2)[..., 0]
-    )
+    stored, of_zeros = np.take_along_axis(tried.stored, best, 2)[..., 0], tried.stored.dtype.type(tried.zeros)
+    return chosen, np.where(amax == 0, of_zeros, stored)
 
 
 def in_metric(best: npt.NDArray[Any], errors: F32, units: F32, moments: F32) -> npt.NDArray[Any]:
@@ -120,13 +104,18 @@ def in_metric(best: npt.NDArray[Any], errors: F32, units: F32, moments: F32) -> 
         y = (times(left.reshape(len(left), -1), others) * twice)[:, None]
         for i, row in enumerate(upper(scaled[own, own])):
             y = fma(errors[:, g, :, i, None], row, y)
-        sums = np.zeros((*y.shape[:-1], LANES), np.float32)
-        for first in range(0, SEARCHED_GROUP, LANES):
-            columns = slice(first, first + LANES)
-            sums = fma(errors[:, g, :, columns], y[..., columns], sums)
-        best[:, g] = add_lanes(sums).argmin(axis=1)[:, None]
+        best[:, g] = sum_of_products(errors[:, g], y).argmin(axis=1)[:, None]
         left[:, g] = np.take_along_axis(errors[:, g], best[:, g, :, None], axis=1)[:, 0] * ratios[:, g]
     return best
+
+
+def sum_of_products(a: F32, b: F32) -> F32:
+    """The sum over the last axis, one of a group's columns."""
+    sums = np.zeros((*a.shape[:-1], LANES), np.float32)
+    for first in range(0, SEARCHED_GROUP, LANES):
+        columns = slice(first, first + LANES)
+        sums = fma(a[..., columns], b[..., columns], sums)
+    return add_lanes(sums)
 
 
 def weights(k: int, importance: F32 | None) -> F32:

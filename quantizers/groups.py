@@ -1,6 +1,5 @@
-"""Codes in groups of columns: the definition in NumPy, which the C kernels must equal bit for bit.
-
-Equations: numerics.md, sections 6 and 6b. BF16 values are their bits (uint16), as in reference.py.
+"""Codes in groups of columns: the definition in NumPy, which the C kernels must equal bit for bit. Equations:
+numerics.md, sections 6 and 6b. BF16 values are their bits (uint16), as in reference.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32, f32_to_bf1
 I32 = npt.NDArray[np.int32]
 
 SIGNED_GROUP = 32  # columns, of RAWINT4
-
 EMPTY_SCALE = np.uint16(0x3C00)  # 2^-7, of a group whose scale would be 0
 
 
@@ -42,10 +40,8 @@ def group_scales(bits: int, group: int, bf16: U16, rounding: str = "library") ->
 
 
 def quantize_groups(bits: int, group: int, bf16: U16, rounding: str = "library") -> tuple[I8, U16]:
-    """Codes int8 [n, k] (-8..7 or -128..127) and scales BF16 [n, k/group].
-
-    rounding: "library" rounds x / scale to BF16 first, as llmcompressor does; "float32" does not, nor does "signed",
-    which has other scales (4 bits alone).
+    """Codes int8 [n, k] (-8..7 or -128..127) and scales BF16 [n, k/group]. rounding: "library" rounds x / scale to BF16
+    first, as llmcompressor does; "float32" does not, nor does "signed", which has other scales (4 bits alone).
     """
     scale = group_scales(bits, group, bf16, rounding)
     with np.errstate(under="ignore"):
@@ -80,23 +76,13 @@ def dequantize_groups(bits: int, packed: I32, scale: U16) -> F32:
     return y.reshape(codes.shape)
 
 
-# --- what has signed scales already ---------------------------------------------------------------
-
-
 def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or some rows of it) is symmetric INT4 in groups of 32 with BF16 scales, so that RAWINT4 keeps
-    its codes and scales.
-    """
-    return (
-        matrix.kind is INT4
-        and matrix.block == (1, SIGNED_GROUP)
-        and matrix.zeros is None
-        and matrix.group_of is None
-        and matrix.skip == 0
-        and matrix.origin[1] % SIGNED_GROUP == 0
-        and matrix.scales is not None
-        and bool((bf16_to_f32(f32_to_bf16(matrix.scales)) == matrix.scales).all())
-    )
+    """Whether a linear (or some rows of it) is symmetric INT4 in groups of 32 with BF16 scales, as RAWINT4 keeps it."""
+    symmetric = matrix.kind is INT4 and matrix.zeros is None and matrix.group_of is None
+    whole_groups = matrix.block == (1, SIGNED_GROUP) and matrix.skip == 0 and matrix.origin[1] % SIGNED_GROUP == 0
+    if not (symmetric and whole_groups) or matrix.scales is None:
+        return False
+    return bool((bf16_to_f32(f32_to_bf16(matrix.scales)) == matrix.scales).all())
 
 
 def source_values(matrix: Matrix) -> F32:

@@ -13,9 +13,8 @@ STEP = {8: 1, 4: 16}
 
 
 def scales(bits: int, bf16: U16) -> F32:
-    """One scale per row, float32 [n]: amax / 127, or that of AMXINT4; 0 where it is subnormal.
-
-    ValueError: a value is not finite.
+    """One scale per row, float32 [n]: amax / 127, or that of AMXINT4; 0 where it is subnormal. ValueError: a value is
+    not finite.
     """
     of_amx = row_scales(bits, bf16)
     if bits == 4:

@@ -29,16 +29,14 @@ def nearest(magnitude: npt.NDArray[np.float64]) -> U8:
 
 
 def quantize(bf16: U16) -> tuple[U8, U8]:
-    """Codes uint8 [n, k] and exponents uint8 [n, k/32] of BF16 values; k: a multiple of 32.
-
-    ValueError: a value is not finite.
+    """Codes uint8 [n, k] and exponents uint8 [n, k/32] of BF16 values; k: a multiple of 32. ValueError: a value is not
+    finite.
     """
     n, k = bf16.shape
     unsigned: U16 = (bf16 & np.uint16(0x7FFF)).reshape(n, k // GROUP, GROUP)
     amax = unsigned.max(axis=2)
-    if (amax >= 0x7F80).any():
-        row = int(np.argmax((amax >= 0x7F80).any(axis=1)))
-        raise ValueError(f"row {row} holds a value that is infinite or not a number")
+    if (infinite := (amax >= 0x7F80).any(axis=1)).any():
+        raise ValueError(f"row {int(np.argmax(infinite))} holds a value that is infinite or not a number")
     magnitude = bf16_to_f32(unsigned).astype(np.float64)
     lower = np.clip((amax >> 7).astype(np.int64) - 2, LEAST, MOST)
     scaled = np.ldexp(magnitude, (127 - lower)[:, :, None])
@@ -75,7 +73,7 @@ def codes_to_panels(codes: U8) -> U8:
 
 
 def codes_from_panels(held: U8) -> U8:
-    """The inverse of lay_codes: codes [n, k]."""
+    """The inverse of codes_to_panels: codes [n, k]."""
     count, items = held.shape
     k = items // (panels.ROWS // 2)
     pairs = np.ascontiguousarray(held).view("<u4").reshape(count, k // GROUP, 2, 4, panels.HALF)
@@ -96,7 +94,7 @@ def exponents_to_panels(exponents: U8) -> U8:
 
 
 def exponents_from_panels(held: U8) -> U8:
-    """The inverse of lay_exponents: exponents [n, k/32]."""
+    """The inverse of exponents_to_panels: exponents [n, k/32]."""
     count, k = held.shape
     split = held.reshape(count, k // panels.ROWS, panels.ROWS)
     return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)

@@ -42,7 +42,7 @@ def to_blocks(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
 
 
 def from_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
-    """lay_blocks back to [n, k]."""
+    """to_blocks back to [n, k]."""
     values = np.empty((n, k), flat.dtype)
     at = 0
     for rows, columns in _blocks(n, k):

@@ -1,6 +1,5 @@
-"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: numerics.md.
-
-BF16 values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
+"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: numerics.md. BF16
+values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import ggml, packed
+from ktconvert.quantizers import packed
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -19,7 +18,6 @@ F32 = npt.NDArray[np.float32]
 SMALLEST_NORMAL = np.float32(2.0**-126)
 PANEL_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
 ROW_BLOCK = {8: 64, 4: 128}
-TILE_COLUMNS = {8: 64, 4: 128}
 # What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -69,9 +67,9 @@ def decode(matrix: Matrix) -> U16:
             return f32_to_bf16(codes * matrix.each_scale())
         if kind == "fp4_e2m1":
             return f32_to_bf16(E2M1[packed.codes(matrix)] * matrix.each_scale())
-        if kind in ggml.DEFINITIONS:
+        if kind in packed.GGML:
             blocks = np.ascontiguousarray(values).reshape(-1, matrix.kind.items)
-            decoded = ggml.DEFINITIONS[kind](blocks).reshape(len(values), -1)
+            decoded = packed.GGML[kind](blocks).reshape(len(values), -1)
             return f32_to_bf16(decoded[:, matrix.skip : matrix.skip + matrix.shape[1]])
     raise ValueError(f"no definition of {kind}")
 
@@ -80,9 +78,8 @@ def decode(matrix: Matrix) -> U16:
 
 
 def row_scales(bits: int, bf16: U16) -> F32:
-    """One scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal.
-
-    ValueError: a value is not finite.
+    """One scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal. ValueError: a
+    value is not finite.
     """
     amax = bf16_to_f32((bf16 & 0x7FFF).max(axis=1))
     if not np.isfinite(amax).all():

@@ -1,5 +1,4 @@
 """Scales of least squared error, one for each row: the definition in NumPy, which the C kernels must equal bit for bit.
-
 Equations: numerics.md, sections 2b and 2e. BF16 values are their bits (uint16), as in reference.py.
 """
 
@@ -28,8 +27,7 @@ def search(bits: int, bf16: U16, importance: F32 | None = None) -> tuple[I8, F32
     """Codes int8 [n, k] (-7..7 or -127..127) and scales float32 [n], which mean what those of reference.quantize mean.
 
     importance: how much a squared error counts in each column, float32 [k], finite, none negative; or second moments,
-    float32 [k, k], finite, symmetric; None: all alike.
-    ValueError: a value is not finite.
+    float32 [k, k], finite, symmetric; None: all alike. ValueError: a value is not finite.
     """
     moments = importance if importance is not None and importance.ndim == 2 else None
     importance = importance if moments is None else np.diagonal(moments)

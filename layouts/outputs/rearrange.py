@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.quantizers.differences import sums_of
-from ktconvert.quantizers.rescale import to_one_scale
+from ktconvert.quantizers.scales import to_one_scale
 
 Stored = tuple[Part, Sequence[Bytes]]  # a part with its tensors
 

@@ -1,7 +1,4 @@
-"""How fast this machine computes a layer's experts and reads memory: the measurements of `ktconvert bench`.
-
-Decoding a token reads the weights of a few experts once, so the memory bandwidth is its ceiling.
-"""
+"""How fast this machine computes a layer's experts and reads memory, the ceiling of decoding: for `ktconvert bench`."""
 
 from __future__ import annotations
 
@@ -25,6 +22,10 @@ from ktconvert.native_quant.runtime.experts import Experts
 
 # Parts of an array that one thread can read side by side. More are no faster; which is fastest depends on the machine.
 STREAMS = (1, 2, 4)
+LEAST_RUNS, MOST_RUNS = 3, 1000
+SECONDS = 1.0  # spent on each figure
+SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that other load spares some rounds
+CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
 def read_memory(block: npt.NDArray[Any], streams: int) -> int:
@@ -42,20 +43,10 @@ def read_memory(block: npt.NDArray[Any], streams: int) -> int:
     return int(total[0])
 
 
-LEAST_RUNS, MOST_RUNS = 3, 1000
-SECONDS = 1.0  # spent on each figure
-SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that other load spares some rounds
-CACHES = 4  # the memory that is read is this many times the last-level cache
-
-
 @dataclass(frozen=True)
 class Timing:
-    """The times of forwards of one batch size.
-
-    runs          number of forwards
-    median, best  seconds
-    touched       distinct experts per forward, on average
-    nbytes        of their weights
+    """The times of forwards of one batch size. runs: number of forwards; median, best: seconds; touched: distinct
+    experts per forward, on average; nbytes: of their weights.
     """
 
     tokens: int
@@ -81,12 +72,10 @@ def last_level_cache(root: Path = Path("/")) -> int:
     levels: dict[int, dict[str, int]] = {}
     for cpu in machine.affinity():
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
-            try:
-                level, text = int((folder / "level").read_text()), (folder / "size").read_text().strip()
-                shared = (folder / "shared_cpu_list").read_text().strip()
-                levels.setdefault(level, {})[shared] = int(text.removesuffix("K")) << 10
-            except (OSError, ValueError):
-                continue
+            files = (machine.read_text(folder / name) or "" for name in ("level", "size", "shared_cpu_list"))
+            level, size, shared = map(str.strip, files)
+            if shared and level.isdecimal() and size.removesuffix("K").isdecimal():
+                levels.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) << 10
     return sum(levels[max(levels)].values()) if levels else 0
 
 
@@ -132,12 +121,11 @@ def read_bandwidth(threads: int) -> dict[int, float]:
 
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         try:
-            readers = [executor.submit(read, number) for number in range(threads)]
+            readers = executor.map(read, range(threads))
         except RuntimeError:  # no more threads can be started: the others would wait for them
             barrier.abort()
             raise
-        for done in readers:
-            done.result()
+        list(readers)
     return {streams: threads * part / seconds for streams, seconds in best.items()}
 
 
@@ -158,9 +146,8 @@ def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
 
 
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
-    """Compute a layer for random tokens, each time with another routing, for about a second (at least 3 times).
-
-    With the same routing the weights would come from the cache, which they do not when a model runs.
+    """Compute a layer for random tokens, each time with another routing, for about a second (at least 3 times): with
+    the same routing the weights would come from the cache.
     """
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
@@ -174,8 +161,8 @@ def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> 
         times.append(time.perf_counter() - begin)
         touched += np.unique(ids).size
     mean = touched / len(times)
-    per_expert = experts.nbytes / experts.num_experts
-    return Timing(tokens, len(times), float(np.median(times)), min(times), mean, mean * per_expert)
+    nbytes = mean * experts.nbytes / experts.num_experts
+    return Timing(tokens, len(times), float(np.median(times)), min(times), mean, nbytes)
 
 
 def warm_up(experts: Experts, topk: int) -> None:

@@ -36,11 +36,9 @@ def binds_memory() -> bool:
     """
     if len(machine.memory_nodes()) < 2:
         return False
-    refusal = placement.refusal()
-    if refusal:
+    if refusal := placement.refusal():
         _warn_once(refusal)
-        return False
-    return placement.policy().mode == "default"
+    return not refusal and placement.policy().mode == "default"
 
 
 def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> None:
@@ -56,13 +54,10 @@ def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int
 def blocks(
     sizes: Mapping[tuple[Part, str], int], parts: int, nodes: Sequence[int]
 ) -> Iterator[dict[tuple[Part, str], Bytes]]:
-    """Memory for tensors of these sizes (bytes), to be filled inside the context.
-
-    nodes   those of the pool that will compute. If memory is placed, each part's block lies on the nodes of its threads
-            in the end, as far as these have space.
+    """Memory for tensors of these sizes (bytes), to be filled inside the context. nodes: those of the pool that will
+    compute; if memory is placed, each part's block ends on the nodes of its threads, as far as these have space.
     """
-    is_placed = binds_memory()
-    views: dict[tuple[Part, str], Bytes] = {}
+    is_placed, views = binds_memory(), dict[tuple[Part, str], Bytes]()
     on_one_node: list[tuple[Bytes, int]] = []
     for part in range(parts):
         mine = {key: size for key, size in sizes.items() if key[0].numa == part}

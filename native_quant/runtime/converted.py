@@ -1,6 +1,4 @@
-"""Converted experts: what `ktconvert cpu` or kt-kernel's converter wrote, checked and loaded layer by layer, as mapped
-files or copied onto huge pages.
-"""
+"""Converted experts, ours or kt-kernel's: checked and loaded layer by layer, as mapped files or copies."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ ROOMY = 0.8  # share of the available memory that copies may take
 class Converted:
     """A converted directory, merged or loose, ours or kt-kernel's.
 
-    part_bytes      of each NUMA part, in all layers
-    is_roomy, left  what memory was like before the first layer was loaded: whether it held all of them, and what each
-                    NUMA node had left (bytes)
+    part_bytes: of each NUMA part, in all layers. is_roomy, left: whether memory held all layers before the first was
+    loaded, and what each NUMA node had left (bytes).
     """
 
     path: Path
@@ -68,8 +65,8 @@ class Converted:
     @property
     def damage(self) -> list[str]:
         """The damaged files, and the shards of the index that are missing, one text each."""
-        named, shards = set((self.output.weight_map or {}).values()), self.output.shards
-        return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(shards)))]
+        missing = set((self.output.weight_map or {}).values()).difference(self.output.shards)
+        return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(missing))]
 
     def shape_of(self, layer: int) -> tuple[int, int, int]:
         """E, H and I of a layer that has experts."""
@@ -85,10 +82,8 @@ class Converted:
         """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
         fmt = self.measured.fmt
         if fmt is None or any(own.name not in METHODS for own in fmt.formats):
-            raise UnsupportedError(
-                f"{self.path}: its method is {self.measured.method}, which this runtime cannot compute; "
-                "convert the model with `ktconvert cpu`."
-            )
+            why = f"its method is {self.measured.method}, which this runtime cannot compute"
+            raise UnsupportedError(f"{self.path}: {why}; convert the model with `ktconvert cpu`.")
 
     def require_readable(self, layer: int) -> None:
         """Raises InputError where a missing layer may be in a file that is damaged or missing."""
@@ -100,20 +95,16 @@ class Converted:
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes.
-
-        Raises UnsupportedError where the files are not as required or where the directory is of another kind,
-        InputError where the layer is damaged or incomplete.
+        """One layer in the memory of the pool's nodes. Raises UnsupportedError where the files are not as required or
+        where the directory is of another kind, InputError where the layer is damaged or incomplete.
         """
         output, measured = self.output, self.measured
         self.require_computable()
         assert measured.fmt is not None
         if layer not in measured.shapes:
             self.require_readable(layer)
-            raise UnsupportedError(
-                f"{self.path}: holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}. "
-                "Give one of these, or convert again with it."
-            )
+            has = f"holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}"
+            raise UnsupportedError(f"{self.path}: {has}. Give one of these, or convert again with it.")
         count, h, i = measured.shapes[layer]
         fmt = measured.fmt.of_layer(layer)
         required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)
@@ -133,7 +124,8 @@ class Converted:
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        arrays = weights.arrays_of(lambda part: fmt.encoding.tensors(part.n, part.k), views)
+        tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
+        arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
         check = functools.partial(self._require_scales, fmt.encoding)
         weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
@@ -146,26 +138,18 @@ class Converted:
         """Raises UnsupportedError where its method or number of NUMA parts are not those of the bytes."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
-                raise UnsupportedError(
-                    f"{self.output.root / manifest.NAME}: says {name} {recorded}, the weights beside it have {actual}; "
-                    f"{AGAIN}."
-                )
+                what = f"says {name} {recorded}, the weights beside it have {actual}"
+                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {what}; {AGAIN}.")
 
     def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
         """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
         layer is to compute. Loose files have none: the manifest says what their experts compute.
         """
         output, measured = self.output, self.measured
-        count, hidden, intermediate = measured.shapes[layer]
-        actual = {
-            "method": measured.method_of(layer),
-            "numa": str(measured.numa),
-            "num_experts": str(count),
-            "hidden_size": str(hidden),
-            "moe_intermediate_size": str(intermediate),
-            "weights_on": "output",
-            "activation": swiglu.activation,
-        }
+        names = ("num_experts", "hidden_size", "moe_intermediate_size")
+        sizes = dict(zip(names, map(str, measured.shapes[layer]), strict=True))
+        actual = {"method": measured.method_of(layer), "numa": str(measured.numa), **sizes}
+        actual |= {"weights_on": "output", "activation": swiglu.activation}
         of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
         if output.loose:
             of_layer = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
@@ -175,27 +159,20 @@ class Converted:
             wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
             if wrong is not None:
                 settings = wrong == "activation" and _may_be_limited(measured.method_of(layer))
-                raise UnsupportedError(
-                    f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}, "
-                    f"its bytes and this runtime say {actual[wrong]}",
-                    "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-                    if settings
-                    else f"{AGAIN}.",
-                    path=output.root / shard,
-                )
+                give = "give swiglu_limit and swiglu_alpha as config.json of the model has them."
+                said = f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}"
+                what = f"{said}, its bytes and this runtime say {actual[wrong]}"
+                raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
         """Whether these are just the settings that config.json has for the layer, which may have none where others do.
-
         Raises UnsupportedError where the method could compute what config.json says and the settings are others.
         """
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
             return configured == swiglu
-        raise UnsupportedError(
-            f"{self.output.root}: the experts of layer {layer} have {configured} by config.json, not "
-            f"{swiglu}; give what config.json says."
-        )
+        what = f"the experts of layer {layer} have {configured} by config.json, not {swiglu}"
+        raise UnsupportedError(f"{self.output.root}: {what}; give what config.json says.")
 
     def _stored(self, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], TensorInfo]]:
         """Every tensor that the layer must have, with its exact size."""
@@ -206,19 +183,16 @@ class Converted:
                 described = output.names.describe(part.place, what)
                 stored = output.tensors.get((part.place, what))
                 if stored is None:
-                    because = "; ".join(self.damage[:3])
-                    raise InputError(
-                        f"{output.root}: {described} is missing{f' ({because})' if because else ''}; {AGAIN}."
-                    )
+                    because = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
+                    raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
+                where = f"{output.root / stored.file}: {described}"
                 if stored.nbytes != size or stored.file in output.damaged:
                     why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
-                    raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
+                    raise InputError(f"{where}: {why}; {AGAIN}.")
                 # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
-                    raise InputError(
-                        f"{output.root / stored.file}: {described} is {here}, must be {required}; {AGAIN}."
-                    )
+                    raise InputError(f"{where} is {here}, must be {required}; {AGAIN}.")
                 yield (part, what), stored
 
     def _view(self, stored: TensorInfo) -> Bytes:
@@ -238,6 +212,10 @@ class Converted:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
+    def _defect(self, part: Part, tensor: str, what: object) -> InputError:
+        file, described = self.output.tensors[part.place, tensor].file, self.output.names.describe(part.place, tensor)
+        return InputError(f"{self.output.root / file}: {described}: {what}; {AGAIN}.")
+
     def _require_scales(self, encoding: Encoding, part: Part, stored: Sequence[Bytes]) -> None:
         """Raises InputError where a scale of a part is none that the encoding has."""
 
@@ -246,9 +224,7 @@ class Converted:
 
         for tensor, defect in list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]:
             if defect is not None and (what := defect(read, part.n, part.k)):
-                found = self.output.tensors[part.place, tensor.name]
-                described = self.output.names.describe(part.place, tensor.name)
-                raise InputError(f"{self.output.root / found.file}: {described}: {what}; {AGAIN}.")
+                raise self._defect(part, tensor.name, what)
 
     def _arrange(
         self, arrange: Callable[[Sequence[Bytes], int, int], None], part: Part, stored: Sequence[Bytes]
@@ -257,9 +233,7 @@ class Converted:
         try:
             arrange(stored, part.n, part.k)
         except ValueError as error:
-            place = self.output.names.describe(part.place, "weight")
-            file = self.output.tensors[part.place, "weight"].file
-            raise InputError(f"{self.output.root / file}: {place}: {error}; {AGAIN}.") from error
+            raise self._defect(part, "weight", error) from error
 
 
 def _may_be_limited(method: str) -> bool:
@@ -272,16 +246,13 @@ def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
     parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
         parts[place.numa] += stored.nbytes
-    is_roomy = sum(parts) < ROOMY * memory_available()
-    left = machine.node_memory_available()
-    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), is_roomy, left)
+    memory = sum(parts) < ROOMY * memory_available(), machine.node_memory_available()
+    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), *memory)
 
 
 def open_converted(path: Path) -> Converted:
     """A converted directory, read again only if a file of it changes."""
     if not path.is_dir():
-        raise UnsupportedError(
-            f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote, or a GGUF file."
-        )
+        raise UnsupportedError(f"{path}: is no directory; give one of `ktconvert cpu` or kt-kernel, or a GGUF file.")
     opened = _opened(path.resolve(), weights.contents(path))
     return opened if opened.path == path else replace(opened, path=path)

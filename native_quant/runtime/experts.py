@@ -1,6 +1,5 @@
-"""The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it.
-
-The numbers: docs/explanation/numerics.md, section 5. BF16 values are uint16 arrays of their bits.
+"""The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it. The
+numbers: docs/explanation/numerics.md, section 5. BF16 values are uint16 arrays of their bits.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ import functools
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,9 +36,8 @@ _warned: set[tuple[str, int, int]] = set()
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    swiglu_limit L > 0 (a method that has it): gate = min(gate, L), up between -L and L before that.
-    swiglu_alpha > 0 (likewise): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both
-    between -L and L.
+    swiglu_limit L > 0 (a method that has it): gate = min(gate, L), up between -L and L before that;
+    swiglu_alpha > 0: gate * sigmoid(alpha * gate) * (up + 1) instead of silu(gate) * up, both between -L and L.
 
     Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
     """
@@ -60,24 +57,14 @@ class Experts:
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
-        self.pool = pool or shared_pool()
-        self.exact = exact
+        self.pool, self.exact = pool or shared_pool(), exact
         self.source: Path | None = None  # the directory that it was loaded from
         self.order = _checked_order(order, packed.experts)  # the file's expert of each
         table = _table(packed, self.order)
-        moe = ffi.new(
-            "ktq_moe *",
-            {
-                **{f"{projection}_format": row.number for projection, row in packed.rows.items()},
-                "experts": self.num_experts,
-                "parts": self.parts,
-                "hidden": self.hidden,
-                "width": grid.widths,
-                "expert": table,
-                "swiglu_limit": swiglu.limit,
-                "swiglu_alpha": swiglu.alpha,
-            },
-        )
+        formats = {f"{projection}_format": row.number for projection, row in packed.rows.items()}
+        sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": grid.widths}
+        settings = {"swiglu_limit": swiglu.limit, "swiglu_alpha": swiglu.alpha}
+        moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, **settings})
         # What a forward reads: ktq_moe, the arrays that its table points to, and the table.
         self._in_use: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, table
 
@@ -100,17 +87,15 @@ class Experts:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
     ) -> Experts:
-        """One layer of a converted directory: merged or loose, ours or kt-kernel's; or of a checkpoint in safetensors
-        whose weights are those of one of kt-kernel's native methods.
+        """One layer of a converted directory, ours or kt-kernel's, or of a checkpoint as a native method reads it.
 
         method .. intermediate  what the caller expects; an error where the file differs
-        parts   how many NUMA parts the caller expects; a converted directory's own number is used. Another one costs
+        parts   how many NUMA parts the caller expects; a converted directory has its own number. Another one costs
                 speed: a warning, once, or an error if `strict`. A checkpoint is cut into this many (None: one for each
                 of the pool's NUMA nodes, where that is possible)
         memory  "copy": a copy on huge pages, each part on the NUMA node of the pool's threads that compute with it;
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
-                copy if the whole directory fits into the available memory, else map
-                a checkpoint is always copied
+                copy if the whole directory fits into the available memory, else map. A checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
@@ -164,9 +149,8 @@ class Experts:
 
         By definition an id outside 0 .. E-1 adds nothing, nor does one that is marked in skip [E]; a token without any
         other id gives zeros. strict_ids: ids outside are errors instead.
-        Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError, and
-        ResourceError where a forked process cannot start the pool's threads, and InputError where a mapped file became
-        shorter or cannot be read.
+        Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError,
+        ResourceError where a forked process cannot start threads, InputError where a mapped file cannot be read.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
         self.forward_call(self._call(hidden, ids, weights, skip, out, strict_ids))
@@ -189,24 +173,13 @@ class Experts:
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
-
         Raises ValueError for more experts per token than a forward takes.
         """
         if topk > lib.KTQ_MOST_TOPK:
             raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
-        return ffi.new(
-            "ktq_call *",
-            (
-                self.exact,
-                tokens,
-                topk,
-                ffi.cast("uint16_t *", hidden),
-                ffi.cast("int64_t *", ids),
-                ffi.cast("float *", weights),
-                ffi.cast("uint8_t *", skip),
-                ffi.cast("uint16_t *", out),
-            ),
-        )
+        cast = ffi.cast
+        inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
+        return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
 
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
@@ -217,28 +190,23 @@ class Experts:
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
-
         Raises UnsupportedError for a method without such files.
         """
         packed, root = self.packed, Path(folder)
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
             raise UnsupportedError(
-                f"{packed.method} has no loose files that memory holds; convert with `ktconvert cpu`."
+                f"{packed.method} has no loose files of memory's order; convert with `ktconvert cpu`."
             )
-        names = {
-            (part, at): fmt.loose_path(part, tensor)
-            for part in packed.arrays
-            for at, tensor in enumerate(fmt.encoding.tensors(part.n, part.k))
-        }
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
-        for (part, at), name in names.items():
-            path = partial / str(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            publish.write_file(path, packed.arrays[part][at].data, sync=False)
+        for part, stored in packed.arrays.items():
+            for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
+                path = partial / str(fmt.loose_path(part, tensor))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish.write_file(path, data.data, sync=False)
         packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():
@@ -259,7 +227,7 @@ class Experts:
     def __copy__(self) -> Experts:
         """The same read-only weights and threads, closed on its own."""
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
+        vars(copied).update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
@@ -275,9 +243,7 @@ class Experts:
     def __enter__(self) -> Experts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self) -> tuple[Any, weights.LayerWeights, Any]:
@@ -306,10 +272,8 @@ class Experts:
         )
         if strict_ids and (outside := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, place = outside[0].tolist()
-            raise ValueError(
-                f"ids[{token}, {place}] is {ids[token, place]}, and layer {self.layer} has experts 0 to "
-                f"{self.num_experts - 1}; without strict_ids it adds nothing to token {token}"
-            )
+            what = f"is {ids[token, place]}, and layer {self.layer} has experts 0 to {self.num_experts - 1}"
+            raise ValueError(f"ids[{token}, {place}] {what}; without strict_ids it adds nothing to token {token}")
         return self.call_at(tokens, ids.shape[1], *addresses)
 
 
@@ -321,7 +285,7 @@ def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
         at[expert].append(place)
     for part, stored in packed.arrays.items():
         number = packed.rows[part.projection].number
-        if (actual := sum(data.nbytes for data in stored)) != (needed := _weight_bytes(number, part.n, part.k)):
+        if (actual := sum(data.nbytes for data in stored)) != (needed := sum(_weight_bytes(number, part.n, part.k))):
             raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")
         addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
         for place in at[part.expert]:
@@ -341,11 +305,7 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
     return numbers
 
 
-@functools.cache
-def _weight_bytes(number: int, n: int, k: int) -> int:
-    """Codes and scales of a weight [n, k] as C reads them, by the number of a method. Raises ValueError for other sizes
-    than it can have."""
-    return sum(kernels.weight_bytes(number, n, k))
+_weight_bytes = functools.cache(kernels.weight_bytes)
 
 
 def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
@@ -362,10 +322,8 @@ def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
 
 def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
-        raise ValueError(
-            f"{name} must be a contiguous array of {np.dtype(dtype)}, not {array.dtype} with strides {array.strides}"
-        )
+        actual = f"{array.dtype} with strides {array.strides}"
+        raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable")
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])

@@ -1,6 +1,4 @@
-"""The experts of a checkpoint as it was released, for kt-kernel's native methods: sliced into NUMA parts and put into
-the order of the kernels while a layer is loaded. No number changes.
-"""
+"""The experts of a checkpoint as it was released: cut into NUMA parts, in the kernels' order, layer by layer."""
 
 from __future__ import annotations
 
@@ -32,22 +30,12 @@ from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
+from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-from ktconvert.native_quant.runtime.weights import (
-    LayerWeights,
-    Requirements,
-    Status,
-    arrays_of,
-    check_limits,
-    contents,
-    in_parallel,
-    sizes_of,
-    tensors_of,
-)
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
@@ -89,15 +77,15 @@ class Checkpoint:
     def require_readable(self, layer: int) -> None:
         """As `damage`."""
 
-    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
         each = (self.model.linear(packed.grid.layer, expert, projection) for projection in PROJECTIONS)
         gate, up, down = (bf16_to_f32(decode(linear)) for linear in each)
         yield gate, up, down
 
-    def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+    def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
         """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1),
-        in the memory of the pool's nodes.
+        in the memory of the pool's nodes; no number changes.
 
         Raises UnsupportedError where it is not as required, or where the experts compute something else; InputError
         where tensors are missing, damaged or not finite.
@@ -105,17 +93,16 @@ class Checkpoint:
         with _remedies(self.path):
             model = self.model
             if layer not in model.moe_layers:
-                raise UnsupportedError(
-                    f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
-                )
+                has = f"holds no experts in layer {layer}, but in {ranges(self.layers)}"
+                raise UnsupportedError(f"{self.path}: {has}; give one of these.")
             rows = self.rows_of(layer, required.method)
             method = rows["gate"]
             count, h, i = model.shape(layer)
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
             grid = _grid(self.path, rows, ExpertGrid(layer, h, i), required.parts, len(pool.nodes))
-            check_limits(method.name, grid)
-            sizes = sizes_of(rows, grid, count)
+            weights.check_limits(method.name, grid)
+            sizes = weights.sizes_of(rows, grid, count)
             needed = [0] * grid.numa
             for (part, _), size in sizes.items():
                 needed[part.numa] += size * len(model.layers)
@@ -129,17 +116,18 @@ class Checkpoint:
                         of_part = StoredPart(part.of(linear), model.source, stored.one(expert))
                         rows[projection].put(of_part, arrays[part])
                     except kernels.NonFinite as bad:
-                        info = stored.values
                         where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
-                        what = f": {where} holds a number that is not finite"
-                        raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
+                        what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
+                        raise damaged_tensor(stored.values.name, what, path=path) from None
 
             with blocks(sizes, grid.numa, pool.nodes) as views:
-                arrays = arrays_of(tensors_of(rows), views)
-                in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
+                arrays = weights.arrays_of(rows, views)
+                weights.in_parallel(
+                    one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads
+                )
             for info in model.layer_tensors(layer):
                 model.source.release(info)
-            return LayerWeights(rows, grid, count, arrays)
+            return weights.LayerWeights(rows, grid, count, arrays)
 
     def rows_of(self, layer: int, required: str | None = None) -> dict[str, Method]:
         """The row, for each projection, of the method that computes a layer's experts as they are stored. Raises
@@ -152,35 +140,28 @@ class Checkpoint:
         stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in moe.weights.values()))
         if fitting:
             name = fitting["gate"].name
-            raise UnsupportedError(
-                f"{self.path}: the experts of layer {layer} are {stored}, which method {name} computes, not "
-                f"{required}; give method {name}, or convert with `ktconvert cpu`."
-            )
-        raise UnsupportedError(
-            f"{self.path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
-            f"{f', {required} neither' if required else ''}; convert the model with `ktconvert cpu`."
-        )
+            which = f"method {name} computes, not {required}; give method {name}, or convert with `ktconvert cpu`."
+        else:
+            neither = f", {required} neither" if required else ""
+            which = f"no method of this runtime computes{neither}; convert the model with `ktconvert cpu`."
+        raise UnsupportedError(f"{self.path}: the experts of layer {layer} are {stored}, which {which}")
 
     def _require_activation(self, layer: int, method: Method, swiglu: Swiglu) -> None:
-        """Raises UnsupportedError where config.json, or the shards of an output, say that the experts compute something
-        else than these settings do.
-        """
+        """Raises UnsupportedError where config.json or the shards of an output say otherwise than these settings."""
         model = self.model
         configured = in_config(model.source.config, model.activation, layer)
         what, remedy = "", "keep them on the GPU"
         facts, given = _facts(self.path) or {}, swiglu.activation
         if configured is None and facts.get("activation", given) != given:
-            raise UnsupportedError(
-                f"{self.path}: its manifest says activation {facts['activation']}, these settings say {given}; "
-                "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-            )
+            differ = f"its manifest says activation {facts['activation']}, these settings say {given}"
+            remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them"
+            raise UnsupportedError(f"{self.path}: {differ}; {remedy}.")
         if model.weights_on != "output":
             what = "multiply routing weights with their input"
         elif model.activation == "swiglu_oai":
             if configured != swiglu:
                 what = f"compute {ACTIVATIONS[model.activation]}"
-                if configured and ALPHA in method.swiglu:
-                    remedy = f"give {configured}"
+                remedy = f"give {configured}" if configured and ALPHA in method.swiglu else remedy
         elif model.activation not in ("silu", "swiglu_limit"):
             what = f"compute {ACTIVATIONS[model.activation]}"
         elif configured is not None and configured != swiglu:
@@ -199,8 +180,8 @@ def _rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
     """The row of a method for each projection; None where it does not compute the weights of all as they are stored."""
     rows = {}
     for projection in PROJECTIONS:
-        weights = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
-        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in weights)), None)
+        stored = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
+        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in stored)), None)
         if row is None:
             return None
         rows[projection] = row
@@ -242,40 +223,31 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
     parts = required if required is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
         legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
-        raise UnsupportedError(
-            f"{path}: method {name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
-            f"(threadpool_count): {legal}."
-        )
+        problem = f"method {name} cannot compute it in {parts} NUMA parts: {why}"
+        raise UnsupportedError(f"{path}: {problem}. Legal numbers of parts (threadpool_count): {legal}.")
     return replace(whole, numa=parts, unit=unit)
 
 
-# --- opening --------------------------------------------------------------------------------------
-
-
 def is_checkpoint(path: Path) -> bool:
-    """Whether weights in safetensors or GGUF lie in a directory that is no output for NUMA parts: a checkpoint as it
-    was released, or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made of one. A GGUF file is one, too.
+    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts: as released,
+    or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made.
     """
     if not path.is_dir():
         return path.suffix == GGUF.suffix
-    return _is_checkpoint_at(path.resolve(), contents(path))
+    return _is_checkpoint_at(path.resolve(), weights.contents(path))
 
 
 @functools.lru_cache(maxsize=64)
-def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
+def _is_checkpoint_at(path: Path, as_it_is: frozenset[weights.Status]) -> bool:
     if not any(any(path.glob(f"*{container.suffix}")) for container in CONTAINERS):
         return False
     return not is_output(path) or _facts(path) is not None
 
 
 def _facts(path: Path) -> Mapping[str, Any] | None:
-    """The facts of the manifest of an output that is a checkpoint for us, of `ktconvert cpu --layout kt` or of `gpu` in
-    RAWINT4's groups; None for any other directory.
-    """
-    if not path.is_dir():
-        return None
+    """The facts of the manifest of an output that is a checkpoint for us; None for any other directory."""
     try:
-        about = manifest.read(path)
+        about = manifest.read(path) if path.is_dir() else None
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(about.model.get("method"))) if about else None
@@ -290,11 +262,11 @@ def open_stored(path: Path) -> Checkpoint:
         raise InputError(f"{path}: does not exist; give a directory of experts or a GGUF file.")
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may lead to any name
     with _remedies(path):
-        return Checkpoint(path, _opened(place, contents(path)))
+        return Checkpoint(path, _opened(place, weights.contents(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
+def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> MoeModel:
     model = recognise(open_checkpoint(path))
     if _facts(path) is not None:
         open_converted(path).require_manifest()
@@ -312,12 +284,6 @@ def _remedies(path: Path) -> Iterator[None]:
         raise error.advising(AGAIN) from error
 
 
-# With the same members, for whoever computes with either.
-ExpertSource = Converted | Checkpoint
-
-
-def open_experts(path: Path) -> ExpertSource:
-    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError where there are no
-    experts.
-    """
+def open_experts(path: Path) -> Converted | Checkpoint:
+    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError for no experts."""
     return open_stored(path) if is_checkpoint(path) else open_converted(path)

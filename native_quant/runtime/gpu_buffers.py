@@ -28,18 +28,6 @@ class GpuBuffers(NamedTuple):
     w2_scale: Pointers
 
 
-class _Rectangle(NamedTuple):
-    """ktq_rectangle, with addresses."""
-
-    order: int
-    rows: int
-    columns: int
-    from_stride: int
-    row_stride: int
-    source: int
-    to: int
-
-
 def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job:
     """Starts to write what expert number `expert` computes with, after all earlier jobs of the experts' pool. wait()
     of the job returns once it is written.
@@ -50,19 +38,16 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
     in_rows = experts.packed.rows["gate"].in_rows
     if not in_rows:
         able = ", ".join(sorted(method.name for method in METHODS.values() if method.in_rows))
-        raise NotImplementedError(
-            f"method={experts.method!r} holds weights as no GPU kernel reads them (those of {able} can be written): "
-            "start SGLang without --kt-gpu-prefill-token-threshold"
-        )
+        why = f"holds weights as no GPU kernel reads them (those of {able} can be written)"
+        remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
+        raise NotImplementedError(f"method={experts.method!r} {why}: {remedy}")
     if not 0 <= expert < experts.num_experts:
         raise ValueError(f"expert_id is {expert}, and layer {experts.layer} has experts 0 to {experts.num_experts - 1}")
     multiple = max(panels.ROWS, *(of.columns for of in in_rows))
     if ranks < 1 or experts.intermediate % (ranks * multiple):
-        raise ValueError(
-            f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, must be a multiple of it "
-            f"times {multiple} for {experts.method}"
-        )
-    used = dict(zip(("weight", "scale"), in_rows, strict=False))
+        needed = f"must be a multiple of it times {multiple} for {experts.method}"
+        raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
+    used = ("weight", "scale")[: len(in_rows)]
     for name, addresses in buffers._asdict().items():
         if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
@@ -74,7 +59,7 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
         for at, (of, data) in enumerate(zip(in_rows, stored, strict=True))
         for rectangle in _of_part(part, of, data.__array_interface__["data"][0], ranks, experts, buffers, at)
     ]
-    items = ffi.new("ktq_rectangle[]", [tuple(_in_c(x)) for x in rectangles])
+    items = ffi.new("ktq_rectangle[]", rectangles)
     job = ffi.new("ktq_job **")
     check(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, job))
     started = Job(job[0], packed.require_whole, (experts.pool, packed, items))
@@ -82,17 +67,11 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
     return started
 
 
-def _in_c(rectangle: _Rectangle) -> Iterator[Any]:
-    yield from rectangle[:-2]
-    yield from (ffi.cast("void *", address) for address in rectangle[-2:])
-
-
 def _of_part(
     part: Part, of: InRows, source: int, ranks: int, experts: Experts, buffers: GpuBuffers, at: int
-) -> Iterator[_Rectangle]:
-    """What of a tensor of a part each rank gets. source: its address; at: its number among the part's tensors."""
-    width = experts.intermediate // ranks
-    share = experts.intermediate // experts.parts
+) -> Iterator[tuple[Any, ...]]:
+    """A ktq_rectangle for what each rank gets of a part's tensor. source: its address; at: its number in the part."""
+    width, share = experts.intermediate // ranks, experts.intermediate // experts.parts
     for rank in range(ranks):
         first = max(part.numa * share, rank * width)
         last = min((part.numa + 1) * share, (rank + 1) * width)
@@ -107,12 +86,6 @@ def _of_part(
             row_stride = of.items(part.k) * of.size
             to = buffers[at][rank] + ((part.projection == "up") * width + written) // of.rows * row_stride
             row, column, rows, columns = skipped, 0, last - first, part.k
-        yield _Rectangle(
-            of.order,
-            rows // of.rows,
-            of.items(columns) * (of.size if of.order == lib.KTQ_IN_ROWS else 1),
-            of.stride(part.k),
-            row_stride,
-            source + of.offset(row, column, part.k),
-            to,
-        )
+        items = of.items(columns) * (of.size if of.order == lib.KTQ_IN_ROWS else 1)
+        addresses = (ffi.cast("void *", address) for address in (source + of.offset(row, column, part.k), to))
+        yield of.order, rows // of.rows, items, of.stride(part.k), row_stride, *addresses

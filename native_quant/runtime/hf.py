@@ -2,8 +2,7 @@
 
 Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs,
 so that from_pretrained(OUT) loads its experts. Each routed-experts module is replaced before weights are loaded, so
-transformers has no use for the expert tensors of the checkpoint and reads none of them. Hot experts, if any are chosen,
-are read here, from the same checkpoint or another one.
+that transformers reads none of the checkpoint's expert tensors.
 """
 
 from __future__ import annotations
@@ -35,19 +34,15 @@ from ktconvert.native_quant.runtime.pool import shared_pool
 class KTConvertConfig(QuantizationConfigMixin):
     """Where the routed experts come from, and how they are computed.
 
-    cpu_weights  a directory that `ktconvert cpu` or kt-kernel's converter wrote, or a checkpoint whose experts are
-                 computed as they are stored; None: the one that is loaded
+    cpu_weights  converted weights, or a checkpoint whose experts are computed as they are stored; None: the loaded one
     exact        kt-kernel's rounding, bit for bit
     threads      threads of the experts; None: the physical cores that this process may use
     memory       as for Experts.load
-
-    Experts that torch computes instead, on the GPU if there is one; by default none:
-    gpu_experts_mask   which: a bool tensor [decoder layers, experts], or a safetensors file that holds it by this name
+    gpu_experts_mask   experts that torch computes instead, on the GPU if there is one: a bool tensor [decoder layers,
+                       experts], or a safetensors file that holds it by this name
     num_gpu_experts    instead: this many of each layer, the first ones
     gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the loaded one
-
-    In a checkpoint that is itself quantized these experts take the place of its own: FP8 weights beside them are
-    dequantized, and what cannot be combined is refused. Raises UsageError for options that do not go together.
+    Raises UsageError for options that do not go together.
     """
 
     def __init__(
@@ -63,14 +58,11 @@ class KTConvertConfig(QuantizationConfigMixin):
     ) -> None:
         hot_mask.check(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
-            raise UsageError(
-                "gpu_experts names a checkpoint; choose experts of it with gpu_experts_mask or num_gpu_experts"
-            )
+            remedy = "choose experts of it with gpu_experts_mask or num_gpu_experts"
+            raise UsageError(f"gpu_experts names a checkpoint; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
-        self.exact = exact
-        self.threads = threads
-        self.memory = memory
+        self.exact, self.threads, self.memory = exact, threads, memory
         self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
         self.gpu_experts_mask = _plain(gpu_experts_mask)
         self.num_gpu_experts = num_gpu_experts
@@ -98,7 +90,7 @@ class KTConvertQuantizer(HfQuantizer):
         """Replace the experts, and have transformers skip the checkpoint's tensors of exactly these modules silently.
 
         Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
-        and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
+        and the errors of Experts.load, hot_mask.per_layer and HotWeights.
         """
         settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
@@ -148,9 +140,7 @@ class KTConvertQuantizer(HfQuantizer):
         where = self.quantization_config.gpu_experts
         root = folder if where is None else Path(where).expanduser()
         if root is None:
-            raise UsageError(
-                "the model is not loaded from files; pass the checkpoint of the hot experts as gpu_experts"
-            )
+            raise UsageError("the model is not loaded from files; pass the hot experts' checkpoint as gpu_experts")
         source = HotWeights(root)
         for module in modules:
             source.require(module.layer, (module.num_experts, module.hidden, module.intermediate))
@@ -162,14 +152,12 @@ class KTConvertQuantizer(HfQuantizer):
         missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
-            raise UnsupportedError(
-                f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; "
-                "convert all layers"
-            )
-        pool = shared_pool(settings.threads)
-        swiglu = {module.layer: source.swiglu_of(module.layer) for module in modules}
-        return {
-            module.layer: Experts.load(
+            layers = ", ".join(map(str, missing))
+            raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
+        pool, loaded = shared_pool(settings.threads), {}
+        for module in modules:
+            limit, alpha = source.swiglu_of(module.layer)
+            loaded[module.layer] = Experts.load(
                 root,
                 module.layer,
                 num_experts=module.num_experts,
@@ -178,11 +166,10 @@ class KTConvertQuantizer(HfQuantizer):
                 memory=settings.memory,
                 pool=pool,
                 exact=settings.exact,
-                swiglu_limit=swiglu[module.layer].limit,
-                swiglu_alpha=swiglu[module.layer].alpha,
+                swiglu_limit=limit,
+                swiglu_alpha=alpha,
             )
-            for module in modules
-        }
+        return loaded
 
     def is_serializable(self) -> bool:
         """Asked by save_pretrained. Raises ValueError with the way to a directory that holds everything."""
@@ -194,9 +181,8 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Asked by model.dequantize. Raises NotImplementedError."""
-        raise NotImplementedError(
-            "experts stay as they were converted; load the original model without KTConvertConfig"
-        )
+        remedy = "load the original model without KTConvertConfig"
+        raise NotImplementedError(f"experts stay as they were converted; {remedy}")
 
     @property
     def is_trainable(self) -> bool:
@@ -211,13 +197,10 @@ OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num
 
 @register_quantization_config(cpu_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
-    """The quantization_config in an output's config.json: the experts are in the same directory. facts: what else it
-    says there, and OPTIONS.
-    """
+    """The quantization_config in an output's config.json, with OPTIONS: the experts are in the same directory."""
 
     def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **facts: Any) -> None:
-        options = {name: facts[name] for name in OPTIONS if name in facts}
-        super().__init__(quant_method=quant_method, **options)
+        super().__init__(quant_method=quant_method, **{name: facts[name] for name in OPTIONS if name in facts})
 
 
 @register_quantizer(cpu_card.QUANT_METHOD)
@@ -228,10 +211,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
     _renamings: tuple[Any, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Check the output's files, here since no other method gets the config before transformers looks for files.
-
-        Raises UnsupportedError for an output without safetensors files.
-        """
+        """Raises UnsupportedError for an output without safetensors files, before transformers looks for others."""
         config.transformers_weights = None
         if config.name_or_path:
             hf_rest.require_files(Path(config.name_or_path))
@@ -242,14 +222,12 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint, except that tensors have kt-kernel's names.
-
-        Also raises UnsupportedError for an output that lacks a part of the rest of the model.
+        """As for another checkpoint, except that tensors have kt-kernel's names. Also raises UnsupportedError for an
+        output that lacks a part of the rest of the model.
         """
         if not checkpoint_files:
-            raise UsageError(
-                "experts can only be loaded from files; pass the directory of an output to from_pretrained"
-            )
+            remedy = "pass the directory of an output to from_pretrained"
+            raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
         modules = find_experts(model, open_experts(root).swiglu_of)
         renamings = hf_rest.renamings(model, modules)
@@ -270,9 +248,8 @@ _get_hf_quantizer = _loading.get_hf_quantizer
 
 
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours.
-
-    Raises UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
+    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours. Raises
+    UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
     """
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)
@@ -295,11 +272,10 @@ def _put_first(module: torch.nn.Module, experts: Experts) -> None:
     """Make experts within a module its first attribute, so that pickle meets them before anything else and says their
     sentence: hooks that transformers adds for router logits and hidden states cannot be pickled, either.
     """
-    attributes = vars(module)
-    if FIRST not in attributes:
-        others = dict(attributes)
-        attributes.clear()
-        attributes.update({FIRST: experts, **others})
+    if FIRST not in vars(module):
+        others = dict(vars(module))
+        vars(module).clear()
+        vars(module).update({FIRST: experts, **others})
 
 
 def _below(model: Any, module: ExpertModule) -> str:

@@ -36,11 +36,8 @@ class RoutedExperts(torch.nn.Module):
 
     def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
         super().__init__()
-        self.layer = layer
-        self.experts = experts
-        self.num_experts = experts.num_experts
-        self.zero_ids = zero_ids
-        self.hot = hot
+        self.layer, self.experts, self.num_experts = layer, experts, experts.num_experts
+        self.zero_ids, self.hot = zero_ids, hot
         self._register()
 
     def _register(self) -> None:
@@ -64,10 +61,8 @@ class RoutedExperts(torch.nn.Module):
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
         weights = top_k_weights.to(CPU, torch.float32).contiguous()
-        if is_direct(hidden, weights):
-            out = self.compute(hidden, ids, weights)
-        else:
-            out = routed_experts(hidden, ids, weights, self._handle)
+        direct = is_direct(hidden, weights)
+        out = self.compute(hidden, ids, weights) if direct else routed_experts(hidden, ids, weights, self._handle)
         return out.reshape(hidden_states.shape)
 
     def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -102,10 +97,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A routed-experts module that is to be replaced: its name in the model, its layer, and the sizes E, H and I.
-
-    zero_ids  as in RoutedExperts
-    """
+    """A routed-experts module that is to be replaced; zero_ids as in RoutedExperts."""
 
     name: str
     layer: int
@@ -120,9 +112,8 @@ def find_experts(
 ) -> list[ExpertModule]:
     """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
 
-    Where a model has several stacks of layers (a talker beside the thinker), the one named in the table of
-    architectures is used. swiglu_of: what a layer's weights are to compute. Raises UnsupportedError for a model without
-    such modules, and for experts that compute another function than the weights.
+    Of several stacks of layers (a talker beside the thinker), the one in the table of architectures. swiglu_of: what a
+    layer's weights compute. Raises UnsupportedError without such modules, and for experts that compute otherwise.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -133,10 +124,8 @@ def find_experts(
     what = type(model).__name__
     if len(prefixes) != 1:
         if modules:
-            raise UnsupportedError(
-                f"{what}: has experts under several names ({', '.join(map(repr, modules))}); "
-                "load it without cpu_weights"
-            )
+            names = ", ".join(map(repr, modules))
+            raise UnsupportedError(f"{what}: has experts under several names ({names}); load it without cpu_weights")
         import transformers
 
         raise UnsupportedError(
@@ -144,10 +133,11 @@ def find_experts(
             " (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights,"
             " or without trust_remote_code if the model brings classes of its own"
         )
-    layers = Counter(layer for layer, _, _ in modules[prefixes[0]])
+    found = modules[prefixes[0]]
+    layers = Counter(layer for layer, _, _ in found)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
-    for layer, name, module in modules[prefixes[0]]:
+    for layer, name, module in found:
         swiglu = swiglu_of(layer)
         ours = "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
         for differs, why in REFUSALS:
@@ -156,10 +146,7 @@ def find_experts(
                     f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
                     " the routing weights on the output; load it without cpu_weights"
                 )
-    return [
-        ExpertModule(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
-        for layer, name, module in modules[prefixes[0]]
-    ]
+    return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
 
 
 def _is_3d(module: torch.nn.Module, name: str) -> bool:
@@ -202,14 +189,10 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
 )
 
 
-# --- torch's operator -------------------------------------------------------------------------------
-#
 # A layer's routed experts as one operator of torch, `ktconvert::routed_experts`: torch.compile, torch.export and
-# torch.jit.trace record the call and look no further, and autograd learns that no gradient comes back through it.
-#
-# In a recorded program the experts are a handle: a number, which counts those that have one name, and the name, such as
-# "layer 0 of /models/OUT". A program that was saved finds them where a model with the experts of that directory is
-# loaded. The handle is a tensor, so that layers that are compiled one by one share their code.
+# torch.jit.trace record the call and look no further. In a recorded program the experts are a handle: a number, which
+# counts those that have one name, and the name, such as "layer 0 of /models/OUT", by which a program that was saved
+# finds them. The handle is a tensor, so that layers that are compiled one by one share their code.
 
 NUMBER_BYTES = 8  # the handle begins with the number
 PADDED = 256  # bytes of a handle, or a multiple
@@ -218,15 +201,12 @@ NO_GRADIENT = (
     "without KTConvertConfig, so that transformers computes its experts; to compute without gradients, call the model "
     "under torch.no_grad() or torch.inference_mode()"
 )
-
-
 _named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
 
 
 def register(experts: RoutedExperts, name: str) -> torch.Tensor:
-    """The handle by which the operator calls these RoutedExperts as long as they live.
-
-    Experts of the same name compute the same.
+    """The handle by which the operator calls these RoutedExperts as long as they live. Experts of the same name compute
+    the same.
     """
     number = next(number for number in itertools.count() if (name, number) not in _named)
     _named[name, number] = experts
@@ -292,9 +272,8 @@ def _likes(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ids, _, handle = inputs
-    ctx.k = ids.shape[1]
-    ctx.save_for_backward(handle)
+    ctx.k = inputs[1].shape[1]
+    ctx.save_for_backward(inputs[3])
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,6 +1,5 @@
 """What transformers loads beside the routed experts: of an output of `ktconvert cpu`, whether it holds the whole model,
 by which names; of a quantized checkpoint, weights that transformers dequantizes while it loads, or that we refuse.
-transformers takes one quantization per model, and our experts are one.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
     match = LAYER.fullmatch(modules[0].name)
     assert match is not None
     stack = match["prefix"]
-    siblings = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
-    return [
-        WeightRenaming(source_patterns=r"^blk\.", target_patterns=f"{stack}layers."),
-        *(WeightRenaming(source_patterns=rf"^{name}\.", target_patterns=f"{stack}{name}.") for name in siblings),
-    ]
+    names = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
+    pairs = ("blk", "layers"), *zip(names, names, strict=True)
+    return [WeightRenaming(source_patterns=rf"^{a}\.", target_patterns=f"{stack}{b}.") for a, b in pairs]
 
 
 def require_rest(
@@ -67,10 +64,8 @@ def require_rest(
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
     packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
     if packed is not None:
-        raise UnsupportedError(
-            f"{root}: {packed.name} is quantized itself ({packed.dtype}), and only routed experts can be; convert what "
-            "`ktconvert dequantize` writes of the original checkpoint"
-        )
+        what = f"{packed.name} is quantized itself ({packed.dtype}), and only routed experts can be"
+        raise UnsupportedError(f"{root}: {what}; convert what `ktconvert dequantize` writes of the original checkpoint")
     names = [entry.name for entry in entries]
     missing = sorted(needed_tensors(model, modules) - targets(model, names, first))
     if missing:
@@ -82,13 +77,9 @@ def needed_tensors(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     """The tensors that the checkpoint must have, by their names in the model."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{module.name}." for module in modules)
-    return {
-        name
-        for name in model.state_dict()
-        if not name.startswith(experts)
-        and name not in model.all_tied_weights_keys
-        and not any(pattern.search(name) for pattern in optional)
-    }
+    own = (name for name in model.state_dict() if not name.startswith(experts))
+    stored = (name for name in own if name not in model.all_tied_weights_keys)
+    return {name for name in stored if not any(pattern.search(name) for pattern in optional)}
 
 
 def targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
@@ -111,10 +102,8 @@ def _load_the_original(root: Path, why: str) -> str:
     readme = root / "README.md"
     base = BASE_MODEL.search(readme.read_text(errors="replace")) if readme.is_file() else None
     original = repr(base[1]) if base else "ORIGINAL"
-    return (
-        f"{root}: {why}; load the checkpoint that it was converted from, with these experts:"
-        f" from_pretrained({original}, quantization_config=KTConvertConfig(cpu_weights={str(root)!r}))"
-    )
+    call = f"from_pretrained({original}, quantization_config=KTConvertConfig(cpu_weights={str(root)!r}))"
+    return f"{root}: {why}; load the checkpoint that it was converted from, with these experts: {call}"
 
 
 def give_way(config: Any, model: str) -> None:
@@ -130,10 +119,9 @@ def give_way(config: Any, model: str) -> None:
         if method in (NAME, cpu_card.QUANT_METHOD):
             continue
         if method == METHOD and own.get("format") != FORMAT:
-            raise UnsupportedError(
-                f"{model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can be "
-                f"combined with others; give what `ktconvert dequantize {model} BF16` writes, with the same CPU weights"
-            )
+            which = "only routed experts that `ktconvert gpu` packed can be combined with others"
+            remedy = f"give what `ktconvert dequantize {model} BF16` writes, with the same CPU weights"
+            raise UnsupportedError(f"{model}: is quantized itself ({method}), and {which}; {remedy}")
         vars(part).pop("quantization_config", None)
 
 
@@ -154,10 +142,9 @@ def dequantizer(root: Path) -> Any:
         rest = other_tensors(source, experts, quantization).tensors
         packed = next((name for name, stored in rest.items() if isinstance(stored, Weight)), None)
     if packed is not None:
-        raise UnsupportedError(
-            f"{root}: {packed} is quantized itself ({quantization.method}), and only routed experts and FP8 can be; "
-            f"give what `ktconvert dequantize {root} BF16` writes, with {root} as cpu_weights"
-        )
+        what = f"{packed} is quantized itself ({quantization.method}), and only routed experts and FP8 can be"
+        remedy = f"give what `ktconvert dequantize {root} BF16` writes, with {root} as cpu_weights"
+        raise UnsupportedError(f"{root}: {what}; {remedy}")
     return None
 
 
@@ -171,7 +158,6 @@ def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequenc
     plain = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
     packed = needed_tensors(model, modules) & targets(model, plain, ())
     if packed:
-        raise UnsupportedError(
-            f"{root}: is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these can be combined "
-            f"with others; give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"
-        )
+        what = f"is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these combine with others"
+        remedy = f"give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"
+        raise UnsupportedError(f"{root}: {what}; {remedy}")

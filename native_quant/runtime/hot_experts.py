@@ -24,15 +24,13 @@ from ktconvert.quantizers.packed import signed_codes
 if TYPE_CHECKING:
     import torch
 
-
 LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
+REMEDY = "choose fewer hot experts"
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub.
-
-    Only headers are read before the first expert is. Raises InputError where it is damaged or lacks an expert,
-    UnsupportedError where its experts cannot be read.
+    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first. Raises
+    InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
     """
 
     def __init__(self, where: str | Path) -> None:
@@ -42,23 +40,18 @@ class HotWeights:
 
     def require(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Raises UnsupportedError where a layer is missing, or has other sizes E, H, I than the loaded model."""
-        sizes = self.model.shape(layer) if layer in self.model.layers else None
-        if sizes is None:
-            raise UnsupportedError(
-                f"{self.root}: holds no experts of layer {layer}, which the model has; give a checkpoint of this model"
-            )
-        if sizes != shape:
-            raise UnsupportedError(
-                f"{self.root}: layer {layer} has {sizes[0]} experts of hidden size {sizes[1]} and width {sizes[2]}, "
-                f"the model {shape[0]} of {shape[1]} and {shape[2]}; give a checkpoint of this model"
-            )
+        e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
+        what = f"layer {layer} has {e} experts of hidden size {h} and width {i}, the model {{}} of {{}} and {{}}"
+        if not e:
+            what = f"holds no experts of layer {layer}, which the model has"
+        if (e, h, i) != shape:
+            raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
     def linear(
         self, layer: int, expert: int, projection: str
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales.
-
-        The caller owns the arrays. Raises InputError for scales that are not finite.
+        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. The caller
+        owns the arrays. Raises InputError for scales that are not finite.
         """
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
@@ -71,14 +64,9 @@ class HotWeights:
         largest = float(np.max(np.abs(linear.scales)))
         if largest > LARGEST:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
-            raise InputError(
-                f"{self._source.path(scale)}: tensor {scale.name!r} holds {largest}, "
-                "more than BF16 weights can have; make this checkpoint again"
-            )
+            what = f"tensor {scale.name!r} holds {largest}, more than BF16 weights can have"
+            raise InputError(f"{self._source.path(scale)}: {what}; make this checkpoint again")
         return values, linear.scales
-
-
-REMEDY = "choose fewer hot experts"
 
 
 class HotExperts:
@@ -102,7 +90,6 @@ class HotExperts:
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.
-
         hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that the CPU never waits for a GPU.
         """
         import torch
@@ -139,16 +126,13 @@ def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.d
     need = count * 3 * hidden * width * 2
     free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
     if need > free:
-        raise ResourceError(
-            f"{count} hot experts take {need / 2**30:.1f} GiB in BF16, and {where} has "
-            f"{free / 2**30:.1f} GiB left; {REMEDY}"
-        )
+        what = f"take {need / 2**30:.1f} GiB in BF16, and {where} has {free / 2**30:.1f} GiB left"
+        raise ResourceError(f"{count} hot experts {what}; {REMEDY}")
 
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
-    """The hot experts of one layer, read and unpacked by several threads.
-
-    No other expert is read. Raises the errors of HotWeights.linear.
+    """The hot experts of one layer, read and unpacked by several threads. No other expert is read. Raises the errors of
+    HotWeights.linear.
     """
     import torch
 

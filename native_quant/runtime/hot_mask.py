@@ -61,14 +61,12 @@ def per_layer(
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
     where = mask if isinstance(mask, str) else KEY
     table: npt.NDArray[Any] = read(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
+    shape = list(table.shape)
     if table.dtype != np.bool_ or table.ndim != 2:
-        raise InputError(
-            f"{where}: is {table.dtype} of shape {list(table.shape)}; bool [decoder layers, experts] is needed"
-        )
+        raise InputError(f"{where}: is {table.dtype} of shape {shape}; bool [decoder layers, experts] is needed")
     for layer, total in experts.items():
         if table.shape != (layers, total):
-            raise InputError(
-                f"{where}: has shape {list(table.shape)}, but the model has {layers} decoder layers, "
-                f"and layer {layer} has {total} experts; a mask of shape {[layers, total]} is needed"
-            )
+            has = f"{layers} decoder layers, and layer {layer} has {total} experts"
+            needed = f"a mask of shape {[layers, total]} is needed"
+            raise InputError(f"{where}: has shape {shape}, but the model has {has}; {needed}")
     return {layer: table[layer].copy() for layer in experts}

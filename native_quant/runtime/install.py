@@ -25,10 +25,8 @@ def cpu_variant() -> str:
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
-    """Which experts go to the GPU: the `num_gpu_experts` most often used of all layers.
-
-    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU. Numbers below 0 mean none, numbers
-    above the total all.
+    """Which experts go to the GPU: the `num_gpu_experts` most often used of all layers; below 0: none, above all: all.
+    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU.
     """
     import torch
 
@@ -66,18 +64,15 @@ class _Provided(ModuleType):
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` in this process import ktconvert's KTMoEWrapper.
-
-    Call it before anything imports kt_kernel. Raises RuntimeError if the real kt_kernel is already imported, since its
-    importers would go on using it.
+    """Make `import kt_kernel` in this process import ktconvert's KTMoEWrapper. Call it before anything imports
+    kt_kernel. Raises RuntimeError if the real kt_kernel is already imported, since its importers would go on using it.
     """
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _Provided):
         return
     if present is not None:
-        raise RuntimeError(
-            "the real kt_kernel is imported already; call install_as_kt_kernel() before anything imports kt_kernel"
-        )
+        remedy = "call install_as_kt_kernel() before anything imports kt_kernel"
+        raise RuntimeError(f"the real kt_kernel is imported already; {remedy}")
     kernels.isa()  # a wrong KTCONVERT_ISA is reported here, as kt_kernel does when it is imported
     module, extension = (_Provided(name, __doc__) for name in PROVIDED)
     for each in (module, extension):

@@ -1,6 +1,4 @@
-"""A layer's forwards: for tensors on the CPU, synchronous or in the background, and for tensors on a GPU, as copies and
-jobs that are ordered by a CUDA stream, also under graph capture.
-"""
+"""A layer's forwards: of tensors on the CPU, and of tensors on a GPU, as copies and jobs in a CUDA stream's order."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class WrappedLayer:
-    """A wrapper's settings, for OnCpu and OnStream.
-
-    mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a token that a forward may
-    leave to the next layer.
+    """A wrapper's settings. mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a
+    token that a forward may leave to the next layer.
     """
 
     experts: Experts
@@ -46,8 +42,7 @@ class WrappedLayer:
         tokens, topk = ids.shape
         addresses = (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), self.mask.data_ptr(), out.data_ptr())
         call = self.experts.call_at(tokens, topk, *addresses)
-        if add:
-            call.add = 1
+        call.add = add
         return call
 
 
@@ -128,17 +123,14 @@ class OnCpu:
         layer.member.leave(Deferred(job, layer.experts.pool, out, self._cpu))
 
 
-def check_shapes(
-    layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Size, torch.Size]:
-    """The shapes of hidden and ids; ValueError if they do not go together."""
+def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raises ValueError for shapes that do not go together."""
     shape, pairs = hidden.shape, ids.shape
     if shape[-1] != layer.experts.hidden or pairs != weights.shape or pairs[:-1] != shape[:-1] or len(shape) < 2:
         raise ValueError(
             f"hidden_states must be [tokens, {layer.experts.hidden}], topk_ids and topk_weights [tokens, k]; these are "
             f"{tuple(shape)}, {tuple(pairs)} and {tuple(weights.shape)}"
         )
-    return shape, pairs
 
 
 def _like(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -177,9 +169,9 @@ class OnStream:
 
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         layer, here, following = self._layer, self._set, (self._set + 1) % DEPTH
-        shape, pairs = check_shapes(layer, hidden, ids, weights)
+        check_shapes(layer, hidden, ids, weights)
         layer.experts.packed.require_whole()  # what was lost in forwards that nobody waited for
-        tokens, topk = shape[:-1].numel(), pairs[-1]
+        tokens, topk = hidden.shape[:-1].numel(), ids.shape[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
         buffers = layer.member.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
@@ -189,12 +181,8 @@ class OnStream:
         for reader in buffers.readers[here]:
             streams.launch(stream, WAIT, reader)
         now, later = layer.split(ids.long(), weights)
-        for buffer, tensor in (
-            (buffers.hidden, hidden),
-            (buffers.weights, weights),
-            (buffers.ids, now),
-            (buffers.late_ids, later),
-        ):
+        pairs = (buffers.hidden, hidden), (buffers.weights, weights), (buffers.ids, now), (buffers.late_ids, later)
+        for buffer, tensor in pairs:
             if tensor is not None:
                 buffer[here].copy_(tensor, non_blocking=True)
         job = self._job(buffers, "now" if previous is None else "add")

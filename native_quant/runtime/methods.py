@@ -1,6 +1,5 @@
 """The runtime's methods, a row for each: kt-kernel's name, which weights it computes with, how these lie in memory, and
-the kernels that compute it. KTMoEWrapper, Experts, the loaders, `bench`, `doctor` and `verify --run` read the rows;
-docs/reference/methods.md shows them.
+the kernels that compute it. docs/reference/methods.md shows them.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a panel
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a linear as a checkpoint holds it.
-
-    part     the part; `origin` says where it begins in the whole linear
-    source   the checkpoint
-    tensors  of the whole linear, by role
-    """
+    """A part of a linear as a checkpoint holds it, whose `origin` is in the whole linear; its tensors by role."""
 
     part: Matrix
     source: TensorSource
@@ -167,11 +161,8 @@ def _stored_as(
     """Weights of these encodings whose rows lie one after the other, if given with a scale for each such block."""
 
     def reads(weight: Weight, layer: MoeLayer) -> bool:
-        in_rows = (
-            not layer.input_major
-            and layer.style not in GGUF_STYLES
-            and not (isinstance(layer.style, Fused) and layer.style.interleaved)
-        )
+        interleaved = isinstance(layer.style, Fused) and layer.style.interleaved
+        in_rows = not layer.input_major and layer.style not in GGUF_STYLES and not interleaved
         return weight.encoding.name in encodings and in_rows and (block is None or weight.fit() == block(weight))
 
     return reads
@@ -241,9 +232,7 @@ def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
 
 
 def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[TensorInfo, TensorInfo]]:
-    """Codes of 4 bits in two's complement, as MXFP4's, and by panels a scale for each group of columns with its 32
-    rows.
-    """
+    """Codes of 4 bits in two's complement, in MXFP4's order, and by panels a scale for each group of columns, row."""
     size = {"BF16": 2, "F32": 4}[dtype]
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
@@ -254,9 +243,7 @@ def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[Tenso
 
 
 def _reads_raw(weight: Weight, layer: MoeLayer) -> bool:
-    """compressed-tensors' symmetric integers in groups of 32 columns, with neither zero points nor an order of columns,
-    and scales in BF16.
-    """
+    """compressed-tensors' symmetric integers in groups of 32 neighbouring columns, with scales in BF16."""
     return _stored_as("INT4", block=lambda _: (4, 32))(weight, layer) and weight.tensors["scale"].dtype == "BF16"
 
 
@@ -269,18 +256,9 @@ def _gptq(group: int, number: int) -> Method:
         said = weight.quantization
         return weight.fit()[1] == group and False not in said.symmetric and True not in said.ordered
 
-    return Method(
-        "GPTQ_INT4",
-        number,
-        "BF16",
-        f"4-bit integers, float32 for each {group} columns of a row",
-        group,
-        _integer_tensors(group, "F32"),
-        reads=reads,
-        write=_write_integers,
-        swiglu=(LIMIT,),
-        type=f"groups of {group}",
-    )
+    weights = f"4-bit integers, float32 for each {group} columns of a row"
+    row = Method("GPTQ_INT4", number, "BF16", weights, group, _integer_tensors(group, "F32"), type=f"groups of {group}")
+    return replace(row, reads=reads, write=_write_integers, swiglu=(LIMIT,))
 
 
 def _write_integers(stored: StoredPart, out: Sequence[Bytes]) -> None:
@@ -336,19 +314,8 @@ def _of_type(
         sizes = zip(("codes", "scales"), kernels.weight_bytes(number, n, k), strict=True)
         return tuple(TensorInfo(tensor, "U8", (size,), size) for tensor, size in sizes)
 
-    return Method(
-        "LLAMAFILE",
-        number,
-        "BF16",
-        weights,
-        GGML_MULTIPLE,
-        tensors_of,
-        reads=reads,
-        write=write,
-        swiglu=(LIMIT,),
-        unit=GGML_UNIT,
-        type=name,
-    )
+    row = Method("LLAMAFILE", number, "BF16", weights, GGML_MULTIPLE, tensors_of, type=name, unit=GGML_UNIT)
+    return replace(row, reads=reads, write=write, swiglu=(LIMIT,))
 
 
 GGML_MULTIPLE = 128
@@ -365,24 +332,15 @@ def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
 
 
 FP8_CODES = InRows(lib.KTQ_PANEL_BYTES, 1, 1, 1)
+ROWS_OF_4, ROWS_OF_8 = (f"{bits}-bit integers, float32 for each row" for bits in (4, 8))
+K_SCALES = "6 bits and a least value for each 32 columns of a row, FP16 for 256"
 
 METHODS: dict[str, Method] = _by_name(
     (
-        _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", "4-bit integers, float32 for each row"),
-        _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", "8-bit integers, float32 for each row"),
-        *(
-            _packed(
-                encoding,
-                number,
-                "int8",
-                f"{encoding.grid.bits}-bit integers, float32 for each row",
-                arrange=amx.to_tiles,
-            )
-            for encoding, number in (
-                (amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4),
-                (amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8),
-            )
-        ),
+        _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", ROWS_OF_4),
+        _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", ROWS_OF_8),
+        _packed(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, "int8", ROWS_OF_4, arrange=amx.to_tiles),
+        _packed(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, "int8", ROWS_OF_8, arrange=amx.to_tiles),
         _packed(
             plain.PANELS,
             lib.KTQ_FORMAT_BF16,
@@ -458,16 +416,8 @@ METHODS: dict[str, Method] = _by_name(
         _gptq(32, lib.KTQ_FORMAT_GPTQ_INT4_32),
         _of_type("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"),
         _of_type("Q8_0", lib.KTQ_FORMAT_Q8_0, "8-bit integers, FP16 for each 32 columns of a row"),
-        _of_type(
-            "Q4_K",
-            lib.KTQ_FORMAT_Q4_K,
-            "4-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
-        ),
-        _of_type(
-            "Q5_K",
-            lib.KTQ_FORMAT_Q5_K,
-            "5-bit integers, 6 bits and a least value for each 32 columns of a row, FP16 for 256",
-        ),
+        _of_type("Q4_K", lib.KTQ_FORMAT_Q4_K, f"4-bit integers, {K_SCALES}"),
+        _of_type("Q5_K", lib.KTQ_FORMAT_Q5_K, f"5-bit integers, {K_SCALES}"),
         _of_type("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
         _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_packed(fp4.PANELS)),
         _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_packed(plain.PANELS)),
@@ -494,14 +444,10 @@ def check(mode: str, method: str, swiglu: Swiglu) -> None:
     if method not in known:
         raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
     if mode == "sft":
-        raise NotImplementedError(
-            f"ktconvert does not train: mode='sft' with method={method!r} needs kt-kernel itself."
-        )
+        raise NotImplementedError(f"ktconvert does not train: mode='sft', method={method!r} needs kt-kernel itself.")
     if method not in METHODS:
-        raise NotImplementedError(
-            f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}. "
-            "Convert with `ktconvert cpu --quant-method int4` or another."
-        )
+        what = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
+        raise NotImplementedError(f"{what}. Convert with `ktconvert cpu --quant-method int4` or another.")
     check_swiglu(method, swiglu)
 
 

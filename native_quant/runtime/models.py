@@ -1,13 +1,12 @@
-"""Which wrappers are the layers of one model, and what these share: kt-kernel's interface names a directory and a
-number only, and several models of a process may have the same ones.
+"""Which wrappers are the layers of one model: kt-kernel's interface names a directory and a number only, and several
+models of a process may have the same ones. They share pinned buffers and deferred experts.
 
-They share pinned buffers and deferred experts, as in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L
+As in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L
 computes the topk - d experts of largest weight at once (`select`); the others begin right after, on the same inputs,
 and their sum, rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is
 immediate for one token of a batch is immediate for all of them. The last layer's deferred experts would never be added:
-give it d = 0, as SGLang does. Unlike kt-kernel we add deferred experts only once (kt-kernel adds them with every call
-of layer L), and raise ValueError where the next layer is called with another number of tokens (kt-kernel reads another
-buffer).
+give it d = 0, as SGLang does. Unlike kt-kernel we add deferred experts only once, not with every call of layer L, and
+raise ValueError where the next layer is called with another number of tokens (kt-kernel reads another buffer).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import BufferCache
@@ -51,25 +49,17 @@ def select(
     return ids.masked_fill(~now, -1), ids.masked_fill(now, -1)
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """The deferred experts of a layer: the job that computes their sum into `out` (BF16 [tokens, H]).
-
-    device: that of the layer's input.
-    """
+class Deferred(NamedTuple):
+    """The deferred experts of a layer: the job that computes their sum into `out` (BF16 [tokens, H])."""
 
     job: Job
     pool: Pool
     out: torch.Tensor
-    device: torch.device
+    device: torch.device  # of the layer's input
 
 
 class Model:
-    """What the layers of a model share.
-
-    pending   by layer, its deferred experts that no layer has added yet
-    buffers   pinned memory
-    """
+    """What the layers of a model share: by layer, its deferred experts that no layer has added yet; pinned buffers."""
 
     def __init__(self) -> None:
         self.pending: dict[int, Deferred] = {}
@@ -105,17 +95,14 @@ class Member:
         return self._model
 
     def take(self, tokens: int, device: torch.device) -> Deferred | None:
-        """The deferred experts of the layer before this one, if any; from then on they are added.
-
-        Raises ValueError where they are those of another number of tokens, or on another device.
+        """The deferred experts of the layer before this one, if any; from then on they are added. Raises ValueError
+        where they are those of another number of tokens, or on another device.
         """
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
-            raise ValueError(
-                f"layer {self.layer} was called with {tokens} tokens on {device}, but layer {self.layer - 1} deferred "
-                f"experts of {len(deferred.out)} tokens on {deferred.device} to it; "
-                "call the layers one after the other with the same tokens"
-            )
+            here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
+            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before} to it"
+            raise ValueError(f"layer {self.layer} {what}; call the layers one after the other with the same tokens")
         return deferred
 
     def leave(self, deferred: Deferred) -> None:
@@ -137,11 +124,10 @@ class Member:
         members = [member for member in cls._made.values() if member.path == path]
         groups: list[list[Member]] = []
         for member in reversed([member for member in members if member._model is None]):
-            group = next((group for group in groups if member.layer < group[-1].layer), None)
-            if group is None:
-                groups.append([member])
-            else:
-                group.append(member)
+            group = next((group for group in groups if member.layer < group[-1].layer), [])
+            if not group:
+                groups.append(group)
+            group.append(member)
         for group in reversed(groups):
             layers = {member.layer for member in group}
             models = dict.fromkeys(member._model for member in members if member._model is not None)

@@ -1,9 +1,7 @@
-"""The threads that compute, groups of them, one per NUMA node, which work on one forward at a time; and forwards in the
-background.
+"""The threads that compute, in groups, one per NUMA node, on one forward at a time; and forwards in the background.
 
-A pool's threads spin for a few microseconds while they wait for work, then sleep; the caller of forward() works as one
-of them. After fork() the child starts its own threads at its first forward. When Python exits, the threads of all pools
-are stopped and joined.
+Threads spin for a few microseconds while they wait for work, then sleep; the caller of forward() works as one of them.
+After fork() the child starts its own at its first forward. When Python exits, all threads are stopped and joined.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ class Pool:
 
     threads     how many, spread by the nodes' cores; or how many of each node
     numa_nodes  the nodes, one group of threads each. Default: every node with CPUs that this process may use.
-    Raises ValueError for counts out of range and for nodes that checked_nodes refuses, ResourceError where the system
-    cannot start more threads.
+    Raises ValueError for counts and nodes that do not fit, ResourceError where the system starts no more threads.
     """
 
     # Kept here because at exit the module's globals may be cleared before the last pools are freed.
@@ -37,15 +34,12 @@ class Pool:
 
     def __init__(self, threads: int | Sequence[int] | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
         nodes = machine.numa_nodes() if numa_nodes is None else checked_nodes(numa_nodes)
-        if threads is None:
-            threads = machine.physical_cores()
-        groups = layout(threads, nodes, machine.node_cpus(), machine.core_cpus())
+        count = machine.physical_cores() if threads is None else threads
+        groups = layout(count, nodes, machine.node_cpus(), machine.core_cpus())
         sets = [cpus for group in groups for cpus in group]
-        self.nodes = nodes[: len(groups)]
-        self.threads = len(sets)
-        counts = ffi.new("int[]", [len(group) for group in groups])
+        self.nodes, self.threads = nodes[: len(groups)], len(sets)
         pool = ffi.new("ktq_pool **")
-        if lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, sets)), pool) != lib.KTQ_OK:
+        if lib.ktq_pool_new(len(groups), list(map(len, groups)), b"".join(map(_bits, sets)), pool) != lib.KTQ_OK:
             check(lib.KTQ_ESYSTEM)
         self.pointer: Any = pool[0]
         _alive.add(self)
@@ -66,19 +60,15 @@ class Pool:
 
 
 def checked_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of NUMA nodes. Raises ValueError unless each is a node with CPUs that this process may use, and is
-    there once.
-    """
+    """The numbers of NUMA nodes. Raises ValueError unless each is there once and has CPUs that this process may use."""
     usable = machine.numa_nodes()
     try:
         numbers = tuple(map(operator.index, nodes))
     except TypeError:
         numbers = ()
     if not numbers or not set(numbers) <= set(usable) or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"numa_nodes must be numbers of NUMA nodes with CPUs that this process may use, each once: some of "
-            f"{list(usable)}, not {nodes!r}"
-        )
+        these = f"numbers of NUMA nodes with CPUs that this process may use, each once: some of {list(usable)}"
+        raise ValueError(f"numa_nodes must be {these}, not {nodes!r}")
     return numbers
 
 
@@ -91,8 +81,7 @@ def layout(
     """The CPUs of each thread, by groups: one per node, or fewer if there are fewer threads.
 
     A thread has a core of its node for itself. Where the node has more threads than cores, or is the only one, it has
-    all CPUs of the node. cpus, cores: by node, as machine.node_cpus and core_cpus. Raises ValueError for counts out of
-    range.
+    all CPUs of the node. cpus, cores: machine.node_cpus and core_cpus. Raises ValueError for counts out of range.
     """
     if isinstance(threads, int):
         counts = _spread(threads, [len(cores.get(node, ())) or 1 for node in nodes[: max(0, threads)]])
@@ -142,9 +131,6 @@ def _stop() -> None:
         pool.close()
 
 
-# --- in the background -----------------------------------------------------------------------------
-
-
 class Job:
     """A forward, or a copy, that runs in the background; its arrays must live until wait() has returned.
 
@@ -174,8 +160,6 @@ class Job:
 def check(error: int) -> None:
     """raise_error, and ResourceError where the system starts no more threads."""
     if error == lib.KTQ_ESYSTEM:
-        raise ResourceError(
-            "the system starts no more threads for this process; ask for fewer, or raise its limits (ulimit -u, "
-            "ulimit -v)."
-        )
+        remedy = "ask for fewer, or raise its limits (ulimit -u, ulimit -v)"
+        raise ResourceError(f"the system starts no more threads for this process; {remedy}.")
     raise_error(error)

@@ -1,10 +1,8 @@
-"""A smoke test: random tokens through every expert of one layer, against a reference in float.
+"""A smoke test: random tokens through every expert of one layer, against the decoded weights multiplied in float32.
 
-The reference multiplies the decoded weights (Encoding.decode, or a checkpoint's decoders) in float32, without rounding.
 The runtime rounds activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different
 sizes; with BF16 activations it is below 1 %. A wrong scale, row, part or expert gives about 100 %. The bounds lie
-between. Both sides read the same files, so exchanged weights are not detected here, but by hashes and by comparison
-with the source (`ktconvert verify`).
+between. Both sides read the same files, so that exchanged weights show only in hashes and beside the source.
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ INPUTS = 2  # random hidden states; each goes through every expert
 
 @dataclass(frozen=True)
 class Smoke:
-    """The result.
-
-    error: the largest relative L2 distance of an expert's outputs, per mode; bound: what is allowed; problems: one
-    sentence each.
-    """
+    """error: the largest relative L2 distance of an expert's outputs, per mode; problems: a sentence each."""
 
     layer: int
     experts: int
@@ -56,8 +50,7 @@ class Smoke:
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token.
-
-    Raises the errors of ExpertSource.load.
+    Raises the errors of Experts.load.
     """
     source = open_experts(path)
     swiglu = source.swiglu_of(layer)
@@ -66,14 +59,10 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
     linears = functools.partial(source.linears, packed)
     expected = reference(packed, linears, bf16_to_f32(hidden), swiglu, pool.threads)  # [inputs, E, H]
-    problems = list(_implausible(layer, expected))
-    error: dict[str, float] = {}
-    alone = np.arange(packed.experts, dtype=np.int64)[:, None]
-    together = every_expert(topk, packed.experts)
-    modes = {"exact": True, "default": False}
-    bound = BOUND
-    if METHODS[packed.method].activations == "BF16":
-        modes, bound = {"default": False}, BOUND_BF16
+    problems, error = list(_implausible(layer, expected)), dict[str, float]()
+    alone, together = np.arange(packed.experts, dtype=np.int64)[:, None], every_expert(topk, packed.experts)
+    in_bf16 = METHODS[packed.method].activations == "BF16"
+    modes, bound = ({"default": False}, BOUND_BF16) if in_bf16 else ({"exact": True, "default": False}, BOUND)
     for mode, exact in modes.items():
         with Experts(packed, pool=pool, exact=exact, swiglu=swiglu) as experts:
             one, many = (_forward(experts, hidden, ids) for ids in (alone, together))
@@ -83,11 +72,10 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         if bad.size:
             continue
         mixed = expected[:, together].mean(axis=2)  # equal weights
+        our_panels, expected_panels = (x.reshape(*x.shape[:2], -1, PANEL) for x in (one, expected))
         distances = {
             "expert {}": distance(one, expected, (0, 2)),
-            f"panel {{}} of {PANEL} output rows, over all experts,": distance(
-                _panels(one), _panels(expected), (0, 1, 3)
-            ),
+            f"panel {{}} of {PANEL} output rows, over all experts,": distance(our_panels, expected_panels, (0, 1, 3)),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
         for what, far in distances.items():
@@ -112,8 +100,7 @@ def reference(
                 out[:, expert] += swiglu.compute(hidden @ gate.T, hidden @ up.T) @ down.T
 
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
-        for done in [executor.submit(one, expert) for expert in range(packed.experts)]:
-            done.result()
+        list(executor.map(one, range(packed.experts)))
     return out
 
 
@@ -133,18 +120,11 @@ def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> npt.NDArray[
         return np.where(off == 0, 0.0, np.sqrt(off / size))
 
 
-def _panels(outputs: F32) -> F32:
-    return outputs.reshape(*outputs.shape[:2], -1, PANEL)
-
-
 def _implausible(layer: int, expected: F32) -> Iterator[str]:
     largest = np.abs(expected).max(axis=(0, 2))
     for expert in np.flatnonzero(~np.isfinite(largest)):
         yield f"layer {layer}: the weights of expert {expert} give a result that is not finite: a scale is damaged"
     usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
     for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * usual)) if usual else ():
-        ratio = float(largest[expert]) / usual
-        yield (
-            f"layer {layer}: the outputs of expert {expert} are {ratio:.1g} times the other experts': "
-            "a scale is damaged"
-        )
+        what = f"{float(largest[expert]) / usual:.1g} times the other experts'"
+        yield f"layer {layer}: the outputs of expert {expert} are {what}: a scale is damaged"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 DEPTH = 2  # layers alternate between two sets of buffers: deferred experts may still run during the next layer
-
-
 # The addresses of two functions of ktq.h.
 SUBMIT, WAIT = (int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ktq_job_{name}"))) for name in ("submit", "wait"))
 
@@ -40,10 +38,7 @@ def _cudart() -> Any:
 
 
 def launch(stream: int, function: int, job: Job) -> None:
-    """Call SUBMIT or WAIT with the job once the stream reaches this point.
-
-    RuntimeError with CUDA's message if it refuses.
-    """
+    """Call SUBMIT or WAIT with the job once the stream reaches this point. RuntimeError if CUDA refuses."""
     cudart = _cudart()
     error = cudart.cudaLaunchHostFunc(stream, function, int(ffi.cast("uintptr_t", job.pointer)))
     if error:
@@ -94,9 +89,8 @@ class Buffers:
 
 
 class BufferCache:
-    """The buffers of one model, by device and sizes.
-
-    Those for the sizes of captured graphs are kept; of the other sizes only the last that was used is.
+    """The buffers of one model, by device and sizes. Those for the sizes of captured graphs are kept; of the other
+    sizes only the last that was used is.
     """
 
     captured_sizes: ClassVar[list[int]] = []
@@ -108,8 +102,7 @@ class BufferCache:
     def get(self, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
         """The buffers for this many tokens. Those used under graph capture are kept until clear()."""
         key = (device, hidden, topk)
-        kept = self.kept.get((*key, tokens))
-        if kept is not None:
+        if (kept := self.kept.get((*key, tokens))) is not None:
             return kept
         in_graph = capturing()
         last_tokens, old = self.last.get(key, (None, None))

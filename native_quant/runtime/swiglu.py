@@ -54,8 +54,7 @@ def in_config(config: dict[str, Any], activation: str, layer: int) -> Swiglu | N
 
 
 def _setting(config: dict[str, Any], keys: tuple[str, ...], layer: int) -> float | None:
-    found = cfg.find(config, keys)
-    if found is None:
+    if (found := cfg.find(config, keys)) is None:
         return None
     key, value = found
     if isinstance(value, list):

@@ -20,29 +20,24 @@ def require(warn: Callable[[str], None]) -> None:
     """Pass `warn` a sentence where the installed transformers is newer than the tested ones.
 
     Raises KtconvertError where it is older. transformers is not imported."""
-    if (why := refusal()) is not None:
+    if why := refusal():
         raise KtconvertError(why)
-    if (caution := newer()) is not None:
+    if caution := newer():
         warn(caution)
 
 
 def refusal() -> str | None:
     """Why the installed transformers cannot be used, and what to install; None where it can."""
     installed, minor = _installed()
-    if minor >= OLDEST:
-        return None
-    return f"transformers {installed} is too old: ktconvert was tested with {TESTED}; {REMEDY}"
+    too_old = f"transformers {installed} is too old: ktconvert was tested with {TESTED}; {REMEDY}"
+    return too_old if minor < OLDEST else None
 
 
 def newer() -> str | None:
     """What to do if the installed transformers, newer than all that were tested, gives trouble; None: it is not."""
     installed, minor = _installed()
-    if minor <= NEWEST:
-        return None
-    return (
-        f"transformers {installed} is newer than what ktconvert was tested with, {TESTED}; if the model does not "
-        f"load, or writes nonsense, {REMEDY}"
-    )
+    caution = f"is newer than what ktconvert was tested with, {TESTED}; if the model does not load, or writes nonsense,"
+    return f"transformers {installed} {caution} {REMEDY}" if minor > NEWEST else None
 
 
 def _installed() -> tuple[str, tuple[int, int]]:

@@ -17,7 +17,6 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
@@ -28,6 +27,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
 
@@ -61,9 +61,7 @@ class LayerWeights:
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
     def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time. The method has an
-        encoding.
-        """
+        """Gate, up and down of each NUMA part of an expert, decoded one after the other; the method has an encoding."""
         encoding = self.rows["gate"].encoding
         assert encoding is not None
         for parts in zip(*(self.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
@@ -74,21 +72,11 @@ class LayerWeights:
         """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
         each = (data for stored in self.arrays.values() for data in stored)
         if file := sigbus.lost((data.__array_interface__["data"][0], data.nbytes) for data in each):
-            raise InputError(
-                f"{file}: became shorter or could not be read after layer {self.grid.layer} was loaded; "
-                "put the file back or check the disk, then load the model again."
-            )
+            what = f"became shorter or could not be read after layer {self.grid.layer} was loaded"
+            raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
 
 
-def pack(
-    gate: npt.NDArray[np.uint16],
-    up: npt.NDArray[np.uint16],
-    down: npt.NDArray[np.uint16],
-    method: Method,
-    layer: int,
-    parts: int,
-    pool: Pool,
-) -> LayerWeights:
+def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool) -> LayerWeights:
     """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
     gate and up [E, I, H], down [E, H, I].
 
@@ -100,14 +88,12 @@ def pack(
         raise ValueError(f"nothing packs BF16 numbers into {method.name}: load a checkpoint that holds it")
     for name, array in (("gate", gate), ("up", up), ("down", down)):
         if array.dtype != np.uint16 or array.ndim != 3:
-            raise ValueError(
-                f"{name} must be uint16 (BF16 bits) with three dimensions, not {array.dtype} {array.shape}"
-            )
+            actual = f"{array.dtype} {array.shape}"
+            raise ValueError(f"{name} must be uint16 (BF16 bits) with three dimensions, not {actual}")
     experts, i, h = gate.shape
     if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
-        raise ValueError(
-            f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
-        )
+        shapes = f"{gate.shape}, {up.shape} and {down.shape}"
+        raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
     grid = ExpertGrid(layer, h, i, parts)
     require_legal(FORMATS[method.name], h, i, parts)
     check_limits(method.name, grid)
@@ -119,7 +105,7 @@ def pack(
 
     rows = dict.fromkeys(PROJECTIONS, method)
     with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
-        arrays = arrays_of(tensors_of(rows), views)
+        arrays = arrays_of(rows, views)
         in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(rows, grid, experts, arrays)
 
@@ -127,48 +113,28 @@ def pack(
 def check_limits(method: str, grid: ExpertGrid) -> None:
     """Raises UnsupportedError for more columns than a sum can have, and for more NUMA parts than a forward adds up."""
     if grid.numa > lib.KTQ_MOST_PARTS:
-        raise UnsupportedError(
-            f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most; "
-            "make fewer (`ktconvert resplit`)."
-        )
+        why = f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most"
+        raise UnsupportedError(f"{why}; make fewer (`ktconvert resplit`).")
     if max(grid.hidden, *grid.widths) > lib.KTQ_MOST_COLUMNS:
-        raise UnsupportedError(
-            f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}; "
-            "this runtime cannot compute it."
-        )
-
-
-def tensors_of(rows: Mapping[str, Method]) -> Callable[[Part], tuple[TensorInfo, ...]]:
-    """The tensors of a part in memory, by its projection's row."""
-    return lambda part: rows[part.projection].tensors(part.n, part.k)
+        why = f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}"
+        raise UnsupportedError(f"{why}; this runtime cannot compute it.")
 
 
 def sizes_of(rows: Mapping[str, Method], grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
     """The bytes of each tensor of a layer, by part and suffix."""
-    tensors = tensors_of(rows)
-    return {(part, tensor.name): tensor.nbytes for part in grid.all_parts(range(experts)) for tensor in tensors(part)}
+    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in grid.all_parts(range(experts))]
+    return {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
 
 
-def arrays_of(
-    tensors: Callable[[Part], Iterable[TensorInfo]], views: dict[tuple[Part, str], Bytes]
-) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part, in the order in which `tensors` names them."""
-    parts = dict.fromkeys(part for part, _ in views)
-    return {part: tuple(views[part, tensor.name] for tensor in tensors(part)) for part in parts}
-
-
-# --- for loaders ----------------------------------------------------------------------------------
+def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part, in the order of its projection's row."""
+    parts = {part: rows[part.projection].tensors(part.n, part.k) for part, _ in views}
+    return {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts.items()}
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a caller expects of a layer's experts. None: whatever the files have.
-
-    method, num_experts, hidden, intermediate   must agree with the files
-    parts    NUMA parts that a checkpoint is cut into; converted files have their own number
-    memory   one of converted.MEMORY; a checkpoint is always copied
-    swiglu   what the experts are to compute
-    """
+    """What a caller expects of a layer's experts, as Experts.load explains it. None: whatever the files have."""
 
     method: str | None = None
     num_experts: int | None = None
@@ -184,19 +150,14 @@ class Requirements:
         required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
         for name, value, actual in zip(names, required, (method, *shape), strict=True):
             if value is not None and value != actual:
-                raise UnsupportedError(
-                    f"{path}: layer {layer} has {name} {actual} by its {by}, not {value}; "
-                    f"give the directory that belongs to this model, or {name}={actual}."
-                )
+                has = f"layer {layer} has {name} {actual} by its {by}, not {value}"
+                raise UnsupportedError(f"{path}: {has}; give this model's directory, or {name}={actual}.")
 
 
 def contents(path: Path) -> frozenset[Status]:
-    """Changes when a directory, or that of a file, does: name, bytes, time of change (ns) and inode of each file of
-    weights or of JSON, and of each folder.
-    """
+    """What changes with a directory, or that of a file: name, bytes, time (ns), inode of weights, JSON, folders."""
     folder = path if path.is_dir() else path.parent
-    found = (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))
-    return frozenset(status for status in found if status is not None)
+    return frozenset(filter(None, (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))))
 
 
 def _status(path: Path) -> Status | None:
@@ -210,10 +171,8 @@ def _status(path: Path) -> Status | None:
 
 
 def in_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
-    """Runs work(item) for all items in threads, in their order; raises the first item's exception once all have ended,
-    and begins no item after an exception.
-
-    Each thread takes the next item itself: a future for each would cost a tenth of the time that packing a layer takes.
+    """Runs work(item) for all items in threads, in their order; begins none after an exception, and raises the first
+    item's. Each thread takes the next item itself: a future for each would cost a tenth of packing a layer.
     """
     left = deque(enumerate(items))
     failures: list[tuple[int, Exception]] = []

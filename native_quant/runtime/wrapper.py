@@ -26,21 +26,16 @@ class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
-                       num_gpu_experts, as in kt-kernel before 0.6. Its copy, `self.gpu_experts_mask`, may be written to
-                       or assigned.
-    cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
-    threadpool_count   NUMA parts that load_weights_from_tensors packs or a checkpoint is cut into, and nodes to spread
-                       the threads over: those that numa_nodes names, else the first ones with CPUs that this process
-                       may use. Converted files have their own number of parts, which is used; another number here
-                       causes a warning, once.
-    weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose, or a checkpoint that the method
-                       reads (docs/reference/methods.md); with cpu_save the one to write to
+                       num_gpu_experts, as in kt-kernel before 0.6
+    cpuinfer_threads   threads; wrappers with the same number and nodes share them
+    threadpool_count   NUMA parts to pack, or to cut a checkpoint into, and nodes to spread threads over: numa_nodes, or
+                       the first with CPUs of this process. Converted files have their own number of parts
+    weight_path        converted weights, or a checkpoint that the method reads; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see models.py
     method             a row of methods.METHODS; those without an encoding are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
-    chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
-    at once.
+    chunked_prefill_size and the arguments for training are accepted and ignored.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` =
     True refuses files of another threadpool_count; `memory` is Experts.load's.
@@ -81,34 +76,21 @@ class KTMoEWrapper:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
     ) -> None:
-        required = {
-            "cpuinfer_threads": cpuinfer_threads,
-            "threadpool_count": threadpool_count,
-            "weight_path": weight_path,
-            "chunked_prefill_size": chunked_prefill_size,
-        }
-        missing = [name for name, value in required.items() if value is _LEFT_OUT]
-        if missing:
+        required = (cpuinfer_threads, threadpool_count, weight_path, chunked_prefill_size)
+        names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
+        if missing := [name for name, value in zip(names, required, strict=True) if value is _LEFT_OUT]:
             raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
         methods.check(mode, method, Swiglu(swiglu_limit, swiglu_alpha))
-        sizes = (
-            num_experts,
-            num_experts_per_tok,
-            hidden_size,
-            moe_intermediate_size,
-            cpuinfer_threads,
-            threadpool_count,
-        )
+        of_layer = num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
+        sizes = *of_layer, cpuinfer_threads, threadpool_count
         if min(sizes) < 1 or num_experts_per_tok > num_experts:
-            raise ValueError(
-                "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and "
-                "threadpool_count must be positive and num_experts_per_tok at most num_experts, "
-                f"not {', '.join(map(str, sizes))}"
-            )
+            numbers = "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and"
+            needed = "threadpool_count must be positive and num_experts_per_tok at most num_experts"
+            raise ValueError(f"{numbers} {needed}, not {', '.join(map(str, sizes))}")
         self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
-        self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
+        self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
-        self.chunked_prefill_size, self.method = chunked_prefill_size, method
+        self.chunked_prefill_size = chunked_prefill_size
         self._may_defer = int(max_deferred_experts_per_token or 0)
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
         self._mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
@@ -120,13 +102,9 @@ class KTMoEWrapper:
         self._member = Member(self.weight_path, layer_idx)
         self._written: list[Job] = []
 
-    # --- what may change at any time ------------------------------------------------------------------
-
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
-        """Experts that are skipped, bool [num_experts] on the CPU. It may be written to, and another may be assigned,
-        which is copied into it; ValueError for another shape.
-        """
+        """Experts that are skipped, bool [num_experts] on the CPU. It may be written to, and assigned."""
         return self._mask
 
     @gpu_experts_mask.setter
@@ -149,32 +127,26 @@ class KTMoEWrapper:
         if self._layer is not None:
             self._layer.may_defer = self._may_defer
 
-    # --- weights -----------------------------------------------------------------------------------
-
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
-        """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
-
-        Raises ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
+        """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p). Raises
+        ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
         """
         if self.cpu_save:
-            raise ValueError(
-                "cpu_save=True writes what load_weights_from_tensors packs; to load, leave it out, and to convert a "
-                "checkpoint run `ktconvert cpu`"
-            )
-        self._install(
-            Experts.load(
-                self.weight_path,
-                self.layer_idx,
-                method=self.method,
-                num_experts=self.num_experts,
-                hidden=self.hidden_size,
-                intermediate=self.moe_intermediate_size,
-                parts=self.threadpool_count,
-                strict=self.strict,
-                memory=self.memory,
-                **self._computed(physical_to_logical_map_cpu),
-            )
+            remedy = "to load, leave it out, and to convert a checkpoint run `ktconvert cpu`"
+            raise ValueError(f"cpu_save=True writes what load_weights_from_tensors packs; {remedy}")
+        experts = Experts.load(
+            self.weight_path,
+            self.layer_idx,
+            method=self.method,
+            num_experts=self.num_experts,
+            hidden=self.hidden_size,
+            intermediate=self.moe_intermediate_size,
+            parts=self.threadpool_count,
+            strict=self.strict,
+            memory=self.memory,
+            **self._computed(physical_to_logical_map_cpu),
         )
+        self._install(experts)
 
     def load_weights_from_tensors(
         self,
@@ -185,25 +157,19 @@ class KTMoEWrapper:
     ) -> None:
         """Pack gate, up [E, I, H] and down [E, H, I] (rounded to BF16) into threadpool_count parts; save if cpu_save.
 
-        Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the
-        tensors' order. (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps other than the
-        identity.) NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
+        Expert p computes with expert map[p] of the tensors, which files hold in their order (kt-kernel 0.7.2 fills its
+        buffers by map[p]). NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
         if methods.METHODS[self.method].encoding is None:
-            raise NotImplementedError(
-                f"method={self.method!r} is read from checkpoints only: call load_weights, or pack the tensors with "
-                "method='FP8' or another"
-            )
-        shapes = {
-            "gate_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
-            "up_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
-            "down_proj": (self.num_experts, self.hidden_size, self.moe_intermediate_size),
-        }
+            remedy = "call load_weights, or pack the tensors with method='FP8' or another"
+            raise NotImplementedError(f"method={self.method!r} is read from checkpoints only: {remedy}")
+        e, i, h = self.num_experts, self.moe_intermediate_size, self.hidden_size
+        shapes = {"gate_proj": (e, i, h), "up_proj": (e, i, h), "down_proj": (e, h, i)}
         for (name, shape), tensor in zip(shapes.items(), (gate_proj, up_proj, down_proj), strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
         experts = Experts.from_bf16(
-            *(_bits(tensor) for tensor in (gate_proj, up_proj, down_proj)),
+            *map(_bits, (gate_proj, up_proj, down_proj)),
             method=self.method,
             parts=self.threadpool_count,
             layer=self.layer_idx,
@@ -221,20 +187,22 @@ class KTMoEWrapper:
 
     def _install(self, experts: Experts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._may_defer)
-        self._layer = layer
-        self._cpu, self._stream, self.moe = OnCpu(layer), OnStream(layer), experts
+        self._layer, self._cpu, self._stream, self.moe = layer, OnCpu(layer), OnStream(layer), experts
 
-    # --- computing ---------------------------------------------------------------------------------
+    def _loaded(self) -> Experts:
+        """The experts. Raises RuntimeError before weights are loaded."""
+        if self.moe is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        return self.moe
 
     def forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> torch.Tensor:
         """The weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
 
-        hidden_states [tokens, hidden_size]; topk_ids, topk_weights [tokens, k] (or with the same leading dimensions,
-        instead of one). Ids below 0, not below num_experts or in gpu_experts_mask add nothing. cuda_stream (its number,
-        a torch stream, or None: torch's current one) orders the work where hidden_states is on a GPU; CPU tensors need
-        none.
+        hidden_states [..., hidden_size]; topk_ids, topk_weights [..., k]. Ids below 0, not below num_experts or in
+        gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's current one) orders the
+        work where hidden_states is on a GPU.
         """
         if self._cpu is None or hidden_states.is_cuda:
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
@@ -244,21 +212,17 @@ class KTMoEWrapper:
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
-        """Start a forward and return.
-
-        The arguments are copied first (on the stream), so they may be written to afterwards.
-        """
-        if self._cpu is None or self._stream is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        """Start a forward and return. The arguments are copied first (on the stream), so they may be written to."""
+        self._loaded()
+        assert self._cpu is not None and self._stream is not None
         if hidden_states.is_cuda:
             self._stream.submit(hidden_states, topk_ids, topk_weights, cuda_stream)
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights)
 
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
-        """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it.
-
-        On a CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
+        """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it. On a
+        CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
         """
         if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
@@ -269,8 +233,6 @@ class KTMoEWrapper:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (models.py)."""
         return select(expert_ids, expert_scores, int(protected_k), self.num_experts)
-
-    # --- shared buffers ----------------------------------------------------------------------------
 
     @staticmethod
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
@@ -291,8 +253,6 @@ class KTMoEWrapper:
     def clear_sft_buffer_cache() -> None:
         """Nothing to clear: ktconvert does not train."""
 
-    # --- for SGLang's prefill on GPUs ----------------------------------------------------------------
-
     def submit_write_weight_scale_to_buffer(
         self,
         gpu_tp_count: int,
@@ -302,16 +262,15 @@ class KTMoEWrapper:
         w2_weight_ptrs: Sequence[int],
         w2_scale_ptrs: Sequence[int],
     ) -> None:
-        """Start to write what an expert computes with, cut for gpu_tp_count ranks, and return. Pointers: an address for
-        each rank, of memory that stays until it was waited for; gpu_buffers.py says what is written.
+        """For SGLang's prefill on GPUs: start to write what an expert computes with, cut for gpu_tp_count ranks, and
+        return. Pointers: an address for each rank, of memory that stays until it was waited for (gpu_buffers.py).
 
         Raises gpu_buffers.write's errors, RuntimeError before weights are loaded.
         """
-        if self.moe is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        experts = self._loaded()
         addresses = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
         buffers = gpu_buffers.GpuBuffers(*(list(map(int, of_ranks)) for of_ranks in addresses))
-        self._written.append(gpu_buffers.write(self.moe, int(expert_id), int(gpu_tp_count), buffers))
+        self._written.append(gpu_buffers.write(experts, int(expert_id), int(gpu_tp_count), buffers))
 
     def sync_write_weight_scale_to_buffer(self) -> None:
         """Wait until all that was submitted is written. Raises InputError where a mapped file could not be read."""
