@@ -181,7 +181,8 @@ def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
 def test_integers_of_activations_of_any_size(isa: str, m: int) -> None:
     """Rows of the largest, of the smallest, with outliers; what is no number makes its token NaN, and no other."""
     weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
-    sizes = np.resize([0, -149, -126, -112, -20, 20, 100], (m, 1))
+    small = -90 if isa == "amx" else -112  # tdpbf16ps takes products below 2^-126 for 0, one by one
+    sizes = np.resize([0, -149, -126, small, -20, 20, 100], (m, 1))
     numbers = rng.standard_normal((m, 352)) * 2.0 ** (sizes + rng.choice([0, 0, -6, -9, -14], (m, 352)))
     activations = floats.to_bits(numbers)
     check(isa, "RAWINT4", activations, weight)

@@ -74,6 +74,14 @@ def test_deepseek_stays_below_one_layer_of_it() -> None:
     assert 75 * 10**9 < on_gpu.disk < 76 * 10**9
 
 
+def test_what_predictions_feel_takes_the_head_and_two_metrics() -> None:
+    """And for each expert of a group a metric of gate and up, 1536 x 1536."""
+    without, wanted = (footprint(replace(QWEN_30B, outputs=on, vocabulary=151_936)) for on in (False, True))
+    assert wanted.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.group * 1536**2 * 4
+    small = replace(QWEN_30B, outputs=True, length=16)  # attention is small: the gradients are the peak
+    assert footprint(replace(small, vocabulary=1_000_000)).host > footprint(small).host + 1_000_000 * 2048 * 2
+
+
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: WalkShape) -> None:
     estimate = footprint(replace(shape, on_gpu=True))
@@ -112,5 +120,7 @@ def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     shape = shape_of(recognise(open_checkpoint(str(example))), samples, bits=bits, **options)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    expected = WalkShape(256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
+    expected = WalkShape(
+        256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048
+    )
     assert shape == expected

@@ -40,8 +40,9 @@ CASES = {
     "fused": ("qwen3_moe fused", ("--threadpool-count", "1")),
     "FP8": ("qwen3_moe FP8", ("--threadpool-count", "1")),
     "decoded": ("qwen3_moe decoded", ("--threadpool-count", "1")),
-    "scrambled": ("bundled scrambled", ("--threadpool-count", "1")),
-    "equalized": ("bundled scrambled", ("--threadpool-count", "1", "--equalize")),
+    # What predictions feel of gate and up joins the two, so that gate would change with up.
+    "scrambled": ("bundled scrambled", ("--threadpool-count", "1", "--gptq-steps", "descent")),
+    "equalized": ("bundled scrambled", ("--threadpool-count", "1", "--gptq-steps", "descent", "--equalize")),
 }
 
 
