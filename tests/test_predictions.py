@@ -1,5 +1,6 @@
 """Rounding rows in turn by what predictions feel: the conditional optimum, less error in both metrics, and gradients."""
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
+from rig import families
+from rig.files import edit_json
 
 if find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)
 
 import torch
+from safetensors.torch import load_file, save_file
 
 GRID = ROW_GRIDS["int4"]
 
@@ -103,12 +107,29 @@ def test_what_is_not_finite_is_refused(broken: float) -> None:
         predictions.factorize(outputs)
 
 
-@pytest.fixture(scope="module")
-def model(example: Path) -> LayeredModel:
-    source = open_checkpoint(example)
+def layered(folder: Path) -> LayeredModel:
+    source = open_checkpoint(folder)
     model = recognise(source)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
+
+
+@pytest.fixture(scope="module")
+def model(example: Path) -> LayeredModel:
+    return layered(example)
+
+
+def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
+    """It gives the gradients of a head of its own with the same numbers."""
+    families.make("deepseek_v3", False, tmp_path / "tied", tie_word_embeddings=True)
+    shutil.copytree(tmp_path / "tied", tmp_path / "untied")
+    edit_json(tmp_path / "untied" / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    tensors = load_file(tmp_path / "untied" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "untied" / "model.safetensors", {"format": "pt"})
+    hidden = torch.randn((40, families.HIDDEN)).bfloat16()
+    tied, untied = (layered(tmp_path / name).gradients(hidden, seed=3) for name in ("tied", "untied"))
+    assert torch.equal(tied, untied) and tied.isfinite().all() and tied.any()
 
 
 def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path) -> None:
@@ -121,11 +142,9 @@ def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path)
     assert torch.equal(found, predictions.information(model.gradients(hidden, seed=1)) / len(hidden))
     want = torch.zeros_like(found)
     for x in hidden[:64].float():
-        x.requires_grad_()
-        logits = whole.lm_head(whole.model.norm(x))
-        through = torch.autograd.functional.jacobian(lambda y: whole.lm_head(whole.model.norm(y)), x)
-        p = logits.softmax(-1).detach()
-        want += through.T @ (p.diag() - p[:, None] * p) @ through / 64
+        p = whole.lm_head(whole.model.norm(x)).softmax(-1).detach()
+        through = whole.lm_head.weight.detach() @ torch.func.jacrev(whole.model.norm)(x)
+        want += through.T @ (p[:, None] * through - p[:, None] * (p @ through)) / 64
     assert abs(float(found.trace() / want.trace()) - 1) < 0.2
     top = torch.linalg.eigh(want)[1][:, -8:]  # what they feel most is what is felt most
     assert abs(float((top.T @ found @ top).trace() / (top.T @ want @ top).trace()) - 1) < 0.3
