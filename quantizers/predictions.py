@@ -22,10 +22,18 @@ ROWS = 32  # rows that are rounded together, each as if it were alone: fewer are
 DAMPENING = 0.15  # fraction of the mean of F's diagonal that is added to it: F is an estimate
 
 
-def information(gradients: torch.Tensor) -> torch.Tensor:
-    """F up to a factor, float32 [n, n], of gradients [T, n] of the log-probability of tokens drawn from predictions."""
+def information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
+    """F up to a factor, float32 [n, n], of gradients [T, n] of the log-probability of tokens drawn from predictions.
+
+    following  layers that the gradients leave out: the more, the rougher is F, and the more its diagonal is dampened
+    """
     gradients = gradients.float()
-    return gradients.T @ gradients
+    return _dampened(gradients.T @ gradients, following)
+
+
+def _dampened(information: torch.Tensor, times: int = 1) -> torch.Tensor:
+    mean = information.diagonal().mean()
+    return information + times * DAMPENING * mean * information.new_ones(len(information)).diag()
 
 
 def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
@@ -36,10 +44,8 @@ def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tenso
     slopes       sum of s s^T over the expert's tokens, [2 I, 2 I]: s are the derivatives of what down reads with
                  respect to gate and up, times the routing weight
     """
-    mean = information.diagonal().mean()
-    dampened = information + DAMPENING * mean * information.new_ones(len(information)).diag()
     weight = down.float()
-    return (weight.T @ dampened @ weight).repeat(2, 2) * slopes
+    return (weight.T @ _dampened(information) @ weight).repeat(2, 2) * slopes
 
 
 def factorize(information: torch.Tensor) -> gptq.Factor:

@@ -99,6 +99,14 @@ def test_what_predictions_feel_of_gate_and_up() -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
+def test_the_more_layers_follow_the_less_counts_what_predictions_feel() -> None:
+    gradients = torch.randn((30, 6))
+    first, last = predictions.information(gradients, 20), predictions.information(gradients)
+    mean = last.diagonal().mean()
+    torch.testing.assert_close(last, gradients.T @ gradients)
+    torch.testing.assert_close(first, last + 20 * predictions.DAMPENING * mean * torch.eye(6))
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(broken: float) -> None:
     outputs = correlated(8, 7)

@@ -147,7 +147,8 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
         inputs.ids.append(ids.int().cpu())
         inputs.shares.append(shares.cpu())
     if with_outputs:
-        inputs.outputs = predictions.information(walk.lm.gradients(torch.cat(leaving), seed=walk.layer))
+        gradients = walk.lm.gradients(torch.cat(leaving), seed=walk.layer)
+        inputs.outputs = predictions.information(gradients, len(walk.lm.layers) - 1 - walk.layer)
     return inputs
 
 
