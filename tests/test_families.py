@@ -1,4 +1,4 @@
-"""Every mixture-of-experts family of the installed transformers, as docs/architectures.md says: converted and computed
+"""Every mixture-of-experts family of the installed transformers, as docs/reference/architectures.md says: converted and computed
 with the logits of the original, or refused with the sentence that is expected."""
 
 import re
@@ -12,7 +12,7 @@ from rig.family_rows import PLAIN, ROWS, Row
 pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/reference/architectures.md"
 # Measured, the largest of all families: 0.036. Another expert's weights give about 1.
 ERROR = 0.05
 DECISIVE = 0.4  # the smallest that experts move the logits: 0.48
@@ -73,7 +73,9 @@ def test_the_rows_are_those_of_transformers() -> None:
 def test_the_table_of_families_is_that_of_the_rows() -> None:
     """All but the measured figures, which must be within the bound."""
     page = PAGE.read_text(encoding="utf-8")
-    assert HEAD in page, "docs/architectures.md has no table of families: paste what `python tests/families.py` prints"
+    assert HEAD in page, (
+        "docs/reference/architectures.md has no table of families: paste what `python tests/families.py` prints"
+    )
     rows = page.split(f"{HEAD}\n")[1].split("\n\n")[0].splitlines()
     figures = [row.removesuffix(" |").rpartition("| ")[2].strip() for row in rows]
     assert rows == [line(*item, figure) for item, figure in zip(ROWS.items(), figures, strict=True)]

@@ -187,7 +187,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"bits": 8, "rounding": "signed"}, "rounding 'signed' is not one of library, float32$"),
         ({"group": 0}, "multiple of 32"),
         ({"group": 48}, "multiple of 32"),
-        ({"group": 96}, "does not fit 256 columns"),
+        ({"group": 96}, "96 does not fit 256"),
         ({"packed": packed[:, :31]}, "packed must be int32 of shape"),
         ({"packed": packed.view(np.uint32)}, "packed must be int32"),
         ({"packed": np.zeros((4, 64), np.int32)[:, ::2]}, "contiguous"),
