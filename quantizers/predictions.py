@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 ROWS = 32  # rows that are rounded together, each as if it were alone: fewer are better, and take longer
-DAMPENING = 0.15  # fraction of the mean of F's diagonal that is added to it: F is an estimate
+DAMPENING = 0.1  # fraction of the mean of F's diagonal that is added to it: F is an estimate
+FOLLOWING = 0.05  # the same, for each layer that follows
 
 
 def information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
@@ -28,12 +29,12 @@ def information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
     following  layers that the gradients leave out: the more, the rougher is F, and the more its diagonal is dampened
     """
     gradients = gradients.float()
-    return _dampened(gradients.T @ gradients, following)
+    return _dampened(gradients.T @ gradients, following * FOLLOWING)
 
 
-def _dampened(information: torch.Tensor, times: int = 1) -> torch.Tensor:
+def _dampened(information: torch.Tensor, fraction: float = DAMPENING) -> torch.Tensor:
     mean = information.diagonal().mean()
-    return information + times * DAMPENING * mean * information.new_ones(len(information)).diag()
+    return information + fraction * mean * information.new_ones(len(information)).diag()
 
 
 def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def test_the_more_layers_follow_the_less_counts_what_predictions_feel() -> None:
     first, last = predictions.information(gradients, 20), predictions.information(gradients)
     mean = last.diagonal().mean()
     torch.testing.assert_close(last, gradients.T @ gradients)
-    torch.testing.assert_close(first, last + 20 * predictions.DAMPENING * mean * torch.eye(6))
+    torch.testing.assert_close(first, last + 20 * predictions.FOLLOWING * mean * torch.eye(6))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
