@@ -33,8 +33,9 @@ def information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
 
 
 def _dampened(information: torch.Tensor, fraction: float = DAMPENING) -> torch.Tensor:
-    mean = information.diagonal().mean()
-    return information + fraction * mean * information.new_ones(len(information)).diag()
+    dampened = information.clone()
+    dampened.diagonal().add_(fraction * information.diagonal().mean())
+    return dampened
 
 
 def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:

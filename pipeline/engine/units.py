@@ -140,6 +140,11 @@ class Context:
     reporter: Reporter
     chain: Link | None = None
 
+    @property
+    def link(self) -> Link:
+        assert self.chain is not None  # the stage says that it is a chain
+        return self.chain
+
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):

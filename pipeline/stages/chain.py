@@ -13,7 +13,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.pipeline.engine.units import Context, Link, Unit
+from ktconvert.pipeline.engine.units import Link, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
@@ -23,11 +23,6 @@ from ktconvert.pipeline.walk.layered import LayeredModel
 
 SAMPLES = "samples"
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
-
-
-def link_of(context: Context) -> Link:
-    assert context.chain is not None
-    return context.chain
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def run_in_chain(
     import torch
 
     if isinstance(unit.work, Closing):
-        written, tensors = unit.work.make(unit.work, partial, chain.link_of(context))
+        written, tensors = unit.work.make(unit.work, partial, context.link)
         return Result((written,), tensors)
     torch.set_num_threads(threads)
     with chain.memory_explained(unit.key, remedies):
@@ -296,7 +296,7 @@ def stage(
 
 
 def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Result:
-    work, layer, link = unit.work, unit.work.step.layer, chain.link_of(context)
+    work, layer, link = unit.work, unit.work.step.layer, context.link
 
     def walk(consumers: Sequence[Consumer]) -> None:
         chain.walk(work.model, layer, work.step.before, work.skeleton(), work.group, consumers, link)

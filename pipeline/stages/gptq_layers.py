@@ -111,7 +111,7 @@ def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
 
 def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
-    link = chain.link_of(context)
+    link = context.link
     settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
@@ -128,7 +128,7 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
 
 def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
-    quantized = work.oneshot(chain.link_of(context).store[chain.SAMPLES])
+    quantized = work.oneshot(context.link.store[chain.SAMPLES])
     with writer(work, partial, context.reporter) as files:
         for expert in range(work.model.shape(work.layer)[0]):
             for projection in PROJECTIONS:

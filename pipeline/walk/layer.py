@@ -23,7 +23,7 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.units import Context, Link, Result, Written
+from ktconvert.pipeline.engine.units import Context, Result, Written
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
 from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
@@ -58,19 +58,19 @@ class LayerWalk:
             yield start, bf16.to_tensor(rows.read(start, start + length), self.lm.device)
             start += length
 
+    def gate_and_up(self, x: torch.Tensor, expert: ExpertWeights) -> list[torch.Tensor]:
+        """What an expert's gate and up give for these inputs, BF16 [T, H]."""
+        import torch
+
+        return [torch.nn.functional.linear(x, weight) for weight in (expert.gate, expert.up)]
+
     def middle(self, x: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
         """What the down projection of an expert reads for these inputs, BF16 [T, H]."""
-        return self.lm.middle(self.layer, *_gate_and_up(x, expert))
+        return self.lm.middle(self.layer, *self.gate_and_up(x, expert))
 
     def weights(self, expert: int) -> ExpertWeights:
         linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
         return ExpertWeights(*(bf16.to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
-
-
-def _gate_and_up(x: torch.Tensor, expert: ExpertWeights) -> list[torch.Tensor]:
-    import torch
-
-    return [torch.nn.functional.linear(x, weight) for weight in (expert.gate, expert.up)]
 
 
 def walk_layer(
@@ -196,22 +196,22 @@ def _gather(
         slopes |= {e: torch.zeros((2 * width, 2 * width), device=walk.lm.device) for e in weights}
     with torch.inference_mode():
         for (_, x), ids, shares in zip(walk.sequences(inputs.rows), inputs.ids, inputs.shares, strict=True):
-            for routed in sorted({kind.routed for kind in kinds}):
+            for routed in sorted({kind.routed for kind in kinds} | ({True} if slopes else set())):
                 for e, own in weights.items():
                     tokens, choice = torch.where(ids == e)
                     seen = x[tokens.to(walk.lm.device)] if routed else x
-                    middle = walk.middle(seen, own)
+                    gate_and_up = walk.gate_and_up(seen, own)
+                    middle = walk.lm.middle(walk.layer, *gate_and_up)
                     for kind in [kind for kind in kinds if kind.routed == routed]:
                         gate_up, down = gathered[kind]
                         share = shares[tokens, choice].float() if kind.weighted and routed else None
                         if not kind.shared:
                             gate_up[e].add(seen, share)
                         down[e].add(middle, share)
-            for e, total in (slopes or {}).items():
-                tokens, choice = torch.where(ids == e)
-                slope = walk.lm.slopes(walk.layer, *_gate_and_up(x[tokens.to(walk.lm.device)], weights[e]))
-                slope *= shares[tokens, choice, None].to(slope)
-                total.addmm_(slope.T, slope)
+                    if slopes and routed:
+                        slope = walk.lm.slopes(walk.layer, *gate_and_up)
+                        slope *= shares[tokens, choice, None].to(slope)
+                        slopes[e].addmm_(slope.T, slope)
     return gathered
 
 
@@ -252,7 +252,7 @@ class SamplesWork:
 
 def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) -> Result:
     """Write the tokens of all samples, as the unit `key` of a chain, and for the first layer their embeddings."""
-    link: Link = context.chain  # type: ignore[assignment]
+    link = context.link
     calibration, lm = work.calibration, work.skeleton()
     stored = link.store.get(key)
     if stored is not None and stored.exists():
