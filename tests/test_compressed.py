@@ -22,8 +22,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.stages.expert_files import empty_tensors, plan_parts
-from ktconvert.quantizers import groups, reference
-from rig import stored
+from rig import reference, stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
@@ -116,8 +115,8 @@ def test_a_shard_loads_and_holds_the_weights(form: Encoding, build: Build, tmp_p
         linear = model.linear(1, expert, projection)
         packed, _, scale = rounded(form, linear)
         bf16 = kernels.decode(linear)
-        codes, expected = groups.quantize_groups(form.grid.bits, 128, bf16)
-        assert (groups.unpack_words(form.grid.bits, packed) == codes).all() and (scale == expected).all()
+        codes, expected = reference.quantize_groups(form.grid.bits, 128, bf16)
+        assert (packed.unpack_words(form.grid.bits, packed) == codes).all() and (scale == expected).all()
         stored = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (packed, np.array([n, k]), scale)]
         x, y = reference.bf16_to_f32(bf16), form.decode(stored, n, k)
         sums = [(x * x).sum(), (y * y).sum(), (x * y).sum(), np.square(x - y).sum()]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, GGML, INT4, INT4_AWQ, INT8, INTEGERS, Matrix
-from ktconvert.quantizers import groups, packed, reference
-from rig import isas
+from ktconvert.quantizers import packed
+from rig import isas, reference
 from rig.gguf import SCALES, blocks
 
 KINDS = {kind.name: kind for kind in (*INTEGERS, FP4_E2M1, FP8_E4M3)}
@@ -93,7 +93,7 @@ def test_zero_points_borrow_from_their_neighbours() -> None:
     for bits, one in ((4, 0x11111111), (8, 0x01010101)):
         points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
         points[:, ::5] = 0
-        words = groups.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
+        words = packed.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
         assert (packed.gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
         assert (packed.gptq_zeros(bits, words, less_one=False) == points).all()
 
@@ -228,8 +228,8 @@ def test_quantized_as_their_values_are(kind: str, bits: int) -> None:
     assert kernels.error_sums(bits, part, weight, scale) == kernels.error_sums(bits, Matrix(bf16, BF16), weight, scale)
     words, group_scales = np.empty((n, k * bits // 32), np.int32), np.empty((n, k // 128), np.uint16)
     kernels.quantize_groups(bits, part, words, group_scales)
-    codes, chosen = groups.quantize_groups(bits, 128, bf16)
-    assert (words == groups.pack_words(bits, codes)).all() and (group_scales == chosen).all()
+    codes, chosen = reference.quantize_groups(bits, 128, bf16)
+    assert (words == packed.pack_words(bits, codes)).all() and (group_scales == chosen).all()
 
 
 ONES, EIGHT = np.ones((4, 1), np.float32), np.zeros((4, 8), np.uint8)

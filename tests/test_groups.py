@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import GROUP_GRIDS, groups, reference
-from rig import isas
+from ktconvert.quantizers import GROUP_GRIDS, packed
+from rig import isas, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
@@ -53,8 +53,8 @@ def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
 
 
 def expected(bits: int, group: int, bf16: Any, rounding: str) -> tuple[Any, Any]:
-    codes, scale = groups.quantize_groups(bits, group, bf16, rounding)
-    return groups.pack_words(bits, codes), scale
+    codes, scale = reference.quantize_groups(bits, group, bf16, rounding)
+    return packed.pack_words(bits, codes), scale
 
 
 def ours(bits: int, values: Any, kind: str = "bf16", group: int = 128, **options: Any) -> tuple[Any, Any]:
@@ -149,14 +149,14 @@ def test_a_slice_of_a_fused_tensor() -> None:
 def test_words_come_back(bits: int) -> None:
     half = 2 ** (bits - 1)
     codes = np.random.default_rng(0).integers(-half, half, (5, 256)).astype(np.int8)
-    packed = groups.pack_words(bits, codes)
-    assert packed.dtype == np.int32 and packed.shape == (5, 256 * bits // 32)
-    assert (groups.unpack_words(bits, packed) == codes).all()
-    word = int(packed[0, 0]) & 0xFFFFFFFF
+    words = packed.pack_words(bits, codes)
+    assert words.dtype == np.int32 and words.shape == (5, 256 * bits // 32)
+    assert (packed.unpack_words(bits, words) == codes).all()
+    word = int(words[0, 0]) & 0xFFFFFFFF
     assert [(word >> bits * j & 2 * half - 1) - half for j in range(32 // bits)] == codes[0, : 32 // bits].tolist()
     scale = np.full((5, 2), 0x3F80, np.uint16)
     scale[:, 1] = 0x4000
-    assert (groups.dequantize_groups(bits, packed, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
+    assert (packed.dequantize_groups(bits, words, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
 
 
 @pytest.mark.usefixtures("isa")
@@ -171,7 +171,7 @@ def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
                 ours(bits, np.asfortranarray(bf16) if turned else bf16)
             assert (caught.value.row, caught.value.column) == (row, column)
             with pytest.raises(ValueError, match=f"row {row} "):
-                groups.quantize_groups(bits, 128, bf16)
+                reference.quantize_groups(bits, 128, bf16)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -19,8 +19,8 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import groups, packed, reference
-from rig import floats, golden
+from ktconvert.quantizers import packed
+from rig import floats, golden, reference
 from rig.conversion import here
 from rig.encodings import ENCODINGS, E, H, I, Stored, checkpoint, gptq_config, scheme, write, write_plain
 from rig.safetensors import NUMPY, metadata_of, read_file, read_folder, write_file
@@ -122,8 +122,8 @@ def test_for_a_gpu(name, written, cli, tmp_path):
     assert (out[f"{attention}.weight"] == bits).all()
     assert [n for n in out if attention in n] == [f"{attention}.weight"]
     for key, linear in values.items():
-        codes, scales = groups.quantize_groups(8, 128, linear)
-        assert (out[f"{encoding.base(*key)}.weight_packed"] == groups.pack_words(8, codes)).all()
+        codes, scales = reference.quantize_groups(8, 128, linear)
+        assert (out[f"{encoding.base(*key)}.weight_packed"] == packed.pack_words(8, codes)).all()
         assert (out[f"{encoding.base(*key)}.weight_scale"] == scales).all()
     cli("verify", tmp_path / "out", "--against", folder, "--no-load")
     document = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -9,7 +9,7 @@ import pytest
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as of
-from ktconvert.quantizers import reference
+from rig import reference
 
 KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
 # Each instruction set above scalar, which it is compared with.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import reference
+from rig import reference
 
 STEP = {8: 1, 4: 16}  # what one unit of a code is worth, in scales
 TOP = {8: 127, 4: 7}  # the largest code

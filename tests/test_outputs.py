@@ -22,8 +22,8 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.quantizers import fp8, groups, mxfp4, panels, reference
-from rig import conversion, encodings, floats, killpoint
+from ktconvert.quantizers import mxfp4, packed
+from rig import conversion, encodings, floats, killpoint, reference
 from rig import gguf as ggml
 from rig.encodings import PROJECTIONS, W132
 from rig.files import rewrite
@@ -64,16 +64,16 @@ def parts_of(how: tuple[Any, ...]) -> int:
 def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
     """The tensors of a linear of these BF16 values, by the definition."""
     if method == "rawint4":
-        codes, scales = groups.quantize_groups(4, 32, bits, "signed")
-        return [groups.pack_words(4, codes), np.array(bits.shape), scales]
+        codes, scales = reference.quantize_groups(4, 32, bits, "signed")
+        return [packed.pack_words(4, codes), np.array(bits.shape), scales]
     if method == "bf16":
-        return [bits if how == KT else panels.to_panels(bits)]
-    codes, scales = (mxfp4 if method == "mxfp4" else fp8).quantize(bits)
+        return [bits if how == KT else floats.to_panels(bits)]
+    codes, scales = (reference.quantize_mxfp4 if method == "mxfp4" else reference.quantize_fp8)(bits)
     if how == KT:
         return [codes[:, ::2] | codes[:, 1::2] << 4 if method == "mxfp4" else codes, scales]
     if method == "fp8":
-        return [panels.to_panels(codes), scales]
-    return [mxfp4.codes_to_panels(codes), mxfp4.exponents_to_panels(scales)]
+        return [floats.to_panels(codes), scales]
+    return [floats.in_words(codes), mxfp4.exponents_to_panels(scales)]
 
 
 def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
@@ -123,7 +123,11 @@ def test_rows_of_an_output_are_decoded_alone():
         bits = conversion.bf16(np.random.default_rng(2), 256, 128)
         packed = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in defined(method, NUMA1, bits)]
         values = form.decode(packed, 256, 128)
-        exact = {"bf16": reference.bf16_to_f32, "fp8": of_fp8, "mxfp4": lambda b: mxfp4.dequantize(*mxfp4.quantize(b))}
+        exact = {
+            "bf16": reference.bf16_to_f32,
+            "fp8": of_fp8,
+            "mxfp4": lambda b: mxfp4.dequantize(*reference.quantize_mxfp4(b)),
+        }
         assert (values == exact[method](bits)).all()
         for rows in (slice(5, 40), np.array([63, 1])):
             assert (form.decode(packed, 256, 128, rows) == values[rows]).all()
@@ -134,8 +138,8 @@ def test_rows_of_an_output_are_decoded_alone():
 
 
 def of_fp8(bits: Any) -> Any:
-    codes, scales = fp8.quantize(bits)
-    return fp8.E4M3[codes] * fp8.each(scales)
+    codes, scales = reference.quantize_fp8(bits)
+    return reference.E4M3[codes] * reference.each_of_blocks(scales)
 
 
 def kept(method: str, part: Matrix) -> list[Any]:
@@ -143,14 +147,14 @@ def kept(method: str, part: Matrix) -> list[Any]:
     if method == "fp8":
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
         scales = part.scales[row : row + n // 128, column : column + k // 128]  # type: ignore[index]
-        return [panels.to_panels(np.ascontiguousarray(part.values)), scales]
+        return [floats.to_panels(np.ascontiguousarray(part.values)), scales]
     scales = part.each_scale()[:, ::32]
     values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
     codes = (
         np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
     )
     exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)
-    return [mxfp4.codes_to_panels(codes), mxfp4.exponents_to_panels(exponents)]
+    return [floats.in_words(codes), mxfp4.exponents_to_panels(exponents)]
 
 
 def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import reference
+from rig import reference
 
 LARGEST = {4: 7, 8: 127}
 relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

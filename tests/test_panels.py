@@ -19,8 +19,9 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
 from ktconvert.pipeline.stages.quantize_experts import ROWS
-from ktconvert.quantizers import FLOAT_GRIDS, fp8, mxfp4, panels, reference
-from ktconvert.quantizers.scales import E4M3, e8m0
+from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
+from ktconvert.quantizers.reference import E4M3, e8m0
+from rig import floats, reference
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
 
@@ -55,7 +56,11 @@ def packed(method: str, matrix: Matrix, isa: str | None = None) -> list[Bits]:
 
 
 def defined(method: str, bits: Bits) -> list[Bits]:
-    return [bits] if method == "BF16" else [*(fp8 if method == "FP8" else mxfp4).quantize(bits)]
+    return (
+        [bits]
+        if method == "BF16"
+        else [*(reference.quantize_fp8 if method == "FP8" else reference.quantize_mxfp4)(bits)]
+    )
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -112,7 +117,7 @@ def test_every_kernel_is_the_definition(method, n, k, turned, isa, make, data):
         values = np.where(rng.random((len(values), 1)) < 0.8, drawn, values)
     ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16), isa)
     assert_same(ours, defined(method, values))
-    assert method != "FP8" or not ((ours[0] & 0x7F) == fp8.NAN).any()
+    assert method != "FP8" or not ((ours[0] & 0x7F) == 0x7F).any()
 
 
 @pytest.mark.usefixtures("isa")
@@ -161,9 +166,9 @@ def test_element_is_where_the_format_says():
     n, k = 64, 96
     rng = np.random.default_rng(0)
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
-    flat = panels.to_panels(values).reshape(-1).view(np.uint8)
+    flat = floats.to_panels(values).reshape(-1).view(np.uint8)
     codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
-    in_panels, scales = mxfp4.codes_to_panels(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
+    in_panels, scales = floats.in_words(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
@@ -172,7 +177,7 @@ def test_element_is_where_the_format_says():
             at = 16 * s * k + 512 * b + 256 * h + 64 * (j // 8) + 4 * i + 2 * (j % 2) + j % 8 // 4
             assert in_panels[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
             assert scales[s * k + 32 * b + r % 32] == exponents[r, b]
-    assert (panels.from_panels(panels.to_panels(values)) == values).all()
+    assert (panels.from_panels(floats.to_panels(values)) == values).all()
     assert (mxfp4.codes_from_panels(in_panels.reshape(2, -1)) == codes).all()
     assert (mxfp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
@@ -188,10 +193,10 @@ def test_codes_are_the_nearest_with_ties_to_even():
     nearest = distance == distance.min(axis=1, keepdims=True)
     even = np.arange(127) % 2 == 0
     expected = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
-    assert (fp8.codes_of(x) == expected).all() and (fp8.codes_of(-x) == expected + 0x80).all()
-    assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
+    assert (reference.fp8_codes(x) == expected).all() and (reference.fp8_codes(-x) == expected + 0x80).all()
+    assert reference.fp8_codes(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
     x = x[x <= 448]
-    assert (fp8.codes_of(x) == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
+    assert (reference.fp8_codes(x) == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_scales(amax, scale):
     bits[77, 3] = amax | 0x8000
     codes, scales = packed("FP8", Matrix(bits, BF16))
     expected = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
-    assert scales[0, 0] == np.float32(expected) == fp8.block_scales(bits)[0, 0]
+    assert scales[0, 0] == np.float32(expected) == reference.fp8_scales(bits)[0, 0]
     assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
 
 
@@ -231,7 +236,7 @@ def by_hand(block: Bits) -> tuple[int, list[int]]:
 
 @given(block=blocks())
 def test_the_definition_is_the_rule(block):
-    codes, exponents = mxfp4.quantize(block[None])
+    codes, exponents = reference.quantize_mxfp4(block[None])
     assert (int(exponents[0, 0]), codes[0].tolist()) == by_hand(block)
     assert np.isfinite(mxfp4.dequantize(codes, exponents)).all()
 
@@ -239,7 +244,7 @@ def test_the_definition_is_the_rule(block):
 def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
-    codes[(codes & 0x7F) == fp8.NAN] = 0
+    codes[(codes & 0x7F) == 0x7F] = 0
     codes[:128, :128] = 0
     return codes, rng.uniform(1e-40, 1e-2, (n // 128, k // 128)).astype(np.float32)
 
@@ -279,7 +284,7 @@ def test_scales_that_are_not_positive_lose_no_number():
     codes, scales = stored_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
     numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
-    expected = E4M3[codes] * fp8.each(scales)
+    expected = E4M3[codes] * reference.each_of_blocks(scales)
     assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
@@ -402,7 +407,7 @@ def test_codes_alone_are_put_into_panels(n, k, start, isa, rest):
         kernels.reorder_fp8(values, codes)
     finally:
         kernels.set_isa(None)
-    np.testing.assert_array_equal(codes, panels.to_panels(values))
+    np.testing.assert_array_equal(codes, floats.to_panels(values))
 
 
 @pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
@@ -412,7 +417,7 @@ def test_other_scales_are_rounded(group, factor):
     codes = rng.integers(0, 256, (64, 64), np.uint8)
     scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
     matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
-    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
+    assert_same(packed("MXFP4", matrix), reference.quantize_mxfp4(reference.decode(matrix)))
 
 
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])

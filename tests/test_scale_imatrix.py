@@ -20,8 +20,8 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
-from ktconvert.quantizers import Grid, group_search, scale_search
-from rig import conversion, killpoint
+from ktconvert.quantizers import Grid
+from rig import conversion, group_search, killpoint, scale_search
 from rig.conversion import HIDDEN, KTCONVERT, WIDTH, here
 from rig.safetensors import metadata_of, read_file, write_file
 from rig.statistics import describe

@@ -21,8 +21,9 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_scales
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
-from ktconvert.quantizers import ROW_GRIDS, reference, scale_search
+from ktconvert.quantizers import ROW_GRIDS
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS
+from rig import reference, scale_search
 from rig.safetensors import bits_of, read_file
 
 FORMS = {4: AMXINT4, 8: AMXINT8}

@@ -27,8 +27,8 @@ from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels import search_groups, search_scales
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid, group_search, reference, scale_search
-from rig import calibrated, conversion
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid
+from rig import calibrated, conversion, group_search, reference, scale_search
 from rig.conversion import HIDDEN, WIDTH, here
 from rig.safetensors import metadata_of, read_file, write_file
 from rig.statistics import describe

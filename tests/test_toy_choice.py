@@ -15,9 +15,9 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.quantizers import Grid, reference, scale_search
+from ktconvert.quantizers import Grid
 from ktconvert.quantizers.choice import QUANTIZERS, Quantizer
-from rig import conversion
+from rig import conversion, reference, scale_search
 from rig.safetensors import read_file
 from rig.toys import Toy, main
 

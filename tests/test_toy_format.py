@@ -20,9 +20,9 @@ from ktconvert.layouts.outputs.format import Arrangement, Card, Description, For
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import Grid, reference
+from ktconvert.quantizers import Grid
 from ktconvert.quantizers.differences import decode_finite
-from rig import conversion
+from rig import conversion, reference
 from rig.toys import Toy, main
 
 

@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
-from ktconvert.quantizers.scales import e8m0
+from ktconvert.quantizers.reference import e8m0
 
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
 FLOATS = ("F32", "BF16", "F16")

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.quantizers import Grid, Matrix, differences
-from ktconvert.quantizers.reference import bf16_to_f32
-from ktconvert.quantizers.scales import e8m0
+from ktconvert.quantizers.reference import bf16_to_f32, e8m0
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]

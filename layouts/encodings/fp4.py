@@ -26,8 +26,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
 from ktconvert.quantizers.packed import fields
-from ktconvert.quantizers.reference import E2M1
-from ktconvert.quantizers.scales import e8m0, nvfp4
+from ktconvert.quantizers.reference import E2M1, e8m0, nvfp4
 
 # --- in checkpoints -------------------------------------------------------------------------------
 

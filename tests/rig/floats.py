@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers import panels
 from rig.encodings import E2M1, E4M3
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,6 +38,22 @@ def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight
     return Weight(in_words(codes), by_panels(scales), numbers)
 
 
+def to_panels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[n, k], multiples of 32, to panels [n/32, 32*k]: by blocks of 32 columns, halves of 16 rows, pairs of columns,
+    rows, and the two columns of the pair.
+    """
+    n, k = values.shape
+    split = values.reshape(n // 32, 2, 16, k // 32, 16, 2)
+    return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(n // 32, 32 * k)
+
+
+def to_blocks(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[n, k] to kt-kernel's order of BF16 [n*k]: blocks of 256 rows and 1792 columns, or less, each in panels."""
+    n, k = values.shape
+    blocks = [values[r : r + 256, c : c + 1792] for r in range(0, n, 256) for c in range(0, k, 1792)]
+    return np.concatenate([to_panels(block).reshape(-1) for block in blocks])
+
+
 def in_words(codes: npt.NDArray[np.uint8]) -> Bytes:
     """Codes of 4 bits [n, k] in panels."""
     n, k = codes.shape
@@ -63,19 +78,19 @@ def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
     numbers = E4M3[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
-    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
     numbers = E4M3[codes] * scales.astype(np.float64)[:, None]
-    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = E4M3[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(panels.to_panels(codes)), by_panels(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), by_panels(scales), numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
@@ -88,11 +103,11 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
-    return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
+    return Weight(as_bytes(to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def f16(halves: npt.NDArray[np.float16]) -> Weight:
-    return Weight(as_bytes(panels.to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
+    return Weight(as_bytes(to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
 
 
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:
