@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, GGML, INT4, INT4_AWQ, INT8, INTEGERS, Matrix
+from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, GGML, INTEGERS, Matrix
 from ktconvert.quantizers import packed
 from rig import isas, reference
 from rig.gguf import SCALES, blocks
@@ -230,38 +230,3 @@ def test_quantized_as_their_values_are(kind: str, bits: int) -> None:
     kernels.quantize_groups(bits, part, words, group_scales)
     codes, chosen = reference.quantize_groups(bits, 128, bf16)
     assert (words == packed.pack_words(bits, codes)).all() and (group_scales == chosen).all()
-
-
-ONES, EIGHT = np.ones((4, 1), np.float32), np.zeros((4, 8), np.uint8)
-WHOLE = Matrix(blocks("Q4_K", 4, 512), GGML["Q4_K"])
-
-
-@pytest.mark.parametrize(
-    "matrix",
-    [
-        Matrix(EIGHT, INT4, ONES, (1, 16), skip=1, width=16),
-        Matrix(EIGHT, INT4, ONES, (1, 16), skip=-1, width=8),
-        Matrix(EIGHT, INT4, ONES, (1, 15)),
-        Matrix(EIGHT, INT4),
-        Matrix(EIGHT.view(np.int8), INT8, ONES, (1, 8)),
-        Matrix(np.zeros((4, 16), np.uint8)[:, ::2], INT8, ONES, (1, 8)),
-        Matrix(np.zeros((8, 4), np.uint8).T, INT8, ONES, (1, 8)),
-        Matrix(EIGHT, INT8, ONES, (1, 8), zeros=np.zeros((4, 2), np.float32)),
-        Matrix(EIGHT, INT8, ONES, (1, 8), zeros=np.zeros((4, 1), np.uint8)),  # type: ignore[arg-type]
-        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)),
-        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)),
-        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.zeros(7, np.int32)),
-        Matrix(np.zeros((4, 8), np.uint16), BF16, zeros=ONES),
-        Matrix(np.zeros((1, 8), np.uint32), INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8),
-        Matrix(np.zeros((8, 4), np.uint32)[::2], INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)),
-        Matrix(WHOLE.values[:, :-1], WHOLE.kind),
-        Matrix(WHOLE.values, WHOLE.kind, skip=1, width=512),
-        Matrix(WHOLE.values, WHOLE.kind, skip=-1, width=8),
-        Matrix(WHOLE.values, WHOLE.kind, ONES),
-        Matrix(WHOLE.values.view(np.int8), WHOLE.kind),
-        Matrix(np.asfortranarray(WHOLE.values), WHOLE.kind),
-    ],
-)
-def test_what_makes_no_sense_is_refused(matrix: Matrix) -> None:
-    with pytest.raises(ValueError):
-        kernels.decode(matrix)

@@ -174,45 +174,6 @@ def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
                 reference.quantize_groups(bits, 128, bf16)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    bf16 = np.zeros((4, 256), np.uint16)
-    packed, scale = np.zeros((4, 32), np.int32), np.zeros((4, 2), np.uint16)
-    readonly = packed.copy()
-    readonly.flags.writeable = False
-    good: dict[str, Any] = {"bits": 4, "matrix": Matrix(bf16, KINDS["bf16"]), "packed": packed, "scale": scale}
-    kernels.quantize_groups(**good)
-    for change, words in (
-        ({"bits": 2}, "bits must be 4 or 8"),
-        ({"rounding": "up"}, "rounding 'up' is not one of library, float32, signed"),
-        ({"bits": 8, "rounding": "signed"}, "rounding 'signed' is not one of library, float32$"),
-        ({"group": 0}, "multiple of 32"),
-        ({"group": 48}, "multiple of 32"),
-        ({"group": 96}, "96 does not fit 256"),
-        ({"packed": packed[:, :31]}, "packed must be int32 of shape"),
-        ({"packed": packed.view(np.uint32)}, "packed must be int32"),
-        ({"packed": np.zeros((4, 64), np.int32)[:, ::2]}, "contiguous"),
-        ({"packed": readonly}, "writable"),
-        ({"scale": scale.astype(np.float32)}, "scale must be uint16"),
-        ({"matrix": Matrix(bf16.astype(np.float32), KINDS["bf16"])}, "bf16 values must be uint16"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            kernels.quantize_groups(**{**good, **change})
-
-
-@pytest.mark.usefixtures("isa")
-def test_flushing_subnormals_changes_nothing() -> None:
-    torch = pytest.importorskip("torch")
-    bf16 = ugly(40, 256)
-    before = [ours(bits, bf16) for bits in BITS]
-    assert torch.set_flush_denormal(True)
-    try:
-        flushed = [ours(bits, bf16) for bits in BITS]
-    finally:
-        torch.set_flush_denormal(False)
-    for a, b in zip(before, flushed, strict=True):
-        assert_same(a, b)
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", GROUP_GRIDS)
 def test_equals_the_librarys_golden_bytes(name: str) -> None:

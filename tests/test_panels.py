@@ -155,12 +155,6 @@ def test_numbers_that_are_not_finite_are_named(method, row):
     assert (raised.value.row, raised.value.column) == (row, 3 if row == 255 else 191)
 
 
-@pytest.mark.parametrize(("n", "k"), [(16, 64), (64, 80)])
-def test_wrong_sizes_are_refused(n, k):
-    with pytest.raises(ValueError, match="must be multiples of 32"):
-        packed("MXFP4", Matrix(np.zeros((n, k), np.float32), F32))
-
-
 def test_element_is_where_the_format_says():
     """bytes.md's formulas, element by element."""
     n, k = 64, 96
@@ -426,15 +420,3 @@ def test_a_nan_among_codes_alone_is_refused(nan):
     values[33, 95] = nan
     with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
         kernels.reorder_fp8(values, codes)
-
-
-def test_codes_alone_that_do_not_fit_are_refused():
-    values, codes = np.zeros((32, 64), np.uint8), np.empty((1, 32 * 64), np.uint8)
-    wrong = [(values[:, ::2], codes, "contiguous"), (values.view(np.int8), codes, "uint8")]
-    for codes_given, out, message in (
-        *wrong,
-        (values[:31], codes, "multiples of 32"),
-        (values, codes[:, :-1], "codes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kernels.reorder_fp8(codes_given, out)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(in_words(codes), by_panels(scales), numbers)
+    return Weight(as_bytes(in_words(codes)), by_panels(scales), numbers)
 
 
 def to_panels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -55,11 +55,11 @@ def to_blocks(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words(codes: npt.NDArray[np.uint8]) -> Bytes:
-    """Codes of 4 bits [n, k] in panels."""
+    """Codes of 4 bits [n, k] in panels, uint8 [n/32, 16*k]."""
     n, k = codes.shape
     nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # panel, half, row, block, v, g, pair
     words = sum(nibbles[..., g, :] << (4 * g) for g in range(4))
-    return as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2"))
+    return as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2")).reshape(n // 32, -1)
 
 
 def by_panels(scales: npt.NDArray[Any]) -> Bytes:
@@ -72,7 +72,7 @@ def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]
     """Integers -8 .. 7 [n, k] with a scale for each row and group of columns, [n, groups]."""
     numbers = codes * np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1], axis=1)
     held = to_bits(scales) if name == "RAWINT4" else scales
-    return Weight(in_words(codes.astype(np.uint8) & 15), by_panels(held), numbers)
+    return Weight(as_bytes(in_words(codes.astype(np.uint8) & 15)), by_panels(held), numbers)
 
 
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
@@ -99,7 +99,7 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
     numbers = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1) * whole
     header = np.tile(np.array([whole], "<f4").view(np.uint8), (panels_of, 16))
     held = np.concatenate([header, by_panels(scales).reshape(panels_of, -1)], axis=1)
-    return Weight(in_words(codes), as_bytes(held), numbers)
+    return Weight(as_bytes(in_words(codes)), as_bytes(held), numbers)
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
