@@ -318,12 +318,8 @@ def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli)
 @pytest.mark.parametrize(
     ("name", "method", "how"),
     [
-        ("", "mxfp4", NUMA2),
         ("FP8 in blocks", "fp8", ("--threadpool-count", 3)),
-        ("", "mxfp4", KT),
-        ("DeepSeek-V4", "fp8", (*KT, "--threadpool-count", 3)),
         ("gptq 4 v2 order", "int8", NUMA1),
-        ("ct NVFP4", "int4", ("--threadpool-count", 3)),
         ("", "rawint4", KT),
     ],
 )

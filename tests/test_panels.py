@@ -193,20 +193,6 @@ def test_codes_are_the_nearest_with_ties_to_even():
     assert (reference.fp8_codes(x) == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
 
 
-@pytest.mark.parametrize(
-    ("amax", "scale"),
-    [(0, 1.0), (0x3F80, np.float32(1) / np.float32(448)), (0x43E0, 1.0), (0x0001, 2.0**-126), (0x7F7F, None)],
-)
-def test_scales(amax, scale):
-    """1 for zeros; 448 / 448; the smallest one, and the largest."""
-    bits = np.zeros((128, 128), np.uint16)
-    bits[77, 3] = amax | 0x8000
-    codes, scales = packed("FP8", Matrix(bits, BF16))
-    expected = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
-    assert scales[0, 0] == np.float32(expected) == reference.fp8_scales(bits)[0, 0]
-    assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
-
-
 VALUES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 

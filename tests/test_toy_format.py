@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, never_exact
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
 from ktconvert.layouts.outputs.parts import Place
@@ -56,7 +56,6 @@ TOY8 = Encoding(
     tensors=tensors,
     quantize=quantize,
     decode=decode,
-    is_exact=never_exact,
     defects=(None, bad_step),
     pack=pack,
     scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import string
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
@@ -29,18 +28,8 @@ NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does n
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
-def load_arch_file(path: Path) -> Arch:
-    """The row that a TOML file describes; put it before ARCHS. Raises InputError naming the key that is wrong."""
-    try:
-        return parse_arch(path.read_text(encoding="utf-8"), str(path))
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not valid TOML (not UTF-8 text)") from None
-
-
 def parse_arch(text: str, path: str = "--arch-file") -> Arch:
-    """load_arch_file() of a file's text; `path` is what errors call it."""
+    """The row that a TOML text describes; put it before ARCHS. Raises InputError naming `path` and the wrong key."""
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as e:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, never_exact, rows_of
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
@@ -54,7 +54,6 @@ def _encoding(name: str, grid_name: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        is_exact=never_exact,
         defects=(None, bad_scale),
         pack=pack,
         scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),

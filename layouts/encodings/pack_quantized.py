@@ -20,7 +20,6 @@ from ktconvert.layouts.encodings.encoding import (
     Read,
     Rows,
     SourceExperts,
-    never_exact,
     stored_as,
 )
 from ktconvert.layouts.tensors import TensorInfo
@@ -76,7 +75,6 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
         tensors=partial(_tensors, grid),
         quantize=quantize,
         decode=decode,
-        is_exact=never_exact,
         defects=(all_zeros(bits), bad_shape, _bad_scale),
         pack=pack,
         scales=lambda last, n, k: last.view("<u2").reshape(n, -1),
