@@ -662,5 +662,5 @@ def test_row_from_a_file_with_fused_experts() -> None:
 def test_row_files_with_faults(old: str, new: str, words: str) -> None:
     assert old in ROW
     with pytest.raises(InputError) as failure:
-        parse_arch(ROW.replace(old, new), "row.toml")
-    assert words in str(failure.value) and str(failure.value).startswith("row.toml: ")
+        parse_arch(ROW.replace(old, new))
+    assert words in str(failure.value) and str(failure.value).startswith("--arch-file: ")
