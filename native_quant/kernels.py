@@ -397,7 +397,7 @@ def reorder_fp8(values: U8, codes: U8) -> None:
 def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
     """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
 
-    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. Writes codes and scales, flat.
+    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. Writes codes, scales, flat.
     NonFinite: a scale is infinite or NaN.
     """
     number = BLOCK_FORMATS.get(matrix.kind.name.upper())

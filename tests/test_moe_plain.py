@@ -4,7 +4,6 @@ set; converted, merged, rearranged, damaged, computed; bytes that no manifest ca
 
 import json
 import shutil
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,12 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as of
 from ktconvert.native_quant.runtime.experts import Experts
-from rig import conversion, floats, reference
+from rig import conversion, floats, isas, reference
 from rig.files import rewrite
 from rig.safetensors import bits_of, read_folder
 
 BITS = (4, 8)
 METHODS = ("moe_int4", "moe_int8")
-
-
-@pytest.fixture(autouse=True)
-def _restore_isa() -> Iterator[None]:
-    before = kernels.isa()
-    yield
-    kernels.set_isa(before)
 
 
 def difficult(n: int, k: int) -> Any:
@@ -91,8 +83,7 @@ def test_every_isa_equals_the_definition(bits):
     for n, k in ((128, 128), (128, 384)):
         values = difficult(n, k)
         codes, scales = reference.quantize_plain(bits, values)
-        for name in kernels.available_isas():
-            kernels.set_isa(name)
+        for name in isas.each():
             for stored in (values, np.asfortranarray(values)):
                 weight, scale = quantized(bits, stored)
                 np.testing.assert_array_equal(weight, amx.pack_plain(bits, codes), name)

@@ -21,7 +21,7 @@ from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MX
 from ktconvert.pipeline.stages.quantize_experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
 from ktconvert.quantizers.reference import E4M3, e8m0
-from rig import floats, reference
+from rig import floats, isas, reference
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
 
@@ -31,28 +31,20 @@ ISAS = st.sampled_from(kernels.available_isas())
 MULTIPLES = {"BF16": 32, "FP8": 128, "MXFP4": 32}
 
 
-def packed(method: str, matrix: Matrix, isa: str | None = None) -> list[Bits]:
+def packed(method: str, matrix: Matrix) -> list[Bits]:
     """Codes [n, k] and scales (BF16: the bits alone) by the kernels."""
     n, k = matrix.shape
-    before = kernels.isa()
-    kernels.set_isa(isa or before)
-    try:
-        if method == "BF16":
-            codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
-            kernels.pack_bf16(matrix, codes)
-            return [panels.from_panels(codes)]
-        if method == "FP8":
-            codes, scales = (
-                np.full((n // 32, 32 * k), 0xAA, np.uint8),
-                np.full((n // 128, k // 128), np.nan, np.float32),
-            )
-            kernels.pack_fp8(matrix, codes, scales)
-            return [panels.from_panels(codes), scales]
-        codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
-        kernels.pack_mxfp4(matrix, codes, exponents)
-        return [mxfp4.codes_from_panels(codes), mxfp4.exponents_from_panels(exponents)]
-    finally:
-        kernels.set_isa(before)
+    if method == "BF16":
+        codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
+        kernels.pack_bf16(matrix, codes)
+        return [panels.from_panels(codes)]
+    if method == "FP8":
+        codes, scales = np.full((n // 32, 32 * k), 0xAA, np.uint8), np.full((n // 128, k // 128), np.nan, np.float32)
+        kernels.pack_fp8(matrix, codes, scales)
+        return [panels.from_panels(codes), scales]
+    codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
+    kernels.pack_mxfp4(matrix, codes, exponents)
+    return [mxfp4.codes_from_panels(codes), mxfp4.exponents_from_panels(exponents)]
 
 
 def defined(method: str, bits: Bits) -> list[Bits]:
@@ -115,7 +107,8 @@ def test_every_kernel_is_the_definition(method, n, k, turned, isa, make, data):
             st.booleans()
         )
         values = np.where(rng.random((len(values), 1)) < 0.8, drawn, values)
-    ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16), isa)
+    with isas.using(isa):
+        ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16))
     assert_same(ours, defined(method, values))
     assert method != "FP8" or not ((ours[0] & 0x7F) == 0x7F).any()
 
@@ -234,17 +227,9 @@ def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32
 def test_codes_and_scales_in_the_same_blocks_are_kept(n, k, seed, turned, isa):
     codes, scales = stored_fp8(128 * (n + 1), 128 * (k + 1), seed)
     whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
-    made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)), isa)
+    with isas.using(isa):
+        made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)))
     assert_same(made, (codes[128:, 128:], scales[1:, 1:]))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_nan_among_kept_codes_is_named(turned):
-    codes, scales = stored_fp8(256, 256, 0)
-    codes[130, 77] = 0xFF
-    with pytest.raises(kernels.NonFinite) as raised:
-        packed("FP8", Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128)))
-    assert (raised.value.row, raised.value.column) == (130, 77)
 
 
 def reader(out: list[Any]) -> Any:
@@ -356,18 +341,41 @@ def test_codes_and_exponents_stay(kind, seed, rows, columns, isa):
     codes = np.minimum(codes & 7, limit).astype(np.uint8) | codes & 8
     matrix = stored_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
     expected = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
-    assert_same(packed("MXFP4", matrix, isa), expected)
+    with isas.using(isa):
+        assert_same(packed("MXFP4", matrix), expected)
     assert (reference.bf16_to_f32(kernels.decode(matrix)) == mxfp4.dequantize(*expected)).all()
 
 
-@pytest.mark.parametrize("kind", ["fp4", "ggml"])
-@pytest.mark.parametrize(("code", "exponent"), [(6, 253), (15, 253), (4, 254), (12, 254)])
-def test_what_is_infinite_as_bf16_is_refused(kind, code, exponent):
-    codes, exponents = np.zeros((64, 64), np.uint8), np.full((64, 2), 120, np.uint8)
-    codes[33, 40], exponents[33, 1] = code, exponent
+def kept_nan(turned: bool) -> list[Bits]:
+    codes, scales = stored_fp8(256, 256, 0)
+    codes[130, 77] = 0xFF
+    return packed("FP8", Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128)))
+
+
+def infinite(kind: str, code: int, exponent: int) -> list[Bits]:
+    codes, exponents = np.zeros((256, 96), np.uint8), np.full((256, 3), 120, np.uint8)
+    codes[130, 77], exponents[130, 2] = code, exponent
+    return packed("MXFP4", stored_mxfp4(kind, codes, exponents))
+
+
+def codes_alone(nan: int) -> None:
+    values = np.zeros((256, 96), np.uint8)
+    values[130, 77] = nan
+    kernels.reorder_fp8(values, np.empty((8, 32 * 96), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        *((kept_nan, (turned,)) for turned in (False, True)),
+        *((infinite, (kind, *at)) for kind in ("fp4", "ggml") for at in ((6, 253), (15, 253), (4, 254), (12, 254))),
+        *((codes_alone, (nan,)) for nan in (0x7F, 0xFF)),
+    ],
+)
+def test_what_is_kept_must_be_finite(call, how):
     with pytest.raises(kernels.NonFinite) as raised:
-        packed("MXFP4", stored_mxfp4(kind, codes, exponents))
-    assert (raised.value.row, raised.value.column) == (33, 40)
+        call(*how)
+    assert (raised.value.row, raised.value.column) == (130, 77)
 
 
 @given(
@@ -382,11 +390,8 @@ def test_codes_alone_are_put_into_panels(n, k, start, isa, rest):
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
-    kernels.set_isa(isa)
-    try:
+    with isas.using(isa):
         kernels.reorder_fp8(values, codes)
-    finally:
-        kernels.set_isa(None)
     np.testing.assert_array_equal(codes, floats.to_panels(values))
 
 
@@ -398,11 +403,3 @@ def test_other_scales_are_rounded(group, factor):
     scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
     matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
     assert_same(packed("MXFP4", matrix), reference.quantize_mxfp4(reference.decode(matrix)))
-
-
-@pytest.mark.parametrize("nan", [0x7F, 0xFF])
-def test_a_nan_among_codes_alone_is_refused(nan):
-    values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
-    values[33, 95] = nan
-    with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
-        kernels.reorder_fp8(values, codes)
