@@ -106,7 +106,7 @@ def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) 
 
 
 def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
-    """The scales of a matrix [n, k] as numbers, from the last of its tensors: float32, shaped as Encoding.scales."""
+    """scale_numbers of a matrix [n, k], from the last of its tensors."""
     assert encoding.scales is not None
     return scale_numbers(encoding.scales(last, n, k))
 

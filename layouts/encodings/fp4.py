@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, need_finite, read_scales
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, finite, read_scales
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
@@ -90,14 +90,13 @@ def _row(
 
 
 def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]) -> F32:
-    """The scales of the groups, float32 [shape]. Raises InputError, naming the place, where one is not finite."""
+    """The scales of the groups, float32 [shape]; as read_scales."""
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:
         info = tensors[whole]
         raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
-    need_finite(source, tensors["scale"], scales)
-    return scales
+    return finite(source, tensors["scale"], scales)
 
 
 IN_CHECKPOINTS = (

@@ -23,7 +23,6 @@ from ktconvert.layouts.encodings.encoding import (
     Encoding,
     Read,
     Rows,
-    SourceExperts,
     rows_of,
     stored_as,
 )
@@ -117,8 +116,7 @@ def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
 
 
 def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
-    block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
-    zeros, scale = tensors.get("zero_point"), tensors["scale"]
+    block, zeros, scale = _fit(tensors, quantization, input_major), tensors.get("zero_point"), tensors["scale"]
     if zeros is None:
         if quantization.symmetric == (False,):
             raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
@@ -218,7 +216,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        is_exact=is_exact,
+        is_exact=lambda model: stored_as(model, SOURCES, (BLOCK, BLOCK)),
         defects=(bad_code, _bad_scale(order)),
         scales=block_scales,
         error_sums=error_sums,
@@ -228,11 +226,6 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 def block_scales(last: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
     """Float32 [n / 128, k / 128]; a view."""
     return last.view(np.float32).reshape(n // BLOCK, k // BLOCK)
-
-
-def is_exact(model: SourceExperts) -> bool:
-    """FP8 in blocks of 128 x 128 keeps codes and scales."""
-    return stored_as(model, SOURCES, (BLOCK, BLOCK))
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
