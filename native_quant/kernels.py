@@ -124,13 +124,18 @@ def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
+    _run(lambda bad_row: call(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0])
+    del keep
+
+
+def _run(call: Callable[[Any], int], bf16: Callable[[int], Array]) -> None:
+    """Calls C with where to say which row is bad, and raises its errors; bf16: the bits of such a row."""
     read_environment()
     bad_row = ffi.new("int64_t *")
-    error = call(*matrix.shape, source, bad_row)
+    error = call(bad_row)
     if error == lib.KTQ_ENONFINITE:
-        row = bad_row[0]
-        raise NonFinite(row, int(np.argmax((decode(matrix.rows(row, row + 1))[0] & 0x7FFF) >= 0x7F80)))
-    del keep
+        row = int(bad_row[0])
+        raise NonFinite(row, int(np.argmax((bf16(row) & 0x7FFF) >= 0x7F80)))
     raise_error(error)
 
 
@@ -283,15 +288,10 @@ def _search(call: Callable[..., int], what: int, multiple: int, bf16: U16, impor
         if not (diagonal >= 0).all() or not np.isfinite(importance).all():
             raise ValueError("importance must be finite, and nowhere negative")
         weights = ffi.from_buffer("float[]", diagonal)
-    read_environment()
-    codes, bad_row = np.empty((n, k), np.int8), ffi.new("int64_t *")
-    rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
+    codes, rows = np.empty((n, k), np.int8), ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     how = weights, moments, moments_stride, ffi.cast("float *", scratch_for(k)), vectors
-    error = call(what, n, k, rows, row_stride, *how, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        row = int(bad_row[0])
-        raise NonFinite(row, int(np.argmax((bf16[row] & 0x7FFF) >= 0x7F80)))
-    raise_error(error)
+    out = ffi.from_buffer("int8_t[]", codes), scales
+    _run(lambda bad_row: call(what, n, k, rows, row_stride, *how, *out, bad_row), lambda row: bf16[row])
     return codes
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import is_zero
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
@@ -22,7 +23,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.quantizers import mxfp4, packed
+from ktconvert.quantizers import packed
 from rig import conversion, encodings, floats, killpoint, reference
 from rig import gguf as ggml
 from rig.encodings import PROJECTIONS, W132
@@ -73,7 +74,7 @@ def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
         return [codes[:, ::2] | codes[:, 1::2] << 4 if method == "mxfp4" else codes, scales]
     if method == "fp8":
         return [floats.to_panels(codes), scales]
-    return [floats.in_words(codes), mxfp4.exponents_to_panels(scales)]
+    return [floats.in_words(codes), fp4.exponents_to_panels(scales)]
 
 
 def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
@@ -126,7 +127,7 @@ def test_rows_of_an_output_are_decoded_alone():
         exact = {
             "bf16": reference.bf16_to_f32,
             "fp8": of_fp8,
-            "mxfp4": lambda b: mxfp4.dequantize(*reference.quantize_mxfp4(b)),
+            "mxfp4": lambda b: fp4.dequantize(*reference.quantize_mxfp4(b)),
         }
         assert (values == exact[method](bits)).all()
         for rows in (slice(5, 40), np.array([63, 1])):
@@ -154,7 +155,7 @@ def kept(method: str, part: Matrix) -> list[Any]:
         np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
     )
     exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)
-    return [floats.in_words(codes), mxfp4.exponents_to_panels(exponents)]
+    return [floats.in_words(codes), fp4.exponents_to_panels(exponents)]
 
 
 def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):

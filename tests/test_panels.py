@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.encodings import fp4 as encodings_of_mxfp4
+from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
 from ktconvert.pipeline.stages.quantize_experts import ROWS
-from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
+from ktconvert.quantizers import FLOAT_GRIDS, panels
 from ktconvert.quantizers.reference import E4M3, e8m0
 from rig import floats, isas, reference
 from rig.golden import FOLDER
@@ -44,7 +44,7 @@ def packed(method: str, matrix: Matrix) -> list[Bits]:
         return [panels.from_panels(codes), scales]
     codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
     kernels.pack_mxfp4(matrix, codes, exponents)
-    return [mxfp4.codes_from_panels(codes), mxfp4.exponents_from_panels(exponents)]
+    return [fp4.codes_from_panels(codes), fp4.exponents_from_panels(exponents)]
 
 
 def defined(method: str, bits: Bits) -> list[Bits]:
@@ -155,7 +155,7 @@ def test_element_is_where_the_format_says():
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
     flat = floats.to_panels(values).reshape(-1).view(np.uint8)
     codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
-    in_panels, scales = floats.in_words(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
+    in_panels, scales = floats.in_words(codes).reshape(-1), fp4.exponents_to_panels(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
@@ -165,8 +165,8 @@ def test_element_is_where_the_format_says():
             assert in_panels[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
             assert scales[s * k + 32 * b + r % 32] == exponents[r, b]
     assert (panels.from_panels(floats.to_panels(values)) == values).all()
-    assert (mxfp4.codes_from_panels(in_panels.reshape(2, -1)) == codes).all()
-    assert (mxfp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
+    assert (fp4.codes_from_panels(in_panels.reshape(2, -1)) == codes).all()
+    assert (fp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
 
 def test_codes_are_the_nearest_with_ties_to_even():
@@ -211,7 +211,7 @@ def by_hand(block: Bits) -> tuple[int, list[int]]:
 def test_the_definition_is_the_rule(block):
     codes, exponents = reference.quantize_mxfp4(block[None])
     assert (int(exponents[0, 0]), codes[0].tolist()) == by_hand(block)
-    assert np.isfinite(mxfp4.dequantize(codes, exponents)).all()
+    assert np.isfinite(fp4.dequantize(codes, exponents)).all()
 
 
 def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
@@ -306,10 +306,10 @@ def peak_memory(run: Callable[[], object]) -> int:
 
 def test_memory_of_mxfp4_is_that_of_some_rows():
     """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
-    form, values = encodings_of_mxfp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
+    form, values = fp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
     out = quantized(form, Matrix(values, BF16))
     peak = peak_memory(lambda: form.quantize(Matrix(values, BF16), out))
-    assert peak < 2 * encodings_of_mxfp4.ROWS_AT_A_TIME * 256
+    assert peak < 2 * fp4.ROWS_AT_A_TIME * 256
     values[300, 7] = 0x7FC0
     with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
         form.quantize(Matrix(values, BF16), out)
@@ -343,7 +343,7 @@ def test_codes_and_exponents_stay(kind, seed, rows, columns, isa):
     expected = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
     with isas.using(isa):
         assert_same(packed("MXFP4", matrix), expected)
-    assert (reference.bf16_to_f32(kernels.decode(matrix)) == mxfp4.dequantize(*expected)).all()
+    assert (reference.bf16_to_f32(kernels.decode(matrix)) == fp4.dequantize(*expected)).all()
 
 
 def kept_nan(turned: bool) -> list[Bits]:

@@ -229,7 +229,7 @@ def test_numbers_of_mxfp4_stay(name: str) -> None:
     rng, form = np.random.default_rng(7), FORMS[name]
     codes, exponents = rng.integers(0, 16, (64, 128), np.uint8), rng.integers(3, 250, (64, 4), np.uint8)
     codes[5] = rng.integers(0, 3, 128)  # groups whose largest number is small
-    numbers = fp4.mxfp4.dequantize(codes, exponents)
+    numbers = fp4.dequantize(codes, exponents)
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*codes.shape)]
     quantize(form, MSE, Matrix(reference.f32_to_bf16(numbers), BF16), stored)
     np.testing.assert_array_equal(form.decode(stored, *codes.shape, slice(None)), numbers)

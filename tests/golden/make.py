@@ -13,8 +13,9 @@ import numpy as np
 from safetensors import deserialize
 from safetensors.numpy import save
 
+from ktconvert.layouts.encodings import fp4
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, mxfp4
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS
 from ktconvert.quantizers.choice import MSE
 from rig import floats, reference, scale_search
 
@@ -99,7 +100,7 @@ def write(name: str, kind: str, source: dict[str, Any], in_panels: dict[str, Any
 def mxfp4_in_panels(bf16: Any) -> dict[str, Any]:
     """Of BF16 values, in MXFP4."""
     codes, exponents = reference.quantize_mxfp4(bf16)
-    return {"out.codes": floats.in_words(codes), "out.scales": mxfp4.exponents_to_panels(exponents)}
+    return {"out.codes": floats.in_words(codes), "out.scales": fp4.exponents_to_panels(exponents)}
 
 
 def fp8_in_panels(bf16: Any) -> dict[str, Any]:

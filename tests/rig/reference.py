@@ -6,8 +6,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.encodings import fp4
 from ktconvert.native_quant.matrix import GGML, Matrix
-from ktconvert.quantizers import mxfp4, packed
+from ktconvert.quantizers import MXFP4_EXPONENTS, packed
 from ktconvert.quantizers.packed import EMPTY_SCALE
 from ktconvert.quantizers.reference import E2M1, E4M3, F32, I8, U8, U16, bf16_to_f32, f32_to_bf16
 
@@ -218,18 +219,18 @@ def nearest_e2m1(magnitude: npt.NDArray[np.float64]) -> U8:
 def quantize_mxfp4(bf16: U16) -> tuple[U8, U8]:
     """Codes uint8 [n, k] and exponents uint8 [n, k/32] of BF16 values; k: a multiple of 32. ValueError: not finite."""
     n, k = bf16.shape
-    unsigned: U16 = (bf16 & np.uint16(0x7FFF)).reshape(n, k // mxfp4.GROUP, mxfp4.GROUP)
+    unsigned: U16 = (bf16 & np.uint16(0x7FFF)).reshape(n, k // fp4.GROUP, fp4.GROUP)
     finite_amax(unsigned)
     amax = unsigned.max(axis=2)
     magnitude = bf16_to_f32(unsigned).astype(np.float64)
-    lower = np.clip((amax >> 7).astype(np.int64) - 2, mxfp4.LEAST, mxfp4.MOST)
+    lower = np.clip((amax >> 7).astype(np.int64) - 2, *MXFP4_EXPONENTS)
     scaled = np.ldexp(magnitude, (127 - lower)[:, :, None])
     small, large = nearest_e2m1(scaled), nearest_e2m1(scaled / 2)
     # What is at most 1/4 becomes 0 either way. All else is a multiple of 2^-9 below 8: these sums are exact.
     counts = scaled > 0.25
     small_error = np.where(counts, scaled - E2M1[small], 0)
     large_error = np.where(counts, scaled - 2 * E2M1[large], 0)
-    higher = (np.square(small_error).sum(axis=2) > np.square(large_error).sum(axis=2)) & (lower < mxfp4.MOST)
+    higher = (np.square(small_error).sum(axis=2) > np.square(large_error).sum(axis=2)) & (lower < MXFP4_EXPONENTS[1])
     signs = (bf16 >> 12 & 8).astype(np.uint8)
     codes = np.where(higher[:, :, None], large, small).reshape(n, k) | signs
     return codes, np.where(amax == 0, OF_ZEROS, lower + higher).astype(np.uint8)
