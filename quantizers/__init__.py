@@ -5,19 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktconvert.native_quant.kernels import CodeRange
-from ktconvert.native_quant.matrix import Matrix
-
-__all__ = [
-    "FLOAT_GRIDS",
-    "GROUP_GRIDS",
-    "GROUP_SIZES",
-    "MOE_GRIDS",
-    "MXFP4_EXPONENTS",
-    "ROW_GRIDS",
-    "SIGNED_GRIDS",
-    "Grid",
-    "Matrix",
-]
+from ktconvert.native_quant.matrix import Matrix as Matrix
 
 
 @dataclass(frozen=True)

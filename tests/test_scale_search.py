@@ -24,7 +24,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE, QUANTIZERS, least_squares
-from rig import group_search, isas, reference, scale_search
+from rig import group_search, isas, reference, scale_search, statistics
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
 
@@ -34,11 +34,7 @@ ROWS = {4: AMXINT4, 8: AMXINT8}
 
 
 def defined(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
-    """Codes and scales [n, groups]."""
-    if not GRIDS[grid].per_row:
-        return group_search.search(GRIDS[grid], bf16, importance)
-    codes, scales = scale_search.search(GRIDS[grid].bits, bf16, importance)
-    return codes, scales[:, None]
+    return statistics.searched(GRIDS[grid], bf16, importance)
 
 
 def searched(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:

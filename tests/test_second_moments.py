@@ -13,21 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from test_scale_imatrix import refused
-from test_scale_search import defined, moments_of
+from test_scale_search import moments_of
 
-from ktconvert.layouts.encodings.encoding import suffixes
-from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
-from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics import second_moments
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from rig import calibrated, conversion
 from rig.conversion import HIDDEN, WIDTH, here
-from rig.safetensors import metadata_of, read_file, write_file
-from rig.statistics import describe
+from rig.safetensors import metadata_of, write_file
+from rig.statistics import check_searched, describe
 
 GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
 LAYERS, EXPERTS = 2, 2
@@ -76,24 +71,9 @@ def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_p
     """
     done = convert(source, tmp_path / "out", statistics, "--quant-method", method)
     assert done.exception is None and "no token reached these experts" in done.stderr, done.exception
-    opened, moments = open_output(tmp_path / "out"), read_statistics(statistics).second_moments("it", SHAPES)
-    fmt = FORMATS[measure(opened).method]
-    parts, form = 2 if fmt.arrangement.parted else 1, fmt.encoding
-    tensors = read_file(source / f"model-00002-of-{LAYERS + 1:05d}.safetensors")
-    for expert, projection in ((0, "gate"), (0, "down"), (1, "down")):
-        weights = tensors[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].bits
-        metric = moments.importance(1, expert, projection)
-        assert (metric is None) == ((expert, projection) == (1, "down"))
-        for numa in range(parts):
-            half = slice(numa * WIDTH // parts, (numa + 1) * WIDTH // parts)
-            part = np.ascontiguousarray(weights[:, half] if projection == "down" else weights[half])
-            own = metric[half, half] if projection == "down" and metric is not None else metric
-            place = Place(1, expert, projection, False, numa)
-            stored = [opened.read(opened.tensors[place, suffix]) for suffix in suffixes(form)]
-            expected = [np.empty_like(data) for data in stored]
-            form.pack(*defined(form.grid.name, part, own), expected)
-            for got, data in zip(stored, expected, strict=True):
-                np.testing.assert_array_equal(got, data)
+    moments, linears = read_statistics(statistics).second_moments("it", SHAPES), ((0, "gate"), (0, "down"), (1, "down"))
+    assert [linear for linear in linears if moments.importance(1, *linear) is None] == [(1, "down")]
+    assert check_searched(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
     digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
     document = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert document["settings"]["second_moments_sha256"] == document["model"]["second_moments"] == digest
