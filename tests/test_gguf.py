@@ -84,10 +84,8 @@ def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
 
 def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
     """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
-    plain, loose = (
-        in_bf16(all_types, tmp_path / "plain", write_qwen),
-        ("--no-merge-safetensor", "--save-backward-weights"),
-    )
+    plain = in_bf16(all_types, tmp_path / "plain", write_qwen)
+    loose = ("--no-merge-safetensor", "--save-backward-weights")
     for number, (method, parts, more) in enumerate((("int4", 2, ()), ("int8", 4, ()), ("int4", 2, loose))):
         ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
         options = ("--quant-method", method, "--threadpool-count", parts, *more)

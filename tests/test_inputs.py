@@ -71,10 +71,8 @@ def test_what_is_made_of_them_is_made_of_their_values(name, written, tmp_path, c
     """
     encoding, (source, values) = ENCODINGS[name], written(name)
     plain = write_plain(tmp_path / "plain", values)
-    more, loose = (
-        ("--threadpool-count", 6, "--save-backward-weights"),
-        ("--threadpool-count", 3, "--no-merge-safetensor"),
-    )
+    more = ("--threadpool-count", 6, "--save-backward-weights")
+    loose = ("--threadpool-count", 3, "--no-merge-safetensor")
     for folder, out in ((source, "ours"), (plain, "theirs")):
         claim = ("--input-type", encoding.claim if out == "ours" else "bf16")
         said = {
@@ -511,11 +509,6 @@ def too_large(tensors: Stored, quantization: Quantization, base: str) -> None:
         ("ct NVFP4", value(".weight_global_scale", 0, np.nan), "weight_global_scale': scale [0, 0] is nan"),
         ("ct NVFP4", value(".weight_global_scale", 0, np.inf), "weight_global_scale': scale [0, 0] is inf"),
         ("awq", value(".scales", (2, 7), np.inf), "gate_proj.scales': scale [2, 7] is inf"),
-        (
-            "gptq 4 order",
-            value(".g_idx", slice(None), 0),
-            "g_idx' must name each of 2 groups for 128 columns; download",
-        ),
         ("ct 4 order", value(".weight_g_idx", slice(None), 0), "g_idx' must name each of 2 groups for 128 columns"),
         ("ct 4", value(".weight_shape", 1, H - 1), ".weight_shape' says [384, 255], its codes are for [384, 256]"),
     ],
@@ -524,19 +517,15 @@ def test_what_is_found_when_a_weight_is_read(name, spoil, words, tmp_path):
     """The command names the tensor, and writes nothing."""
     base = ENCODINGS[name].base(1, "gate")
     folder, _ = write(name, tmp_path / "model", lambda tensors, quantization: spoil(tensors, quantization, base))
-    error = here(
-        "cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1
-    ).exception
+    command = ("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
+    error = here(*command).exception
     assert isinstance(error, InputError) and words in str(error), error
     assert base in str(error) and not (tmp_path / "out").exists()
 
 
 def test_an_order_of_which_nothing_is_set_is_none(tmp_path):
-    folder, _ = write(
-        "ct 4",
-        tmp_path,
-        lambda t, _: [tensor(".weight_g_idx", "I32", (H,), -1)(t, {}, BASE.format(e, "gate")) for e in range(E)],
-    )
+    unset = tensor(".weight_g_idx", "I32", (H,), -1)
+    folder, _ = write("ct 4", tmp_path, lambda t, _: [unset(t, {}, BASE.format(e, "gate")) for e in range(E)])
     assert model_of(folder).linear(0, 1, "gate").group_of is None
 
 

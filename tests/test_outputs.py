@@ -163,9 +163,8 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
     folder, _ = encodings.write("ct 4", tmp_path / "model")
     said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
     assert KEPT.format("RAWINT4") in said and "rounds twice" not in said
-    other = cli(
-        "cpu", "-i", folder, "-o", tmp_path / "x", "--quant-method", "int4", "--threadpool-count", 3, "--dry-run"
-    )
+    how = ("--quant-method", "int4", "--threadpool-count", 3, "--dry-run")
+    other = cli("cpu", "-i", folder, "-o", tmp_path / "x", *how)
     assert "--quant-method rawint4 keeps every number" in other.stdout + other.stderr
     source, made = (bits_of(read_folder(path)) for path in (folder, tmp_path / "out"))
     assert made and {8, 0} <= set((next(v for k, v in made.items() if k.endswith("packed")).view(np.uint8) & 15).flat)
@@ -212,10 +211,8 @@ def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
 def test_mxfp4_of_gguf(cli, tmp_path):
     about = ggml.about(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
-    for method, words in (
-        ("mxfp4", KEPT.format("MXFP4")),
-        ("bf16", "BF16 holds all numbers of MXFP4: every number stays"),
-    ):
+    held = "BF16 holds all numbers of MXFP4: every number stays"
+    for method, words in (("mxfp4", KEPT.format("MXFP4")), ("bf16", held)):
         said = cli("cpu", "-i", folder, "-o", tmp_path / method, "--quant-method", method).stderr
         assert words in said and "rounds twice" not in said
         nothing_is_lost(tmp_path / method, folder, cli)
