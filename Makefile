@@ -83,7 +83,7 @@ demo: setup
 
 # Our own golden vectors, from the NumPy reference; kt-kernel's are never made again.
 golden: setup
-	$(BIN)/python tests/golden/make.py
+	PYTHONPATH=tests $(BIN)/python tests/golden/make.py
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: setup

@@ -1,7 +1,8 @@
 """The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
-All calls release the GIL. Wrong arguments raise ValueError before C sees them. The numbers (numerics.md) are
-the same, bit for bit, whatever instruction set is in use.
+All calls release the GIL. Wrong arguments raise ValueError before C sees them. NonFinite, a ValueError, names the first
+value of a linear that is infinite or not a number; results are then partly written. The numbers (numerics.md) are the
+same, bit for bit, whatever instruction set is in use.
 """
 
 from __future__ import annotations
@@ -123,23 +124,26 @@ def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
+    _run(lambda bad_row: call(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0])
+    del keep
+
+
+def _run(call: Callable[[Any], int], bf16: Callable[[int], Array]) -> None:
+    """Calls C with where to say which row is bad, and raises its errors; bf16: the bits of such a row."""
     read_environment()
     bad_row = ffi.new("int64_t *")
-    error = call(*matrix.shape, source, bad_row)
+    error = call(bad_row)
     if error == lib.KTQ_ENONFINITE:
-        row = bad_row[0]
-        raise NonFinite(row, int(np.argmax((decode(matrix.rows(row, row + 1))[0] & 0x7FFF) >= 0x7F80)))
-    del keep
+        row = int(bad_row[0])
+        raise NonFinite(row, int(np.argmax((bf16(row) & 0x7FFF) >= 0x7F80)))
     raise_error(error)
 
 
 def quantize_pack(
     bits: int, matrix: Matrix, weight: U8, scale: F32, *, kernel: Callable[..., int] = lib.ktq_quantize_pack
 ) -> None:
-    """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order.
-
-    weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
-    scale are then partly written.
+    """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order. Writes weight,
+    uint8 [n*k*bits/8] and scale, float32 [n]. Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -155,10 +159,8 @@ def quantize_plain(bits: int, matrix: Matrix, weight: U8, scale: F32) -> None:
 
 
 def pack_codes(bits: int, codes: I8, weight: U8) -> None:
-    """Packs codes that another quantizer chose, in kt-kernel's AMXINT4 or AMXINT8 order.
-
-    codes: int8 [n, k], -7..7 or -127..127, each row contiguous. weight: uint8 [n*k*bits/8] is written. ValueError names
-    the first code that is out of range; weight is then partly written.
+    """Packs codes int8 [n, k] (-7..7 or -127..127, each row contiguous) that another quantizer chose as quantize_pack
+    does. ValueError names the first code that is out of range; weight is then partly written.
     """
     if codes.ndim != 2 or codes.dtype != np.int8:
         raise ValueError(f"codes must be int8 [n, k], not {codes.dtype} of shape {codes.shape}")
@@ -187,8 +189,7 @@ def quantize_groups(
     """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
 
     n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of GROUP_RULES ("signed": 4 bits
-    alone). packed: int32 [n, k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or
-    NaN; packed and scale are then partly written. Equations: numerics.md, section 6.
+    alone). Writes packed int32 [n, k*bits/32] and scale uint16 [n, k/group]. Raises NonFinite. numerics.md, section 6.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -240,8 +241,7 @@ def search_scales(bits: int, bf16: U16, importance: F32 | None = None) -> tuple[
 
     bf16: bits of BF16 values, uint16 [n, k], each row contiguous, at any address; k: a multiple of 64. importance: how
     much a squared error counts in each column, float32 [k], finite, none negative; or second moments, float32 [k, k],
-    symmetric, finite, whose diagonal is that; None: all alike. NonFinite: a value is infinite or NaN. Equations:
-    numerics.md, sections 2b and 2e.
+    symmetric, finite, whose diagonal is that; None: all alike. Raises NonFinite. numerics.md, sections 2b and 2e.
     """
     _require_bits(bits)
     scale = np.empty(len(bf16), np.float32)
@@ -288,15 +288,10 @@ def _search(call: Callable[..., int], what: int, multiple: int, bf16: U16, impor
         if not (diagonal >= 0).all() or not np.isfinite(importance).all():
             raise ValueError("importance must be finite, and nowhere negative")
         weights = ffi.from_buffer("float[]", diagonal)
-    read_environment()
-    codes, bad_row = np.empty((n, k), np.int8), ffi.new("int64_t *")
-    rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
+    codes, rows = np.empty((n, k), np.int8), ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     how = weights, moments, moments_stride, ffi.cast("float *", scratch_for(k)), vectors
-    error = call(what, n, k, rows, row_stride, *how, ffi.from_buffer("int8_t[]", codes), scales, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        row = int(bad_row[0])
-        raise NonFinite(row, int(np.argmax((bf16[row] & 0x7FFF) >= 0x7F80)))
-    raise_error(error)
+    out = ffi.from_buffer("int8_t[]", codes), scales
+    _run(lambda bad_row: call(what, n, k, rows, row_stride, *how, *out, bad_row), lambda row: bf16[row])
     return codes
 
 
@@ -322,10 +317,8 @@ def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k:
 
 
 def pack_bf16(matrix: Matrix, codes: U16) -> None:
-    """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.to_blocks).
-
-    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
-    written. NonFinite: a value is infinite or NaN; codes are then partly written.
+    """Writes a linear as BF16, n and k multiples of BF16_MULTIPLE, to codes uint16 [n/32, 32*k] (panels), [n, k] (rows)
+    or [n*k] (kt-kernel's blocks). Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -340,12 +333,9 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
 
 
 def pack_mxfp4(matrix: Matrix, codes: U8, exponents: U8) -> None:
-    """Puts a linear, as MXFP4, into the order of panels. Equations: numerics.md, section 9.
-
-    A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
-    are multiplied: of MXFP4_MULTIPLE).
-    codes: uint8 [n/32, 16*k] and exponents: uint8 [n/32, k] are written. NonFinite: a value is infinite or NaN; what is
-    written means nothing then.
+    """Writes a linear as MXFP4 in panels, codes uint8 [n/32, 16*k] and exponents uint8 [n/32, k]; n and k: multiples of
+    32 (of those that are multiplied: of MXFP4_MULTIPLE). One that has E2M1 codes and an E8M0 scale for each 32 columns
+    keeps them. Raises NonFinite. Equations: numerics.md, section 9.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -371,11 +361,8 @@ def mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
 
 
 def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:
-    """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of panels or row after row.
-
-    A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
-    [n/32, 32*k] (panels) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
-    NaN; codes and scales are then partly written.
+    """Writes a linear as FP8 E4M3, n and k multiples of FP8_MULTIPLE: codes uint8 [n/32, 32*k] (panels) or [n, k], and
+    scales float32 [n/128, k/128], one for each block. One that is FP8 in such blocks keeps both. Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -390,8 +377,8 @@ def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:
 
 
 def reorder_fp8(values: U8, codes: U8) -> None:
-    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels. n and k: multiples of 32.
-    codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, n and k multiples of 32, into panels, codes uint8
+    [n/32, 32*k]. NonFinite: a code is NaN; nothing is written then.
     """
     n, k = values.shape
     require_multiples(PANEL_ROWS, n, k)
@@ -410,8 +397,8 @@ def reorder_fp8(values: U8, codes: U8) -> None:
 def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
     """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
 
-    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. codes, scales: uint8, one
-    dimension, are written. NonFinite: a scale is infinite or NaN; they are then partly written.
+    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. Writes codes, scales, flat.
+    NonFinite: a scale is infinite or NaN.
     """
     number = BLOCK_FORMATS.get(matrix.kind.name.upper())
     if number is None:
@@ -433,9 +420,7 @@ BLOCK_FORMATS: dict[str, int] = {
 
 
 def weight_bytes(number: int, n: int, k: int) -> tuple[int, int]:
-    """The bytes of codes and of scales of a weight [n, k] in a KTQ_FORMAT_*. Raises ValueError for other sizes than it
-    can have.
-    """
+    """The bytes of codes and of scales of a weight [n, k] in a KTQ_FORMAT_*. ValueError for other sizes."""
     codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
     raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
     return int(codes[0]), int(scales[0])

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktconvert.native_quant.kernels import CodeRange
-from ktconvert.native_quant.matrix import Matrix
-
-__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "GROUP_SIZES", "MOE_GRIDS", "ROW_GRIDS", "SIGNED_GRIDS", "Grid", "Matrix"]
+from ktconvert.native_quant.matrix import Matrix as Matrix
 
 
 @dataclass(frozen=True)
@@ -72,3 +70,4 @@ FLOAT_GRIDS = _table(
     Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
     Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
 )
+MXFP4_EXPONENTS = (1, 252)  # that are chosen: the largest number, 6 * 2^(252 - 127), is finite

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import Grid, mxfp4
+from ktconvert.quantizers import MXFP4_EXPONENTS, Grid
 from ktconvert.quantizers.gptq import Factor, Hessian
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _powers(d: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The power of two below and above, within what is chosen for MXFP4. best: not used, since codes hold it back."""
     import torch
 
-    least, most = (np.ldexp(np.float32(0.5), e - 127) for e in (mxfp4.LEAST, mxfp4.MOST))
+    least, most = (np.ldexp(np.float32(0.5), e - 127) for e in MXFP4_EXPONENTS)
     return tuple(torch.where((x >= float(least)) & (x <= float(most)), x, d) for x in (d / 2, d * 2))
 
 

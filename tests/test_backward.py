@@ -18,8 +18,8 @@ from ktconvert.pipeline.ui.inspection import look
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
-from ktconvert.quantizers import panels, reference
-from rig import conversion, isas
+from ktconvert.quantizers import panels
+from rig import conversion, floats, isas, reference
 from rig.safetensors import bits_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden" / "amx_bf16.v1.backward_t1.safetensors"
@@ -47,7 +47,7 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
     codes = np.empty(n * k, np.uint16)
     with isas.using(isa):
         kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
-    assert (codes == panels.to_blocks(values)).all()
+    assert (codes == floats.to_blocks(values)).all()
     assert (panels.from_blocks(codes, n, k) == values).all()
 
 
@@ -61,7 +61,7 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     at = nb * k + kb * rows + (r - nb) // 32 * 32 * columns + (c - kb) // 32 * 32 * 32
     at = at + i // 16 * 512 + j // 2 * 32 + i % 16 * 2 + j % 2
     positions = np.arange(n * k, dtype=np.uint32).reshape(n, k)
-    assert (panels.to_blocks(positions)[at] == positions).all()
+    assert (floats.to_blocks(positions)[at] == positions).all()
 
 
 def test_what_is_refused_before_it_is_packed() -> None:
@@ -94,7 +94,7 @@ def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, byte
             for part in range(parts):
                 cut = slice(part * width, (part + 1) * width)
                 turned = (linear[:, cut] if projection == "down" else linear[cut]).T
-                data = panels.to_blocks(turned).tobytes()
+                data = floats.to_blocks(turned).tobytes()
                 start = f"_layer_{layer}/_numa_{part}/BF16_{projection}_bwd_{expert}_"
                 files |= {f"{start}{len(data)}Byte_quant_.kt": data, f"{start}0Byte_scale_.kt": b""}
     return files

@@ -17,8 +17,8 @@ from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.pipeline.verify.checks import ROWS, judge
 from ktconvert.pipeline.walk.consumers import ExpertGroup, ExpertWeights
-from ktconvert.quantizers import reference, scale_search
 from ktconvert.quantizers.choice import GPTQ
+from rig import reference, scale_search
 
 if find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)

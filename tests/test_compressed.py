@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from test_archs import Model
 
@@ -13,16 +12,13 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, St
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import pack_quantized
-from ktconvert.layouts.encodings.encoding import Encoding, error_sums
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
-from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.native_quant import kernels
+from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.stages.expert_files import empty_tensors, plan_parts
-from ktconvert.quantizers import groups, reference
+from ktconvert.pipeline.stages.expert_files import empty_tensors
 from rig import stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
@@ -98,41 +94,6 @@ def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
     form.quantize(linear, out)
     packed, shape, scale = out
     return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_a_shard_loads_and_holds_the_weights(form: Encoding, build: Build, tmp_path: Path) -> None:
-    """Odd sizes, so that a wrong order of the tensors would leave the shapes (I64) where torch cannot see them."""
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
-    model = build("qwen3_moe", style_of("qwen3_moe", Fused), shape=(E, 256, 384))
-    grid = ExpertGrid(1, 256, 384)
-    fmt = FORMATS[form.name]
-    plan = plan_parts(fmt, fmt.names_in(model), grid.all_parts(range(E)), {"format": "pt"})
-    assert plan.data_bytes == E * expert_bytes(form, grid)
-    tensors: dict[str, Any] = {}
-    for expert, projection, name, n, k in linear_names.linears(model, 1):
-        linear = model.linear(1, expert, projection)
-        packed, _, scale = rounded(form, linear)
-        bf16 = kernels.decode(linear)
-        codes, expected = groups.quantize_groups(form.grid.bits, 128, bf16)
-        assert (groups.unpack_words(form.grid.bits, packed) == codes).all() and (scale == expected).all()
-        stored = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (packed, np.array([n, k]), scale)]
-        x, y = reference.bf16_to_f32(bf16), form.decode(stored, n, k)
-        sums = [(x * x).sum(), (y * y).sum(), (x * y).sum(), np.square(x - y).sum()]
-        np.testing.assert_allclose(error_sums(form, linear, stored), sums, rtol=1e-4)
-        shape = np.array([n, k])
-        tensors |= {f"{name}.weight_packed": packed, f"{name}.weight_scale": scale, f"{name}.weight_shape": shape}
-    path = tmp_path / "shard.safetensors"
-    path.write_bytes(plan.header + b"".join(tensors[entry.name].tobytes() for entry in plan.entries))
-    assert path.stat().st_size == plan.size
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in loaded.items():
-        kind = {"packed": torch.int32, "scale": torch.bfloat16, "shape": torch.int64}[name.rpartition("_")[2]]
-        held = tensor.view(torch.uint16) if kind == torch.bfloat16 else tensor
-        assert tensor.dtype == kind and (held.numpy() == tensors[name]).all()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)

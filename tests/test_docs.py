@@ -32,8 +32,8 @@ from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, parameters
 from ktconvert.pipeline.options.declare import NONE, Leaf, Option, leaves
 from ktconvert.pipeline.ui import events as ui_events
-from ktconvert.quantizers import ROW_GRIDS, reference
-from rig import conversion
+from ktconvert.quantizers import ROW_GRIDS
+from rig import conversion, reference
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header, read_index
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config
@@ -182,7 +183,8 @@ def load_output(root: Path) -> None:
 
 
 def read_architecture(paths: Paths, _: Path) -> None:
-    recognise(TensorSource(paths.source, read_config(paths.source), paths.opened.shards, paths.opened.tensors))
+    root, opened, config = paths.source, paths.opened, read_config(paths.source)
+    recognise(TensorSource(root, config, opened.shards, opened.tensors, root, quantization(config)))
 
 
 def read_arch(paths: Paths, path: Path) -> None:

@@ -84,10 +84,8 @@ def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
 
 def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
     """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
-    plain, loose = (
-        in_bf16(all_types, tmp_path / "plain", write_qwen),
-        ("--no-merge-safetensor", "--save-backward-weights"),
-    )
+    plain = in_bf16(all_types, tmp_path / "plain", write_qwen)
+    loose = ("--no-merge-safetensor", "--save-backward-weights")
     for number, (method, parts, more) in enumerate((("int4", 2, ()), ("int8", 4, ()), ("int4", 2, loose))):
         ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
         options = ("--quant-method", method, "--threadpool-count", parts, *more)
@@ -420,15 +418,6 @@ def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path,
 def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
     command = [*KTCONVERT, "cpu", "-i", all_types, "-q", "--input-type", "gguf", "-o"]
     killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
-
-
-def test_a_value_that_is_no_number_is_refused_with_its_place(tmp_path: Path, cli: Cli) -> None:
-    tensors = model([("Q8_0",) * 3])
-    stored = tensors["blk.0.ffn_up_exps.weight"][1]
-    stored[1, 7, 2 * 34 : 2 * 34 + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)  # of columns 64 to 95
-    source = write(tmp_path / "m.gguf", tensors, about(1))
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, code=5)
-    assert "blk.0.ffn_up_exps.weight" in done.stderr and "at row 7, column 64" in done.stderr
 
 
 ARCH = pair("general.architecture", "qwen3moe")

@@ -11,8 +11,8 @@ from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import ROW_GRIDS, reference
-from rig import floats, native
+from ktconvert.quantizers import ROW_GRIDS
+from rig import floats, native, reference
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, metadata_of, read_file
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.quantizers import groups, reference
+from ktconvert.quantizers import packed, reference
 from rig import calibrated, conversion, forks
 from rig.files import edit_json
 from rig.safetensors import differing, read_folder
@@ -131,10 +131,10 @@ def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
             continue  # other layers have seen other activations
         scale = ours[name.replace("_packed", "_scale")]
         values = reference.bf16_to_f32(scale.bits)
-        chosen = groups.unpack_words(8, ours[name].bits).astype(np.int64)
+        chosen = packed.unpack_words(8, ours[name].bits).astype(np.int64)
         weight = reference.bf16_to_f32(reference.f32_to_bf16(chosen.astype(np.float32) * values))
         again = reference.bf16_to_f32(reference.f32_to_bf16(weight / values))
-        stored = groups.unpack_words(8, theirs[name].bits).astype(np.int64)
+        stored = packed.unpack_words(8, theirs[name].bits).astype(np.int64)
         np.testing.assert_array_equal(stored, np.rint(np.clip(again, -128, 127)))
         np.testing.assert_array_equal(chosen, np.rint(weight / values))
         moved += int((stored != chosen).sum())

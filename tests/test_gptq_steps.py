@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant.kernels import CodeRange
-from ktconvert.quantizers import groups, reference
+from ktconvert.quantizers import packed
+from rig import reference
 
 if find_spec("torch") is None or find_spec("llmcompressor") is None:
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -37,7 +38,7 @@ def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.
     """Weights and their scales by absmax, both BF16."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()
-    scale = groups.group_scales(bits, group, weight.view(torch.uint16).numpy())
+    scale = reference.group_scales(bits, group, weight.view(torch.uint16).numpy())
     return weight, torch.from_numpy(scale).view(torch.bfloat16)
 
 
@@ -88,7 +89,7 @@ def test_together_they_are_the_librarys(
         codes = gptq.codes(x, s, code_range)
         assert torch.equal(codes, want)
         if k * bits % 32 == 0:
-            assert np.array_equal(groups.pack_words(bits, codes.numpy()), pack_to_int32(want, bits).numpy())
+            assert np.array_equal(packed.pack_words(bits, codes.numpy()), pack_to_int32(want, bits).numpy())
 
 
 def test_hessians_are_the_librarys() -> None:
@@ -113,7 +114,7 @@ def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
     have = gptq.compensate(weight, factor, scale, CodeRange(-8, 7))
     want, loss, fell_back = by_library(4, 32, weight, scale, hessian.sum / hessian.batches, 0.01, "static")
     assert fell_back and factor.fell_back and torch.equal(have.values, want) and have.loss == loss
-    nearest, _ = groups.quantize_groups(4, 32, weight.view(torch.uint16).numpy(), "float32")
+    nearest, _ = reference.quantize_groups(4, 32, weight.view(torch.uint16).numpy(), "float32")
     assert np.array_equal(gptq.codes(have.values, scale.float(), CodeRange(-8, 7)).numpy(), nearest)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ktconvert.quantizers import groups, reference
-from rig import conversion, encodings
+from ktconvert.quantizers import packed
+from rig import conversion, encodings, reference
 from rig.files import edit_json
 from rig.safetensors import Tensor, edit_file, read_folder
 
@@ -79,9 +79,9 @@ def check(
     """Every linear (its BF16 bits) is packed as the definition says; all others are the source's."""
     left = dict(output)
     for name, weight in linears.items():
-        codes, scale = groups.quantize_groups(BITS[kind], group, weight, rounding)
+        codes, scale = reference.quantize_groups(BITS[kind], group, weight, rounding)
         for suffix, dtype, expected in (
-            ("weight_packed", "I32", groups.pack_words(BITS[kind], codes)),
+            ("weight_packed", "I32", packed.pack_words(BITS[kind], codes)),
             ("weight_scale", "BF16", scale),
             ("weight_shape", "I64", np.array(weight.shape)),
         ):

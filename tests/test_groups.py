@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import GROUP_GRIDS, groups, reference
-from rig import isas
+from ktconvert.quantizers import GROUP_GRIDS, packed
+from rig import isas, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
@@ -21,29 +22,9 @@ RULES = [*((4, rule) for rule in kernels.GROUP_RULES), *((8, rounding) for round
 
 
 def ugly(n: int, k: int, seed: int = 0) -> Any:
-    """BF16 bits [n, k]: Gaussian rows, and a row of each thing that could go wrong."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((n, k)).astype(np.float32) * 0.02
-    kinds = [
-        np.zeros(k),
-        np.full(k, -0.0),
-        np.where(np.arange(k) == k // 2, -3.0, 0),
-        3.3e38 * rng.uniform(-1, 1, k),
-        1e-38 * rng.uniform(-1, 1, k),  # normal and subnormal values, subnormal scales
-        2.0**-133 * rng.integers(-127, 128, k),  # subnormals only
-        2.0**-133 * rng.integers(-12, 13, k),  # scales of a few units: quotients far outside the codes
-        2.0**-133 * rng.integers(-3, 4, k),  # scales that round to 0
-        np.where(np.arange(k) % 128 == 0, -127.5, rng.integers(-128, 128, k) + 0.5),  # ties, 8 bits
-        np.where(np.arange(k) % 128 == 0, -7.5, rng.integers(-8, 8, k) + 0.5),  # ties, 4 bits
-        np.where(np.arange(k) % 128 == 5, 1e4, rng.standard_normal(k) * 1e-3),  # outliers
-        np.ones(k),
-        -np.ones(k),
-        2.0 ** rng.integers(-130, 127, k),
-    ]
-    rows = rng.permutation(n)[: len(kinds)]
-    for row, values in zip(rows, kinds, strict=False):
-        x[row] = values
-    return reference.f32_to_bf16(x)
+    """BF16 bits [n, k] of Gaussian rows and of rows with which something went wrong once."""
+    rows = np.random.default_rng(seed).permutation(test_kernels.ugly(64, k, seed))
+    return reference.f32_to_bf16(rows[np.arange(n) % 64])
 
 
 def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
@@ -53,8 +34,8 @@ def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
 
 
 def expected(bits: int, group: int, bf16: Any, rounding: str) -> tuple[Any, Any]:
-    codes, scale = groups.quantize_groups(bits, group, bf16, rounding)
-    return groups.pack_words(bits, codes), scale
+    codes, scale = reference.quantize_groups(bits, group, bf16, rounding)
+    return packed.pack_words(bits, codes), scale
 
 
 def ours(bits: int, values: Any, kind: str = "bf16", group: int = 128, **options: Any) -> tuple[Any, Any]:
@@ -149,14 +130,14 @@ def test_a_slice_of_a_fused_tensor() -> None:
 def test_words_come_back(bits: int) -> None:
     half = 2 ** (bits - 1)
     codes = np.random.default_rng(0).integers(-half, half, (5, 256)).astype(np.int8)
-    packed = groups.pack_words(bits, codes)
-    assert packed.dtype == np.int32 and packed.shape == (5, 256 * bits // 32)
-    assert (groups.unpack_words(bits, packed) == codes).all()
-    word = int(packed[0, 0]) & 0xFFFFFFFF
+    words = packed.pack_words(bits, codes)
+    assert words.dtype == np.int32 and words.shape == (5, 256 * bits // 32)
+    assert (packed.unpack_words(bits, words) == codes).all()
+    word = int(words[0, 0]) & 0xFFFFFFFF
     assert [(word >> bits * j & 2 * half - 1) - half for j in range(32 // bits)] == codes[0, : 32 // bits].tolist()
     scale = np.full((5, 2), 0x3F80, np.uint16)
     scale[:, 1] = 0x4000
-    assert (groups.dequantize_groups(bits, packed, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
+    assert (packed.dequantize_groups(bits, words, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
 
 
 @pytest.mark.usefixtures("isa")
@@ -171,46 +152,7 @@ def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
                 ours(bits, np.asfortranarray(bf16) if turned else bf16)
             assert (caught.value.row, caught.value.column) == (row, column)
             with pytest.raises(ValueError, match=f"row {row} "):
-                groups.quantize_groups(bits, 128, bf16)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    bf16 = np.zeros((4, 256), np.uint16)
-    packed, scale = np.zeros((4, 32), np.int32), np.zeros((4, 2), np.uint16)
-    readonly = packed.copy()
-    readonly.flags.writeable = False
-    good: dict[str, Any] = {"bits": 4, "matrix": Matrix(bf16, KINDS["bf16"]), "packed": packed, "scale": scale}
-    kernels.quantize_groups(**good)
-    for change, words in (
-        ({"bits": 2}, "bits must be 4 or 8"),
-        ({"rounding": "up"}, "rounding 'up' is not one of library, float32, signed"),
-        ({"bits": 8, "rounding": "signed"}, "rounding 'signed' is not one of library, float32$"),
-        ({"group": 0}, "multiple of 32"),
-        ({"group": 48}, "multiple of 32"),
-        ({"group": 96}, "96 does not fit 256"),
-        ({"packed": packed[:, :31]}, "packed must be int32 of shape"),
-        ({"packed": packed.view(np.uint32)}, "packed must be int32"),
-        ({"packed": np.zeros((4, 64), np.int32)[:, ::2]}, "contiguous"),
-        ({"packed": readonly}, "writable"),
-        ({"scale": scale.astype(np.float32)}, "scale must be uint16"),
-        ({"matrix": Matrix(bf16.astype(np.float32), KINDS["bf16"])}, "bf16 values must be uint16"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            kernels.quantize_groups(**{**good, **change})
-
-
-@pytest.mark.usefixtures("isa")
-def test_flushing_subnormals_changes_nothing() -> None:
-    torch = pytest.importorskip("torch")
-    bf16 = ugly(40, 256)
-    before = [ours(bits, bf16) for bits in BITS]
-    assert torch.set_flush_denormal(True)
-    try:
-        flushed = [ours(bits, bf16) for bits in BITS]
-    finally:
-        torch.set_flush_denormal(False)
-    for a, b in zip(before, flushed, strict=True):
-        assert_same(a, b)
+                reference.quantize_groups(bits, 128, bf16)
 
 
 @pytest.mark.usefixtures("isa")

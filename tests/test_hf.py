@@ -18,8 +18,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.quantizers import reference
-from rig import hf, stored
+from rig import hf, reference, stored
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
 from rig.hf import complete, experts_of, heard, logits, row_distances
 from rig.safetensors import encode

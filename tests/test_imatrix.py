@@ -202,17 +202,6 @@ def refused(path: Path, *words: str, shapes: Any = SMALL) -> None:
         assert word in text, text
 
 
-def test_another_model():
-    for form in FILES:
-        for shapes, *words in (
-            ({0: (8, 256, 256)}, "layers 0-1", "the model M in layers 0;"),
-            (dict.fromkeys(range(3), (8, 256, 256)), "layers 0-1", "the model M in layers 0-2;"),
-            ({0: (8, 256, 256), 1: (9, 256, 256)}, "blk.1", "layer 1 of the model M has 9 experts of 256 columns"),
-            (dict.fromkeys(range(2), (8, 256, 512)), "blk.0.ffn_down", "layer 0 of the model M has 8 experts of 512"),
-        ):
-            refused(FILES[form], *words, shapes=shapes)
-
-
 def test_layers_beside_the_models(tmp_path):
     """Statistics of the MTP layer may be there."""
     both = small_gguf(tmp_path / "i.gguf")

@@ -1,36 +1,19 @@
 """How the kernels are called: wrong arguments, the choice of an instruction set, and files that cannot be read."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant import matrix as of
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
 from rig.programs import python
 
 
-@pytest.fixture(autouse=True)
-def _restore_isa() -> Iterator[None]:
-    before = kernels.isa()
-    yield
-    kernels.set_isa(before)
-
-
-def good() -> dict[str, Any]:
-    return {
-        "bits": 8,
-        "values": np.zeros((64, 128), np.uint16),
-        "kind": "bf16",
-        "weight": np.zeros(64 * 128, np.uint8),
-        "scale": np.zeros(64, np.float32),
-    }
-
-
-def pack(bits: int, values: Any, kind: str, weight: Any, scale: Any, **options: Any) -> None:
-    kernels.quantize_pack(bits, Matrix(values, KINDS[kind], **options), weight, scale)
+def empty(shape: Any, dtype: Any = np.uint8) -> Any:
+    return np.zeros(shape, dtype)
 
 
 def read_only(array: Any) -> Any:
@@ -38,51 +21,140 @@ def read_only(array: Any) -> Any:
     return array
 
 
-FP8 = {"kind": "fp8_e4m3", "values": np.zeros((64, 128), np.uint8)}
-BAD_CALLS: dict[str, dict[str, Any]] = {
-    "bits": {"bits": 2},
-    "rows": {"values": np.zeros((63, 128), np.uint16)},
-    "columns": {"values": np.zeros((64, 100), np.uint16)},
-    "int4 needs 128": {"bits": 4, "weight": np.zeros(64 * 64, np.uint8)},
-    "empty": {"values": np.zeros((0, 128), np.uint16)},
-    "one dimension": {"values": np.zeros(64 * 128, np.uint16)},
-    "dtype": {"values": np.zeros((64, 128), np.float32)},
-    "byte order": {"values": np.zeros((64, 128), ">u2")},
-    "no contiguous axis": {"values": np.zeros((128, 256), np.uint16)[::2, ::2]},
-    "backwards": {"values": np.zeros((64, 128), np.uint16)[::-1]},
-    "weight too short": {"weight": np.zeros(64 * 128 - 1, np.uint8)},
-    "weight too long": {"weight": np.zeros(64 * 128 + 1, np.uint8)},
-    "weight dtype": {"weight": np.zeros(64 * 128, np.int8)},
-    "weight with gaps": {"weight": np.zeros(2 * 64 * 128, np.uint8)[::2]},
-    "weight read-only": {"weight": read_only(np.zeros(64 * 128, np.uint8))},
-    "scale length": {"scale": np.zeros(63, np.float32)},
-    "scale dtype": {"scale": np.zeros(64, np.float64)},
-    "scale misaligned": {"scale": np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)},
-    "bf16 with scales": {"scales": np.ones((1, 1), np.float32)},
-    "fp8 without scales": FP8,
-    "fp8 scales dtype": FP8 | {"scales": np.ones((1, 1)), "block": (64, 128)},
-    "fp8 scales too few": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 127)},
-    "fp8 origin beyond": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 128), "origin": (1, 0)},
-    "fp8 block 0": FP8 | {"scales": np.ones((64, 128), np.float32), "block": (0, 1)},
-    "fp8 origin negative": FP8 | {"scales": np.ones((64, 128), np.float32), "origin": (-1, 0)},
-}
+BITS, WIDE, ROWS = (empty(shape, np.uint16) for shape in ((64, 128), (4, 256), (2, 64)))
+ONES, EIGHT = np.ones((4, 1), np.float32), empty((4, 8))
+PACKED, SCALE = empty(64 * 128), empty(64, np.float32)
+CODES, PANELS = empty((128, 256), np.int8), empty((1, 32 * 64))
+WORDS, HALVES = empty((4, 32), np.int32), empty((4, 2), np.uint16)
+BLOCKS = empty((4, 2 * 144))
 
 
-@pytest.mark.parametrize("what", BAD_CALLS)
-def test_wrong_arguments_are_refused(what):
-    pack(**good())
-    with pytest.raises(ValueError) as caught:
-        pack(**(good() | BAD_CALLS[what]))
-    assert str(caught.value)
+def pack(values: Any = BITS, weight: Any = PACKED, scale: Any = SCALE, bits: int = 8) -> Any:
+    return lambda: kernels.quantize_pack(bits, Matrix(values, KINDS["bf16"]), weight, scale)
+
+
+def codes(bits: int, values: Any, weight: Any) -> Any:
+    return lambda: kernels.pack_codes(bits, values, weight)
+
+
+def groups(values: Any = WIDE, packed: Any = WORDS, scale: Any = HALVES, **how: Any) -> Any:
+    bits = how.pop("bits", 4)
+    return lambda: kernels.quantize_groups(bits, Matrix(values, KINDS["bf16"]), packed, scale, **how)
+
+
+def search(values: Any = ROWS, importance: Any = None, bits: int = 4) -> Any:
+    return lambda: kernels.search_scales(bits, values, importance)
+
+
+def decoding(values: Any, kind: Any, *more: Any, **options: Any) -> Any:
+    return lambda: kernels.decode(Matrix(values, kind, *more, **options))
+
+
+def fp8(scales: Any = None, **options: Any) -> Any:
+    return decoding(empty((64, 128)), KINDS["fp8_e4m3"], scales, **options)
+
+
+def identity(n: int = 64) -> Any:
+    return np.eye(n, dtype=np.float32)
+
+
+SHARED = empty(128 * 256, np.int8)
+SKIPPED = "hold .* not .* after"
+BAD: list[tuple[Any, str]] = [
+    (pack(bits=2), "bits must be 4 or 8, not 2"),
+    (pack(empty((63, 128), np.uint16)), "multiples of 64, not 63 x 128"),
+    (pack(empty((64, 100), np.uint16)), "multiples of 64, not 64 x 100"),
+    (pack(bits=4), "multiples of 128"),
+    (pack(empty((0, 128), np.uint16)), "neither of them 0"),
+    (pack(empty(64 * 128, np.uint16)), "not enough values|two dimensions"),
+    (pack(empty((64, 128), np.float32)), "values must be uint16"),
+    (pack(empty((64, 128), ">u2")), "this machine's byte order"),
+    (pack(empty((128, 256), np.uint16)[::2, ::2]), "one axis of values must be contiguous"),
+    (pack(BITS[::-1]), "must not run backwards"),
+    (pack(weight=PACKED[1:]), "weight must be uint8 of shape"),
+    (pack(weight=PACKED.view(np.int8)), "weight must be uint8 of shape"),
+    (pack(weight=empty(2 * 64 * 128)[::2]), "contiguous and aligned"),
+    (pack(weight=read_only(empty(64 * 128))), "weight must be writable"),
+    (pack(scale=SCALE[1:]), "scale must be float32 of shape"),
+    (pack(scale=empty(64, np.float64)), "scale must be float32 of shape"),
+    (pack(scale=empty(64 * 4 + 1)[1:].view(np.float32)), "contiguous and aligned"),
+    (codes(5, CODES, PACKED), "bits must be 4 or 8, not 5"),
+    (codes(4, CODES.view(np.uint8), PACKED), "codes must be int8"),
+    (codes(4, CODES[0], PACKED), "codes must be int8"),
+    (codes(4, CODES[:64], PACKED), "multiples of 128, not 64 x 256"),
+    (codes(4, CODES[::-1], PACKED), "each row of codes must be contiguous"),
+    (codes(4, CODES[:, ::2], PACKED), "each row of codes must be contiguous"),
+    (codes(4, CODES, PACKED), "weight must be uint8 of shape"),
+    (codes(8, SHARED.reshape(128, 256), SHARED.view(np.uint8)), "must not share memory"),
+    (groups(bits=2), "bits must be 4 or 8"),
+    (groups(rounding="up"), "rounding 'up' is not one of library, float32, signed"),
+    (groups(bits=8, rounding="signed"), "rounding 'signed' is not one of library, float32$"),
+    (groups(group=0), "multiple of 32"),
+    (groups(group=48), "multiple of 32"),
+    (groups(group=96), "96 does not fit 256"),
+    (groups(packed=WORDS[:, :31]), "packed must be int32 of shape"),
+    (groups(scale=HALVES.astype(np.float32)), "scale must be uint16"),
+    (search(bits=5), "bits must be 4 or 8"),
+    (search(empty((2, 65), np.uint16)), "multiple of 64"),
+    (search(empty(64, np.uint16)), r"not uint16 of shape \(64,\)"),
+    (search(empty((2, 64), np.int16)), "must be uint16"),
+    (search(empty((64, 64), np.uint16).T), "each row of values must be contiguous"),
+    (search(importance=np.ones(63, np.float32)), r"importance must be float32 \[64\]"),
+    (search(importance=np.ones(64)), r"importance must be float32 \[64\]"),
+    (search(importance=np.full(64, -1, np.float32)), "nowhere negative"),
+    (search(importance=np.full(64, np.inf, np.float32)), "finite"),
+    (search(importance=identity()[:, :32]), "importance must be"),
+    (search(importance=np.asfortranarray(identity() + 1)), "must be contiguous"),
+    (search(importance=identity() * np.float32(np.nan)), "finite"),
+    (search(importance=-identity()), "nowhere negative"),
+    (lambda: kernels.search_groups("mxfp4", empty((2, 48), np.uint16)), "multiple of 32"),
+    (lambda: kernels.pack_mxfp4(Matrix(empty((16, 64), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
+    (lambda: kernels.pack_mxfp4(Matrix(empty((64, 80), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
+    (lambda: kernels.reorder_fp8(empty((32, 64))[:, ::2], PANELS), "contiguous"),
+    (lambda: kernels.reorder_fp8(empty((32, 64), np.int8), PANELS), "uint8"),  # type: ignore[arg-type]
+    (lambda: kernels.reorder_fp8(empty((31, 64)), PANELS), "multiples of 32"),
+    (lambda: kernels.reorder_fp8(empty((32, 64)), PANELS[:, :-1]), "codes must be"),
+    (fp8(), "need float32 scales"),
+    (fp8(np.ones((1, 1)), block=(64, 128)), "need float32 scales"),
+    (fp8(np.ones((1, 1), np.float32), block=(64, 127)), "do not cover"),
+    (fp8(np.ones((1, 1), np.float32), block=(64, 128), origin=(1, 0)), "do not cover"),
+    (fp8(np.ones((64, 128), np.float32), block=(0, 1)), "out of range"),
+    (fp8(np.ones((64, 128), np.float32), origin=(-1, 0)), "out of range"),
+    (decoding(BITS, of.BF16, np.ones((1, 1), np.float32)), "no scales of their own"),
+    (decoding(BITS, of.BF16, zeros=ONES), "no scales of their own"),
+    (decoding(EIGHT, of.INT4, ONES, (1, 16), skip=1, width=16), SKIPPED),
+    (decoding(EIGHT, of.INT4, ONES, (1, 16), skip=-1, width=8), SKIPPED),
+    (decoding(EIGHT, of.INT4, ONES, (1, 15)), "do not cover"),
+    (decoding(EIGHT.view(np.int8), of.INT8, ONES, (1, 8)), "values must be uint8"),
+    (decoding(empty((4, 16))[:, ::2], of.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
+    (decoding(empty((8, 4)).T, of.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
+    (decoding(EIGHT, of.INT8, ONES, (1, 8), zeros=empty((4, 2), np.float32)), "zero points must be float32"),
+    (decoding(EIGHT, of.INT8, ONES, (1, 8), zeros=empty((4, 1))), "zero points must be float32"),
+    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)), "group of each column must be"),
+    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)), "do not cover"),
+    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=empty(7, np.int32)), "group of each column must be"),
+    (decoding(empty((1, 8), np.uint32), of.INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8), SKIPPED),
+    (decoding(empty((8, 4), np.uint32)[::2], of.INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)), "contiguous"),
+    (decoding(BLOCKS[:, :-1], of.Q4_K), SKIPPED),
+    (decoding(BLOCKS, of.Q4_K, skip=1, width=512), SKIPPED),
+    (decoding(BLOCKS, of.Q4_K, skip=-1, width=8), SKIPPED),
+    (decoding(BLOCKS, of.Q4_K, ONES), "no scales of their own"),
+    (decoding(np.asfortranarray(BLOCKS), of.Q4_K), "contiguous"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_wrong_arguments_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_isa_can_be_chosen():
     assert kernels.available_isas()[0] == "scalar"
-    for name in kernels.available_isas():
-        kernels.set_isa(name)
+    for name in isas.each():
         assert kernels.isa() == name
-    kernels.set_isa(None)
-    assert kernels.isa() == isas.chosen()
+        kernels.set_isa(None)
+        assert kernels.isa() == isas.chosen()
     with pytest.raises(ValueError, match="scalar"):
         kernels.set_isa("sse9")
     for name in set(kernels.ISAS) - set(kernels.available_isas()):

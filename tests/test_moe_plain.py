@@ -4,7 +4,6 @@ set; converted, merged, rearranged, damaged, computed; bytes that no manifest ca
 
 import json
 import shutil
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.encodings import amx
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as of
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.quantizers import moe_plain, reference
-from rig import conversion, floats
+from rig import conversion, floats, isas, reference
 from rig.files import rewrite
 from rig.safetensors import bits_of, read_folder
 
 BITS = (4, 8)
 METHODS = ("moe_int4", "moe_int8")
-
-
-@pytest.fixture(autouse=True)
-def _restore_isa() -> Iterator[None]:
-    before = kernels.isa()
-    yield
-    kernels.set_isa(before)
 
 
 def difficult(n: int, k: int) -> Any:
@@ -58,7 +50,7 @@ def quantized(bits: int, values: Any) -> tuple[Any, Any]:
 def test_codes_are_rounded_halves_away_from_zero(bits):
     """The formula in fractions."""
     values = difficult(128, 128)
-    codes, scales = moe_plain.quantize(bits, values)
+    codes, scales = reference.quantize_plain(bits, values)
     x = reference.bf16_to_f32(values)
     for row, scale in enumerate(scales):
         d = np.abs(x[row]).max().astype(np.float64) / (127 if bits == 8 else 112)
@@ -74,7 +66,7 @@ def test_codes_are_rounded_halves_away_from_zero(bits):
 def test_the_order_is_that_of_kt_kernels_source(bits):
     n, k = 16, 128
     codes = np.random.default_rng(0).integers(-7, 8, (n, k)).astype(np.int8)
-    weight = moe_plain.pack(bits, codes)
+    weight = amx.pack_plain(bits, codes)
     for r in range(n):
         for c in range(k):
             if bits == 8:
@@ -83,19 +75,18 @@ def test_the_order_is_that_of_kt_kernels_source(bits):
                 at, shift = r // 8 * 4 * k + c // 64 * 256 + r % 8 * 32 + c % 32, 4 * (c % 64 < 32)
             mask = (1 << bits) - 1
             assert weight[at] >> shift & mask == int(codes[r, c]) & mask
-    np.testing.assert_array_equal(moe_plain.unpack(bits, weight, n, k), codes)
+    np.testing.assert_array_equal(amx.unpack_plain(bits, weight, n, k), codes)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_isa_equals_the_definition(bits):
     for n, k in ((128, 128), (128, 384)):
         values = difficult(n, k)
-        codes, scales = moe_plain.quantize(bits, values)
-        for name in kernels.available_isas():
-            kernels.set_isa(name)
+        codes, scales = reference.quantize_plain(bits, values)
+        for name in isas.each():
             for stored in (values, np.asfortranarray(values)):
                 weight, scale = quantized(bits, stored)
-                np.testing.assert_array_equal(weight, moe_plain.pack(bits, codes), name)
+                np.testing.assert_array_equal(weight, amx.pack_plain(bits, codes), name)
                 np.testing.assert_array_equal(scale.view(np.uint32), scales.view(np.uint32), name)
 
 
@@ -136,9 +127,9 @@ def test_outputs_hold_the_definition(source, made, cli):
     bits = FORMATS[method].encoding.grid.bits
     stored, weights = bits_of(read_folder(merged)), bits_of(read_folder(source))
     down = weights["model.layers.1.mlp.experts.1.down_proj.weight"].view(np.uint16)[:, 128:]
-    codes, scales = moe_plain.quantize(bits, np.ascontiguousarray(down))
+    codes, scales = reference.quantize_plain(bits, np.ascontiguousarray(down))
     key = "blk.1.ffn_down_exps.1.numa.1"
-    np.testing.assert_array_equal(stored[f"{key}.weight"].view(np.uint8), moe_plain.pack(bits, codes))
+    np.testing.assert_array_equal(stored[f"{key}.weight"].view(np.uint8), amx.pack_plain(bits, codes))
     np.testing.assert_array_equal(stored[f"{key}.scale"].view(np.float32), scales)
     file = loose / "_layer_1" / "_numa_1" / f"{method}_down_1_{down.size * bits // 8}Byte_quant_.kt"
     assert file.read_bytes() == stored[f"{key}.weight"].tobytes()
@@ -165,8 +156,8 @@ def test_it_is_computed_as_the_codes_say(source, made):
             loaded = Experts.load(folder, 0, memory=memory)
             assert loaded.method == method
             np.testing.assert_array_equal(forward(loaded), forward(expected))
-    amx = Experts.from_bf16(*linears, method=method.removeprefix("MOE_").join(("AMX", "")), parts=2)
-    difference = floats.from_bits(forward(amx)) - floats.from_bits(forward(expected))
+    amxs = Experts.from_bf16(*linears, method=method.removeprefix("MOE_").join(("AMX", "")), parts=2)
+    difference = floats.from_bits(forward(amxs)) - floats.from_bits(forward(expected))
     assert 0 < np.linalg.norm(difference) < 0.2 * np.linalg.norm(floats.from_bits(forward(expected)))
     with pytest.raises(UnsupportedError, match=f"{method} has no loose files"):
         expected.save(loose / "saved")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import reference
+from rig import reference
 
 STEP = {8: 1, 4: 16}  # what one unit of a code is worth, in scales
 TOP = {8: 127, 4: 7}  # the largest code
@@ -95,50 +95,3 @@ def test_every_amax_gives_the_specified_scale():
         values = np.zeros((32640 // 128 * 128 + 128, 128), np.uint16)
         values[: amax.size, 7] = amax
         assert (quantize_c(bits, values)[1][: amax.size] == expected).all()
-
-
-def test_subnormals_count_as_zero():
-    bf16 = np.zeros((64, 64), np.uint16)
-    bf16[0, :2] = 0x0001, 0x807F  # a row of subnormals only
-    bf16[1, :2] = (
-        0x03FF,
-        0x007F,
-    )  # the largest is kept: its scale is normal; the subnormal would round to 1 if it counted
-    bf16[2, :2] = 0x03F0, 0x8001
-    codes, scale = reference.quantize(8, bf16)
-    assert not codes[0].any() and scale[0] == 0
-    for row in (1, 2):
-        assert codes[row, 1] == 0 and (codes[row, 0] == 127) == (scale[row] != 0)
-
-
-def test_fp16_and_fp8_decode_exactly():
-    """FP16 as NumPy has it, rounded once; E4M3 against the list of its values."""
-    fp16 = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    exact = fp16.view(np.float16).astype(np.float64)
-    ours = reference.bf16_to_f32(kernels.decode(Matrix(fp16, KINDS["fp16"]))).astype(np.float64)
-    finite = np.isfinite(exact)
-    assert (np.isfinite(ours) == finite).all()
-    assert (np.abs(ours[finite] - exact[finite]) <= np.abs(exact[finite]) * 2.0**-8).all()
-
-    fp8 = np.arange(256, dtype=np.uint8).reshape(1, 256)
-    matrix = Matrix(fp8, KINDS["fp8_e4m3"], np.ones((1, 1), np.float32), (1, 256))
-    ours = reference.bf16_to_f32(kernels.decode(matrix))[0]
-    positive = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)]
-    assert ours[:127].tolist() == positive[:127]
-    assert ours[128:255].tolist() == [-x for x in positive[:127]] and np.isnan(ours[[127, 255]]).all()
-    assert max(positive[:127]) == 448
-
-
-@quick
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64))
-def test_rounding_to_bf16_is_to_the_nearest_even(values):
-    x = np.array([values], np.float32)
-    bits = reference.f32_to_bf16(x)
-    assert (kernels.decode(Matrix(x, KINDS["f32"])) == bits).all()
-    x, rounded = x.astype(np.float64), reference.bf16_to_f32(bits).astype(np.float64)
-    for step in (1, -1):
-        neighbour = (bits & 0x7FFF).astype(np.int64) + step
-        keep = (neighbour >= 0) & (neighbour < 0x7F80) & np.isfinite(rounded)
-        other = reference.bf16_to_f32((neighbour[keep] | bits[keep] & 0x8000).astype(np.uint16)).astype(np.float64)
-        ours, theirs = np.abs(rounded[keep] - x[keep]), np.abs(other - x[keep])
-        assert (ours <= theirs).all() and (bits[keep][ours == theirs] % 2 == 0).all()

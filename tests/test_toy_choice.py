@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
-from ktconvert.quantizers import Grid, reference, scale_search
+from ktconvert.quantizers import Grid
 from ktconvert.quantizers.choice import QUANTIZERS, Quantizer
-from rig import conversion
-from rig.safetensors import read_file
+from rig import conversion, reference
+from rig.statistics import check_searched
 from rig.toys import Toy, main
 
 LARGEST = 100 / 127  # of the codes
@@ -33,15 +30,6 @@ def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
 
 
 TOY = Quantizer("toy", 7, truncated)
-
-
-def searched(bf16: Any, grid: Grid) -> tuple[Any, Any]:
-    """`mse`, by its NumPy definition."""
-    codes, scales = scale_search.search(grid.bits, bf16)
-    return codes, scales[:, None]
-
-
-DEFINITIONS = {"toy": truncated, "mse": searched}
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +52,8 @@ def options(output: Path) -> tuple[str, ...]:
 
 def test_its_codes_are_packed(source, output):
     """The output holds the codes of the choice, computed by the NumPy definition."""
-    opened = open_output(output)
-    measured = measure(opened)
-    assert measured.fmt == FORMATS[measured.method]
-    place = Place(1, 1, "up", False, 1)
-    stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
-    tensors = read_file(source / "model-00002-of-00003.safetensors")
-    part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
-    codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.fmt.encoding.grid)
-    expected = codes.astype(np.float32) * np.float32(measured.fmt.encoding.grid.step) * scales
-    np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), expected)
+    how = {"search": truncated} if output.name.endswith("toy") else {}
+    check_searched(source, output, [(1, 1, projection) for projection in ("gate", "up", "down")], **how)
 
 
 def test_it_is_verified(source, output, ktconvert):

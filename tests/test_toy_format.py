@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, never_exact
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import Grid, reference
+from ktconvert.quantizers import Grid
 from ktconvert.quantizers.differences import decode_finite
-from rig import conversion
+from rig import conversion, reference
 from rig.toys import Toy, main
 
 
@@ -56,7 +56,6 @@ TOY8 = Encoding(
     tensors=tensors,
     quantize=quantize,
     decode=decode,
-    is_exact=never_exact,
     defects=(None, bad_step),
     pack=pack,
     scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),

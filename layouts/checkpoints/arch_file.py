@@ -17,7 +17,6 @@ from __future__ import annotations
 import string
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
@@ -29,62 +28,59 @@ NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does n
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
-def load_arch_file(path: Path) -> Arch:
-    """The row that a TOML file describes; put it before ARCHS. Raises InputError naming the key that is wrong."""
+def parse_arch(text: str) -> Arch:
+    """The row that a TOML text describes; put it before ARCHS. Raises InputError naming the key that is wrong."""
     try:
-        return parse_arch(path.read_text(encoding="utf-8"), str(path))
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not valid TOML (not UTF-8 text)") from None
+        return _parsed(text)
+    except InputError as error:
+        raise error.at("--arch-file") from None
 
 
-def parse_arch(text: str, path: str = "--arch-file") -> Arch:
-    """load_arch_file() of a file's text; `path` is what errors call it."""
+def _parsed(text: str) -> Arch:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as e:
         reason = "nested too deeply" if isinstance(e, RecursionError) else e
-        raise InputError(f"{path}: not valid TOML ({reason})") from None
+        raise InputError(f"not valid TOML ({reason})") from None
     known = [f.name for f in fields(Arch) if f.name not in NO_KEYS]
-    _only(path, tree, known, "")
+    _only(tree, known, "")
     name = tree.pop("name", None)
     if not isinstance(name, str) or not name:
-        raise InputError(f"{path}: name must be given, as text")
+        raise InputError("name must be given, as text")
     stored = tree.pop("stored", None)
     if not isinstance(stored, list) or not stored:
-        raise InputError(f"{path}: needs at least one [[stored]] table that says where the experts are")
+        raise InputError("needs at least one [[stored]] table that says where the experts are")
     row: dict[str, Any] = {"matches": (), "decides": "activation" in tree}
     for key, value in tree.items():
         if key in LISTS:
             if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-                raise InputError(f"{path}: {key} must be a list of texts")
+                raise InputError(f"{key} must be a list of texts")
             row[key] = tuple(value)
         elif not isinstance(value, str) or value not in CHOICES.get(key, (value,)):
             allowed = f"one of {', '.join(CHOICES[key])}" if key in CHOICES else "text"
-            raise InputError(f"{path}: {key} must be {allowed}")
+            raise InputError(f"{key} must be {allowed}")
         else:
             row[key] = value
-    return Arch(name=name, stored=tuple(_style(path, table) for table in stored), **row)
+    return Arch(name=name, stored=tuple(_style(table) for table in stored), **row)
 
 
-def _style(path: str, table: Any) -> Style:
+def _style(table: Any) -> Style:
     style = table.get("style") if isinstance(table, dict) else None
     kind = STYLES.get(style) if isinstance(style, str) else None
     if kind is None:
-        raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
+        raise InputError(f"stored.style must be one of {', '.join(STYLES)}")
     flags = [f.name for f in fields(kind) if f.name not in kind.parts]
-    _only(path, table, ["style", *kind.parts, *flags], "stored.")
-    values: dict[str, Any] = {part: _template(path, part, table.get(part), kind is Separate) for part in kind.parts}
+    _only(table, ["style", *kind.parts, *flags], "stored.")
+    values: dict[str, Any] = {part: _template(part, table.get(part), kind is Separate) for part in kind.parts}
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):
-                raise InputError(f"{path}: stored.{flag} must be true or false")
+                raise InputError(f"stored.{flag} must be true or false")
             values[flag] = table[flag]
     return kind(**values)
 
 
-def _template(path: str, part: str, value: Any, with_expert: bool) -> str:
+def _template(part: str, value: Any, with_expert: bool) -> str:
     """A template has {layer} once and, for one tensor per expert, {expert} once after it; each between two dots."""
     want = ["layer", "expert"] if with_expert else ["layer"]
     shown = " and ".join(f"{{{w}}}" for w in want)
@@ -96,11 +92,11 @@ def _template(path: str, part: str, value: Any, with_expert: bool) -> str:
         good = False
     if not good or ("{prefix}" in value and not value.startswith("{prefix}")):
         want_name = f"a tensor name with {shown} between dots, {{prefix}} only in front"
-        raise InputError(f"{path}: stored.{part} must be {want_name}")
+        raise InputError(f"stored.{part} must be {want_name}")
     return str(value)
 
 
-def _only(path: str, table: dict[str, Any], known: list[str], where: str) -> None:
+def _only(table: dict[str, Any], known: list[str], where: str) -> None:
     for key in table:
         if key not in known:
-            raise InputError(f"{path}: unknown key {where}{key}; known are {', '.join(known)}")
+            raise InputError(f"unknown key {where}{key}; known are {', '.join(known)}")

@@ -8,13 +8,8 @@ from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
 
-WEIGHT_SUFFIXES = frozenset(
-    f".{s}"
-    for s in (
-        *("safetensors", "bin", "pt", "pth", "ckpt", "gguf", "ggml", "onnx", "onnx_data", "kt"),
-        *("h5", "msgpack", "npz", "npy", "pkl", "tflite", "ot"),
-    )
-)
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".kt"}
+WEIGHT_SUFFIXES |= {".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite", ".ot"}
 LOOSE_LAYER = re.compile(r"_layer_\d+")  # a folder of kt-kernel's loose weights
 INDEX_NAME = re.compile(r"\.index(\.[^.]+)?\.json\Z")
 

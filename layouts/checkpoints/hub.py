@@ -128,16 +128,13 @@ def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(f"{name}: the disk of the cache {cache_root()} is full; set HF_HUB_CACHE to another")
-    for kind, what in (
-        ("GatedRepoError", "its owner asks for consent; accept on its hub page and run `hf auth login`"),
-        ("RevisionNotFoundError", f"has no revision {revision}; look at its branches and tags on the hub"),
-        (
-            "RepositoryNotFoundError",
-            "neither a local path nor a public model of the hub; if private, run `hf auth login`",
-        ),
-    ):
-        if kind in kinds:
-            return InputError(f"{name}: {what}")
+    if "GatedRepoError" in kinds:
+        return InputError(f"{name}: its owner asks for consent; accept on its hub page and run `hf auth login`")
+    if "RevisionNotFoundError" in kinds:
+        return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
+    if "RepositoryNotFoundError" in kinds:
+        what = "neither a local path nor a public model of the hub; if private, run `hf auth login`"
+        return InputError(f"{name}: {what}")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     return InputError(f"{name}{at}: cannot be downloaded ({type(e).__name__}); {remedy}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
@@ -198,17 +198,17 @@ def _rules(
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
-                for suffixed, role, unread in _tensors_of(name, roles):
-                    same = rules.setdefault(_shape(suffixed), [])
+                for suffixed, (role, unread) in _tensors_of(name, roles).items():
+                    same = rules.setdefault(SLOT.sub("#", suffixed), [])
                     same.append(_Rule(style, prefix, part, role, unread, suffixed, layer, expert))
-                shape = _shape(name)
+                shape = SLOT.sub("#", name)
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
     return rules, frozenset(containers)
 
 
-def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
-    """(name, role, whether it is foreign) of every tensor that may belong to the weight of this template."""
+def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tuple[str, bool]]:
+    """The name of every tensor that may belong to the weight of this template -> its role, whether it is foreign."""
     known = [(pattern, role, False) for pattern, role in roles]
     known += [(pattern, BIAS, False) for pattern in BIASES]
     known += [(pattern, ASIDE, False) for pattern in UNUSED]
@@ -216,11 +216,7 @@ def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tup
     names: dict[str, tuple[str, bool]] = {}
     for pattern, role, unread in known:
         names.setdefault(encodings.spelled(pattern, template), (role, unread))
-    yield from ((name, *what) for name, what in names.items())
-
-
-def _shape(template: str) -> str:
-    return SLOT.sub("#", template)
+    return names
 
 
 def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:

@@ -41,15 +41,6 @@ EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 
 @dataclass(frozen=True)
-class ExpertLinears:
-    """The three linears of one expert: gate and up (I, H), down (H, I); views of the checkpoint."""
-
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-
-
-@dataclass(frozen=True)
 class MoeModel:
     """A checkpoint whose experts were recognised.
 
@@ -104,10 +95,6 @@ class MoeModel:
         formats = (self.quantization.format,) if self.quantization.format else ()
         equalized = (("equalized", equalizing.VERSION),) if layer in self.equalized else ()
         return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats, *equalized
-
-    def expert(self, layer: int, expert: int) -> ExpertLinears:
-        """Gate, up and down of one expert; the scales are read, the weights are not."""
-        return ExpertLinears(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
 
     def linear(self, layer: int, expert: int, projection: str) -> Matrix:
         """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I); of an equalized one decoded and scaled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,36 +55,31 @@ class Shard:
     blob: str | None = None
 
 
+@dataclass(eq=False)
 class TensorSource:
     """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
     config    config.json as parsed (params.json where only that exists), else `declared`, what the weight files say
               themselves; {} where neither does
     ignored   files of the same kind in the directory that are not of the checkpoint
+    alone     it was named as a file, not as a directory
     companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
     """
 
-    def __init__(
-        self,
-        root: Path,
-        config: dict[str, Any],
-        shards: tuple[Shard, ...],
-        tensors: dict[str, TensorInfo],
-        ignored: tuple[str, ...] = (),
-        alone: bool = False,
-        *,
-        container: Container = SAFETENSORS,
-        declared: dict[str, Any] | None = None,
-        companion_root: Path | None = None,
-        quantization: cfg.Quantization | None = None,
-    ) -> None:
-        self.root, self.config, self.container = root, config, container
-        self.shards, self.tensors, self.ignored = shards, tensors, ignored
-        self.declared = {} if declared is None else declared
-        self.companion_root = companion_root or root
-        self.quantization = cfg.quantization(config) if quantization is None else quantization
-        self._by_name = {shard.name: shard for shard in shards}
-        self._alone, self._maps = alone, MappedFiles()
+    root: Path
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    tensors: dict[str, TensorInfo]
+    companion_root: Path
+    quantization: cfg.Quantization = field(default_factory=cfg.Quantization)
+    ignored: tuple[str, ...] = ()
+    alone: bool = False
+    container: Container = SAFETENSORS
+    declared: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name = {shard.name: shard for shard in self.shards}
+        self._maps = MappedFiles()
 
     @property
     def has_config(self) -> bool:
@@ -123,7 +118,7 @@ class TensorSource:
 
     def companions(self) -> list[str]:
         """As companion_files; for a lone file of weights only files directly beside it and a config.json."""
-        return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
+        return companion_files(self.companion_root, nested=not self.alone or self.companion_root != self.root)
 
     def paths(self) -> list[Path]:
         companions = [self.companion_root / name for name in self.companions()]
@@ -196,18 +191,9 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         remedy = "name the directory of the Hugging Face model, or its id"
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
     own = read_config(companion_root) or declared
-    return TensorSource(
-        root,
-        own,
-        tuple(shards),
-        tensors,
-        chosen.ignored,
-        alone=not path.is_dir(),
-        container=container,
-        declared=declared,
-        companion_root=companion_root,
-        quantization=read_quantization(companion_root, own),
-    )
+    quantization, alone = read_quantization(companion_root, own), not path.is_dir()
+    shown = own, tuple(shards), tensors, companion_root, quantization
+    return TensorSource(root, *shown, chosen.ignored, alone, container, declared)
 
 
 def read_headers(

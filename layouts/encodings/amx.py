@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, never_exact, rows_of
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix, moe_plain
+from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
+from ktconvert.quantizers.reference import I8 as Codes
 
 
 def _encoding(name: str, grid_name: str) -> Encoding:
@@ -29,7 +30,7 @@ def _encoding(name: str, grid_name: str) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         kernels.quantize_pack(bits, matrix, out[0], out[1].view(np.float32))
 
-    def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: Codes, scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
         kernels.pack_codes(bits, codes, out[0])
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
@@ -53,7 +54,6 @@ def _encoding(name: str, grid_name: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        is_exact=never_exact,
         defects=(None, bad_scale),
         pack=pack,
         scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),
@@ -75,6 +75,31 @@ AMXINT8 = _encoding("AMXINT8", "int8")
 
 # --- in kt-kernel's plain order --------------------------------------------------------------------
 
+PLAIN_ROWS, PLAIN_BYTES = 8, 32  # rows that lie together; bytes of each of them until the next one's begin
+
+
+def pack_plain(bits: int, codes: Codes) -> Bytes:
+    """Codes [n, k] in the plain order: 8 rows, then 32 columns (8 bits) or 64 (4 bits) of each of them."""
+    n = len(codes)
+    in_bytes = codes.reshape(n, -1, 8 // bits, PLAIN_BYTES)
+    if bits == 4:  # the first 32 of 64 columns in the upper halves
+        in_bytes = in_bytes[:, :, :1] << 4 | in_bytes[:, :, 1:] & 15
+    by_rows = in_bytes.reshape(n // PLAIN_ROWS, PLAIN_ROWS, -1, PLAIN_BYTES)
+    return by_rows.transpose(0, 2, 1, 3).reshape(-1).view(np.uint8)
+
+
+def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> Codes:
+    """The inverse of pack_plain: codes int8 [n, k]."""
+    blocks = weight.view(np.int8).reshape(n // PLAIN_ROWS, -1, PLAIN_ROWS, PLAIN_BYTES)
+    codes = np.empty((n // PLAIN_ROWS, PLAIN_ROWS, blocks.shape[1], 8 // bits, PLAIN_BYTES), np.int8)
+    in_rows = blocks.transpose(0, 2, 1, 3)
+    if bits == 8:
+        codes[:, :, :, 0] = in_rows
+    else:
+        np.right_shift(in_rows, 4, out=codes[:, :, :, 0])
+        np.right_shift(in_rows << 4, 4, out=codes[:, :, :, 1])
+    return codes.reshape(n, k)
+
 
 def _plain(name: str, of_tiles: Encoding) -> Encoding:
     """The tensors of an encoding in tiles, with codes that are chosen and lie otherwise."""
@@ -84,17 +109,17 @@ def _plain(name: str, of_tiles: Encoding) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         kernels.quantize_plain(bits, matrix, out[0], out[1].view(np.float32))
 
-    def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: Codes, scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
         if codes.min() < grid.low:
             raise ValueError(f"a code is {codes.min()}, not in {grid.low}..{grid.high}")
-        out[0][:] = moe_plain.pack(bits, codes)
+        out[0][:] = pack_plain(bits, codes)
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        def unpack(blocks: Bytes) -> npt.NDArray[np.int8]:
-            return moe_plain.unpack(bits, blocks.reshape(-1), len(blocks) * moe_plain.ROWS, k)
+        def unpack(blocks: Bytes) -> Codes:
+            return unpack_plain(bits, blocks.reshape(-1), len(blocks) * PLAIN_ROWS, k)
 
-        codes = rows_of(stored[0].reshape(n // moe_plain.ROWS, -1), n, rows, unpack)
+        codes = rows_of(stored[0].reshape(n // PLAIN_ROWS, -1), n, rows, unpack)
         return codes * np.float32(grid.step) * stored[1].view(np.float32)[rows, None]
 
     return replace(
@@ -109,7 +134,7 @@ MOE_INT8 = _plain("MOE_INT8", AMXINT8)
 def to_tiles(stored: Sequence[Bytes], n: int, k: int) -> None:
     """Puts the codes of a part [n, k] into the order of tiles, in place. Raises ValueError for one out of range."""
     bits = 8 * stored[0].size // (n * k)
-    kernels.pack_codes(bits, moe_plain.unpack(bits, stored[0], n, k), stored[0])
+    kernels.pack_codes(bits, unpack_plain(bits, stored[0], n, k), stored[0])
 
 
 def _in_tiles(plain: Encoding, of_tiles: Encoding) -> Encoding:

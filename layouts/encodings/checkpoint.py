@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
-from ktconvert.quantizers.scales import e8m0
+from ktconvert.quantizers.reference import e8m0
 
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
 FLOATS = ("F32", "BF16", "F16")
@@ -142,17 +142,16 @@ def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int])
         values = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
     else:
         values = raw.astype(np.float32)
-    values = values.reshape(shape)
-    need_finite(source, scale, values)
-    return values
+    return finite(source, scale, values.reshape(shape))
 
 
-def need_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
-    """Raises InputError, naming the place, where one of the scales is not finite."""
+def finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The scales. Raises InputError, naming the place, where one is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         what = f": scale [{row}, {column}] is {values[row, column]}"
         raise damaged_tensor(scale.name, what, "download it again", source.path(scale))
+    return values
 
 
 def missing(codes: TensorInfo, what: str, name: str) -> InputError:

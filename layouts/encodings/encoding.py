@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.quantizers import Grid, Matrix, differences
-from ktconvert.quantizers.reference import bf16_to_f32
-from ktconvert.quantizers.scales import e8m0
+from ktconvert.quantizers.reference import bf16_to_f32, e8m0
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -56,8 +55,8 @@ class Encoding:
     quantize    (matrix, out): each number rounded by the largest values, and stored, in one pass. Raises
                 kernels.NonFinite for NaN and Inf
     decode      (stored, n, k, rows) -> the numbers of these rows, float32 [rows, k]
-    is_exact    whether every number of these experts stays what it is
     defects     for each tensor: what is wrong with its numbers; None where all bytes are numbers
+    is_exact    whether every number of these experts stays what it is
     pack        (codes int8 [n, k], scales as `scales` gives them, out): stores codes that were chosen elsewhere; None
                 where there is only one way to choose them
     scales      (last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8), [n, groups], or
@@ -72,16 +71,11 @@ class Encoding:
     tensors: Callable[[int, int], tuple[TensorInfo, ...]]
     quantize: Callable[[Matrix, Sequence[Bytes]], None]
     decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
-    is_exact: Callable[[SourceExperts], bool]
     defects: tuple[Defect | None, ...]
+    is_exact: Callable[[SourceExperts], bool] = lambda model: False
     pack: Callable[[npt.NDArray[np.int8], npt.NDArray[Any], Sequence[Bytes]], None] | None = None
     scales: Callable[[Bytes, int, int], npt.NDArray[Any]] | None = None
     error_sums: Callable[[Matrix, Sequence[Bytes]], npt.NDArray[np.float64]] | None = None
-
-
-def never_exact(model: SourceExperts) -> bool:
-    """Of encodings whose codes are always chosen anew."""
-    return False
 
 
 def stored_as(model: SourceExperts, names: Collection[str], fit: object) -> bool:
@@ -112,7 +106,7 @@ def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) 
 
 
 def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
-    """The scales of a matrix [n, k] as numbers, from the last of its tensors: float32, shaped as Encoding.scales."""
+    """scale_numbers of a matrix [n, k], from the last of its tensors."""
     assert encoding.scales is not None
     return scale_numbers(encoding.scales(last, n, k))
 

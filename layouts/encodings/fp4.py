@@ -18,20 +18,19 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, need_finite, read_scales
+from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, finite, read_scales
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
+from ktconvert.quantizers import FLOAT_GRIDS, MXFP4_EXPONENTS, panels
 from ktconvert.quantizers.packed import fields
-from ktconvert.quantizers.reference import E2M1
-from ktconvert.quantizers.scales import e8m0, nvfp4
+from ktconvert.quantizers.reference import E2M1, e8m0, nvfp4
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
-GROUP, NVFP4_GROUP = mxfp4.GROUP, 16  # columns that share a scale
+GROUP, NVFP4_GROUP = 32, 16  # columns that share a scale
 FACTOR, DIVISOR = "factor", "divisor"  # roles of NVFP4's scale for all
 WHOLE = {FACTOR: "{t}_scale_2", DIVISOR: "{t}_global_scale"}
 
@@ -91,14 +90,13 @@ def _row(
 
 
 def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]) -> F32:
-    """The scales of the groups, float32 [shape]. Raises InputError, naming the place, where one is not finite."""
+    """The scales of the groups, float32 [shape]; as read_scales."""
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:
         info = tensors[whole]
         raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
-    need_finite(source, tensors["scale"], scales)
-    return scales
+    return finite(source, tensors["scale"], scales)
 
 
 IN_CHECKPOINTS = (
@@ -124,6 +122,46 @@ NIBBLES = np.zeros(256, np.uint8)  # codes as quantizers choose them, as bytes -
 NIBBLES[np.rint(2 * E2M1).astype(np.int8).view(np.uint8)[::-1]] = np.arange(16)[::-1]  # 0, and not -0
 
 
+def dequantize(codes: Bytes, exponents: Bytes) -> F32:
+    """float32 [n, k], exact."""
+    n, groups = exponents.shape
+    values: F32 = E2M1.take(codes).reshape(n, groups, GROUP)
+    values *= e8m0(exponents)[:, :, None]
+    return values.reshape(n, groups * GROUP)
+
+
+def codes_from_panels(held: Bytes) -> Bytes:
+    """Panels uint8 [n/32, 16*k] back to codes [n, k].
+
+    A word of 16 bits has columns 0, 2, 4 and 6, or 1, 3, 5 and 7, of 8 columns of a row, from the low bits up; in half
+    a block the two words of 8 columns stay together, row after row.
+    """
+    count, items = held.shape
+    k = items // (panels.ROWS // 2)
+    pairs = np.ascontiguousarray(held).view("<u4").reshape(count, k // GROUP, 2, 4, panels.HALF)
+    words = np.ascontiguousarray(pairs.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(-1, 2, 2)  # parity, byte
+    codes = np.empty((len(words), 2, 2, 2), np.uint8)  # of 8 columns: byte, nibble, parity
+    for parity in range(2):
+        for byte in range(2):
+            np.bitwise_and(words[:, parity, byte], 15, out=codes[:, byte, 0, parity])
+            np.right_shift(words[:, parity, byte], 4, out=codes[:, byte, 1, parity])
+    return codes.reshape(count * panels.ROWS, k)
+
+
+def exponents_to_panels(exponents: Bytes) -> Bytes:
+    """Exponents [n, k/32] to panels [n/32, k]: block after block, each with those of its 32 rows."""
+    n, groups = exponents.shape
+    split = exponents.reshape(n // panels.ROWS, panels.ROWS, groups)
+    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(n // panels.ROWS, groups * panels.ROWS)
+
+
+def exponents_from_panels(held: Bytes) -> Bytes:
+    """The inverse of exponents_to_panels: exponents [n, k/32]."""
+    count, k = held.shape
+    split = held.reshape(count, k // panels.ROWS, panels.ROWS)
+    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)
+
+
 def is_exact(model: SourceExperts) -> bool:
     """Experts that are MXFP4 in any storage, with scales for the columns of their linears, not for the rows."""
     return model.dtypes == ("MXFP4",) and not any(layer.input_major for layer in model.moe_layers.values())
@@ -135,9 +173,9 @@ def _bad_scale(codes_of: Callable[[Read, int], Bytes]) -> Defect:
     def bad_scale(read: Read, n: int, k: int) -> str:
         """Every scale is a number, and so are its products with the codes."""
         scales = read(1)
-        for index in map(int, np.flatnonzero(scales > mxfp4.MOST)):
+        for index in map(int, np.flatnonzero(scales > MXFP4_EXPONENTS[1])):
             with np.errstate(over="ignore"):
-                numbers = mxfp4.dequantize(codes_of(read, index), scales[index].reshape(1, 1))
+                numbers = dequantize(codes_of(read, index), scales[index].reshape(1, 1))
             if not np.isfinite(numbers).all():
                 what = "is not a number" if scales[index] == 255 else "makes a number infinite"
                 return f"scale {index}, {scales[index]}, {what}"
@@ -170,14 +208,12 @@ def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
 
 def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
     codes, scales = (each.reshape(n // panels.ROWS, -1) for each in stored)
-    return mxfp4.dequantize(
-        rows_of(codes, n, rows, mxfp4.codes_from_panels), rows_of(scales, n, rows, mxfp4.exponents_from_panels)
-    )
+    return dequantize(rows_of(codes, n, rows, codes_from_panels), rows_of(scales, n, rows, exponents_from_panels))
 
 
 def _panel_codes(read: Read, scale: int) -> Bytes:
     block, row = divmod(scale, panels.ROWS)
-    return mxfp4.codes_from_panels(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
+    return codes_from_panels(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
 
 
 def _row_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
@@ -200,7 +236,7 @@ def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
 
 
 def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    return mxfp4.dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
+    return dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
 
 
 def _row_codes(read: Read, scale: int) -> Bytes:
@@ -219,7 +255,7 @@ PANELS = Encoding(
     is_exact=is_exact,
     defects=(None, _bad_scale(_panel_codes)),
     pack=_pack(_quantize_panels),
-    scales=lambda last, n, k: mxfp4.exponents_from_panels(last.reshape(n // panels.ROWS, k)),
+    scales=lambda last, n, k: exponents_from_panels(last.reshape(n // panels.ROWS, k)),
 )
 ROWS = replace(
     PANELS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from ktconvert.layouts.encodings.encoding import (
     Encoding,
     Read,
     Rows,
-    SourceExperts,
     rows_of,
     stored_as,
 )
@@ -30,9 +30,8 @@ from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, INT8_SIGNED, Kind, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, differences, fp8, panels
-from ktconvert.quantizers.reference import f32_to_bf16
-from ktconvert.quantizers.scales import E4M3
+from ktconvert.quantizers import FLOAT_GRIDS, differences, panels
+from ktconvert.quantizers.reference import E4M3, f32_to_bf16
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
@@ -117,8 +116,7 @@ def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
 
 
 def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
-    block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
-    zeros, scale = tensors.get("zero_point"), tensors["scale"]
+    block, zeros, scale = _fit(tensors, quantization, input_major), tensors.get("zero_point"), tensors["scale"]
     if zeros is None:
         if quantization.symmetric == (False,):
             raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
@@ -146,12 +144,54 @@ IN_CHECKPOINTS = (_row("F8_E4M3", "FP8", False, "fp8"), _row("MXFP8", "MXFP8", T
 
 # --- as we write it -------------------------------------------------------------------------------
 
+BLOCK = 128
+LARGE_SCALE = np.float32(7e35)  # from a little above it on, 448 times the scale is infinite
+NAN = 0x7F  # the code, without its sign
 SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
+
+
+def values(codes: Bytes, scales: npt.NDArray[np.float32]) -> F32:
+    """What codes [n, k] stand for, with the scales [n, k/128] of their rows: float32, rounded once."""
+    with np.errstate(all="ignore"):  # of a damaged output
+        numbers: F32 = E4M3[codes] * scales.repeat(BLOCK, axis=1)
+    return numbers
+
+
+def is_kept(matrix: Matrix) -> bool:
+    """Whether a linear (or some rows of it) is FP8 in just such blocks, with which NUMA parts begin, too: its codes and
+    scales stay.
+    """
+    return matrix.kind == FP8_E4M3 and matrix.block == (BLOCK, BLOCK)
+
+
+def with_positive_scales(matrix: Matrix) -> Matrix:
+    """The same numbers of a linear that is_kept: scales' signs go to the codes; zeros of a scale 0 get the scale 1."""
+    assert matrix.scales is not None
+    codes = matrix.values.copy()
+    first_row, first_column = (at // BLOCK for at in matrix.origin)
+    for row in range(0, codes.shape[0], BLOCK):
+        for column in range(0, codes.shape[1], BLOCK):
+            scale = matrix.scales[first_row + row // BLOCK, first_column + column // BLOCK]
+            block = codes[row : row + BLOCK, column : column + BLOCK]
+            if scale == 0:
+                block[(block & 0x7F) != NAN] &= 0x80
+            if np.signbit(scale):
+                block ^= 0x80
+    return replace(matrix, values=codes, scales=np.where(matrix.scales == 0, np.float32(1), np.abs(matrix.scales)))
+
+
+def source_values(matrix: Matrix) -> F32:
+    """A linear as float32 [n, k]: in BF16, unless its codes are kept."""
+    if not is_kept(matrix):
+        return differences.source_values(matrix)
+    with np.errstate(all="ignore"):
+        numbers: F32 = E4M3[matrix.values] * matrix.each_scale()
+    return numbers
 
 
 def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-        blocks = (n // fp8.BLOCK, k // fp8.BLOCK)
+        blocks = (n // BLOCK, k // BLOCK)
         codes = TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k)
         return codes, TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1])
 
@@ -162,11 +202,11 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         """The product of code and scale, rounded once."""
         codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.from_panels)
-        return fp8.values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
+        return values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // BLOCK])
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
         """Against the source's own numbers where its codes are kept: BF16 would round them."""
-        return differences.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), fp8.source_values)
+        return differences.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), source_values)
 
     return Encoding(
         "FP8",
@@ -176,7 +216,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        is_exact=is_exact,
+        is_exact=lambda model: stored_as(model, SOURCES, (BLOCK, BLOCK)),
         defects=(bad_code, _bad_scale(order)),
         scales=block_scales,
         error_sums=error_sums,
@@ -185,39 +225,34 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 
 def block_scales(last: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
     """Float32 [n / 128, k / 128]; a view."""
-    return last.view(np.float32).reshape(n // fp8.BLOCK, k // fp8.BLOCK)
-
-
-def is_exact(model: SourceExperts) -> bool:
-    """FP8 in blocks of 128 x 128 keeps codes and scales."""
-    return stored_as(model, SOURCES, (fp8.BLOCK, fp8.BLOCK))
+    return last.view(np.float32).reshape(n // BLOCK, k // BLOCK)
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
     """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
-    kept = matrix.scales if fp8.is_kept(matrix) else None
-    if kept is None or ((kept > 0) & (kept <= fp8.LARGE_SCALE)).all():
+    kept = matrix.scales if is_kept(matrix) else None
+    if kept is None or ((kept > 0) & (kept <= LARGE_SCALE)).all():
         kernels.pack_fp8(matrix, codes, scales)
         return
     n, _ = matrix.shape
-    held = codes.reshape(n // fp8.BLOCK, -1, codes.shape[1])
-    for block in range(n // fp8.BLOCK):
-        rows = matrix.rows(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)
+    held = codes.reshape(n // BLOCK, -1, codes.shape[1])
+    for block in range(n // BLOCK):
+        rows = matrix.rows(block * BLOCK, (block + 1) * BLOCK)
         try:
             require_finite(rows)
-            kernels.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
+            kernels.pack_fp8(with_positive_scales(rows), held[block], scales[block : block + 1])
         except kernels.NonFinite as bad:
-            raise kernels.NonFinite(block * fp8.BLOCK + bad.row, bad.column) from None
+            raise kernels.NonFinite(block * BLOCK + bad.row, bad.column) from None
 
 
 def require_finite(matrix: Matrix) -> None:
     """Raises kernels.NonFinite where the product of a code and a large scale is infinite in BF16."""
-    if matrix.scales is not None and (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
+    if matrix.scales is not None and (np.abs(matrix.scales) > LARGE_SCALE).any():
         differences.decode_finite(matrix)
 
 
 def bad_code(read: Read, n: int, k: int) -> str:
-    wrong = (read(0) & 0x7F) == fp8.NAN
+    wrong = (read(0) & 0x7F) == NAN
     return f"code {int(np.argmax(wrong))} is not a number" if wrong.any() else ""
 
 
@@ -228,11 +263,11 @@ def _bad_scale(order: int) -> Defect:
         wrong = ~(np.isfinite(scales) & (scales > 0))
         if wrong.any():
             return f"scale {int(np.argmax(wrong))} is {scales[wrong][0]}"
-        width = max(k, fp8.BLOCK)  # of a damaged shape
-        for index in map(int, np.flatnonzero(scales > fp8.LARGE_SCALE)):
-            row, column = (fp8.BLOCK * at for at in divmod(index, width // fp8.BLOCK))
-            starts = range(row * width + column * order, (row + fp8.BLOCK) * width, order * width)
-            codes = np.concatenate([read(0, start, start + fp8.BLOCK * order) for start in starts])
+        width = max(k, BLOCK)  # of a damaged shape
+        for index in map(int, np.flatnonzero(scales > LARGE_SCALE)):
+            row, column = (BLOCK * at for at in divmod(index, width // BLOCK))
+            starts = range(row * width + column * order, (row + BLOCK) * width, order * width)
+            codes = np.concatenate([read(0, start, start + BLOCK * order) for start in starts])
             with np.errstate(over="ignore"):
                 largest = E4M3[codes & 0x7F].max(initial=0) * scales[index]
             if f32_to_bf16(largest) >= 0x7F80:  # infinity

@@ -20,14 +20,13 @@ from ktconvert.layouts.encodings.encoding import (
     Read,
     Rows,
     SourceExperts,
-    never_exact,
     stored_as,
 )
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, groups
-from ktconvert.quantizers.reference import f32_to_bf16
+from ktconvert.native_quant.matrix import INT4, Matrix
+from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, packed
+from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # what config.json calls them
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
@@ -60,13 +59,13 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
 
     def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
         words, shape, scale = typed(grid, out, *codes.shape)
-        words[:] = groups.pack_words(bits, codes)
+        words[:] = packed.pack_words(bits, codes)
         shape[:] = codes.shape
         scale[:] = scales
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         words, _, scale = typed(grid, stored, n, k)
-        return groups.dequantize_groups(bits, words[rows], scale[rows])
+        return packed.dequantize_groups(bits, words[rows], scale[rows])
 
     return Encoding(
         grid.name,
@@ -76,7 +75,6 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
         tensors=partial(_tensors, grid),
         quantize=quantize,
         decode=decode,
-        is_exact=never_exact,
         defects=(all_zeros(bits), bad_shape, _bad_scale),
         pack=pack,
         scales=lambda last, n, k: last.view("<u2").reshape(n, -1),
@@ -92,7 +90,7 @@ def all_zeros(bits: int) -> Defect:
         starts = range(0, n * k * bits // 8, CHUNK)
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
-        is_empty = (read(2).view("<u2") == groups.EMPTY_SCALE).all()
+        is_empty = (read(2).view("<u2") == packed.EMPTY_SCALE).all()
         return "" if is_empty else "it is all zeros: its expert would compute nothing"
 
     return defect
@@ -123,37 +121,55 @@ W4A16, W8A16 = (
 
 # --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (bytes.md) -----------------
 
-GRID = SIGNED_GRIDS["rawint4"]
+GRID, GROUP = SIGNED_GRIDS["rawint4"], 32
 _PACKED = pack_quantized(GRID, "signed")
 
 
 def is_exact(model: SourceExperts) -> bool:
     """Symmetric INT4 in groups of 32 columns with BF16 scales, in the order of the columns, keeps codes and scales."""
     layers = model.moe_layers.values()
-    return stored_as(model, ("INT4",), (GRID.bits, GRID.group)) and all(
+    return stored_as(model, ("INT4",), (GRID.bits, GROUP)) and all(
         weight.tensors["scale"].dtype == "BF16" and not moe.input_major
         for moe in layers
         for weight in moe.weights.values()
     )
 
 
+def is_kept(matrix: Matrix) -> bool:
+    """Whether a linear (or some rows of it) is symmetric INT4 in groups of 32 with BF16 scales, as RAWINT4 keeps it."""
+    symmetric = matrix.kind is INT4 and matrix.zeros is None and matrix.group_of is None
+    whole_groups = matrix.block == (1, GROUP) and matrix.skip == 0 and matrix.origin[1] % GROUP == 0
+    if not (symmetric and whole_groups) or matrix.scales is None:
+        return False
+    return bool((bf16_to_f32(f32_to_bf16(matrix.scales)) == matrix.scales).all())
+
+
+def source_values(matrix: Matrix) -> F32:
+    """A linear as float32 [n, k]: in BF16, unless its codes are kept."""
+    if not is_kept(matrix):
+        return differences.source_values(matrix)
+    codes = packed.fields(4, np.ascontiguousarray(matrix.values[:, : matrix.shape[1] // 2]))
+    numbers: F32 = (codes.astype(np.float32) - 8) * matrix.each_scale()
+    return numbers
+
+
 def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    if not groups.is_kept(matrix):
+    if not is_kept(matrix):
         _PACKED.quantize(matrix, out)
         return
-    assert matrix.scales is not None and GRID.group is not None
+    assert matrix.scales is not None
     (n, k), (row, column) = matrix.shape, matrix.origin
     words, shape, scales = typed(GRID, out, n, k)
     words.view(np.uint8)[:] = matrix.values[:, : k // 2]
     shape[:] = n, k
-    own = matrix.scales[row : row + n, column // GRID.group :][:, : k // GRID.group]
+    own = matrix.scales[row : row + n, column // GROUP :][:, : k // GROUP]
     scales[:] = f32_to_bf16(np.ascontiguousarray(own))
 
 
 def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
     """Against the source's own numbers where its codes are kept: BF16 would round them."""
     decode = partial(_PACKED.decode, stored, *matrix.shape)
-    return differences.error_sums(matrix, decode, groups.source_values)
+    return differences.error_sums(matrix, decode, source_values)
 
 
 def _bad_signed_scale(read: Read, n: int, k: int) -> str:

@@ -198,16 +198,20 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
         group = group_of_scales(tensors, n, k, quantization)
         stored = tensors.get("qzeros")
         zeros = None if stored is None else _zeros(source, stored, bits, n, quantization)
-        words = source.view(tensors["qweight"]).view(np.uint32).T
-        scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
         order = _order_of_columns(source, tensors.get("g_idx"), group)
-        return Matrix(words, kind, scales, (1, group), zeros=zeros, group_of=order)
+        return replace(_of_columns(source, tensors, kind, (k // group, n), group), zeros=zeros, group_of=order)
 
     name, title, optional = f"GPTQ_INT{bits}", f"GPTQ ({bits} bits)", frozenset({"qzeros", "g_idx"})
     memory, types = {"scales": 8, "qzeros": 96, "g_idx": 20}, ("gptq",)
     return CheckpointEncoding(
         name, title, NAMES, ("I32",), kind, matrix, shape, fit, claims, optional, memory, input_types=types
     )
+
+
+def _of_columns(source: TensorSource, tensors: Tensors, kind: Kind, shape: tuple[int, int], group: int) -> Matrix:
+    """A linear whose words and scales [groups, n] are stored transposed."""
+    scales = np.ascontiguousarray(read_scales(source, tensors["scales"], shape).T)
+    return Matrix(source.view(tensors["qweight"]).view(np.uint32).T, kind, scales, (1, group))
 
 
 def _zeros(
@@ -283,10 +287,8 @@ def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) ->
 def _awq_matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
     n, k = _awq_shape(tensors, quantization)
     group = group_of_scales(tensors, n, k, quantization)
-    words = source.view(tensors["qweight"]).view(np.uint32).T
-    scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
     zeros = np.ascontiguousarray(packed.awq_fields(source.view(tensors["qzeros"])).T, np.float32)
-    return Matrix(words, INT4_AWQ, scales, (1, group), zeros=zeros)
+    return replace(_of_columns(source, tensors, INT4_AWQ, (k // group, n), group), zeros=zeros)
 
 
 AWQ_INT4 = CheckpointEncoding(

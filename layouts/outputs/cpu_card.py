@@ -164,9 +164,7 @@ def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_ex
         *equalized(facts),
         *([("NUMA parts", kind.parts.format(**facts))] if kind.parts else []),
         *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
-        ("experts per layer", f"{facts['experts']}"),
-        ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
-        ("activation", f"{facts['activation']}"),
+        *sizes(facts),
         ("source dtypes", ", ".join(facts["dtypes"])),
     )
     return Card(
@@ -184,6 +182,14 @@ CHOICES = (  # how codes and scales were chosen
     ("imatrix", "importance matrix", "sha256 `{imatrix}`"),
     ("second_moments", "second moments", "sha256 `{second_moments}`"),
 )
+
+
+def sizes(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return (
+        ("experts per layer", f"{facts['experts']}"),
+        ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
+        ("activation", f"{facts['activation']}"),
+    )
 
 
 def equalized(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

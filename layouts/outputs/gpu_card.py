@@ -90,9 +90,7 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
             ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
             ("quantized linears", f"{facts['packed_linears']}"),
             *cpu_card.equalized(facts),
-            ("experts per layer", f"{facts['experts']}"),
-            ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
-            ("activation", f"{facts['activation']}"),
+            *cpu_card.sizes(facts),
             ("source dtypes of the experts", ", ".join(facts["dtypes"])),
         ),
         use=(

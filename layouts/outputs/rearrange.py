@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.quantizers.differences import sums_of
-from ktconvert.quantizers.scales import to_one_scale
+from ktconvert.quantizers.reference import F32, I8
 
 Stored = tuple[Part, Sequence[Bytes]]  # a part with its tensors
 
@@ -73,11 +73,27 @@ def _cut_tensors(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored
             stored[number].reshape(part.shape)[:] = part
 
 
-def _codes_and_scales(
-    encoding: Encoding, part: Part, stored: Sequence[Bytes], rows: slice
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+def _codes_and_scales(encoding: Encoding, part: Part, stored: Sequence[Bytes], rows: slice) -> tuple[I8, F32]:
     """Of a block of rows: codes int8 [rows, k], and scales float32 [rows]."""
     weight, scale = _of_rows(part, stored, rows)
     ones = np.full(rows.stop - rows.start, 1 / encoding.grid.step, np.float32)
     codes = encoding.decode([weight, ones.view(np.uint8)], len(ones), part.k, slice(None))
     return codes.astype(np.int8), scale.view(np.float32)
+
+
+def to_one_scale(codes: Sequence[I8], scales: Sequence[F32]) -> tuple[I8, F32]:
+    """Side by side: codes int8 [n, k_0], [n, k_1], ..., each with a scale per row, float32 [n], finite, none negative.
+
+    Returns codes int8 [n, k_0 + k_1 + ...] and scales float32 [n] (numerics.md, section 8). The largest scale stays;
+    codes of smaller ones are rounded again. A row whose scales are equal, or 0, stays as it is.
+    """
+    if len(codes) == 1:
+        return codes[0], scales[0]
+    largest = np.maximum.reduce(list(scales))
+    out = np.empty((len(largest), sum(c.shape[1] for c in codes)), np.int8)
+    at = 0
+    for own, scale in zip(codes, scales, strict=True):
+        ratio = np.divide(scale, largest, out=np.zeros_like(scale), where=largest != 0)
+        out[:, at : at + own.shape[1]] = np.rint(own * ratio[:, None])
+        at += own.shape[1]
+    return out, largest

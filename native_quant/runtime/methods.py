@@ -23,7 +23,6 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, FP4_E2M1, INT4_WORDS, Matrix
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-from ktconvert.quantizers import mxfp4 as mxfp4_codes
 from ktconvert.quantizers import panels
 
 NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a panel
@@ -191,9 +190,9 @@ def _write_per_channel(stored: StoredPart, out: Sequence[Bytes]) -> None:
 def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
     put_fp8(stored, out[0])
     assert stored.part.scales is not None
-    scales = _part_of(stored.part.scales, stored.part, mxfp4_codes.GROUP).view(np.uint32)
+    scales = _part_of(stored.part.scales, stored.part, fp4.GROUP).view(np.uint32)
     exponents = (scales >> 23).astype(np.uint8)  # 2^-127 is subnormal: 0
-    out[1][:] = mxfp4_codes.exponents_to_panels(exponents).reshape(-1)
+    out[1][:] = fp4.exponents_to_panels(exponents).reshape(-1)
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
@@ -209,8 +208,8 @@ def _put_nibbles(part: Matrix, codes: Bytes) -> None:
     n, k = part.shape
     rows = np.ascontiguousarray(part.values).view(np.uint8) if part.kind == INT4_WORDS else part.values
     # As MXFP4 with scales of 1, whose codes stay.
-    ones = np.ones((n, k // mxfp4_codes.GROUP), np.float32)
-    as_mxfp4 = Matrix(rows, FP4_E2M1, ones, (1, mxfp4_codes.GROUP), skip=part.skip)
+    ones = np.ones((n, k // fp4.GROUP), np.float32)
+    as_mxfp4 = Matrix(rows, FP4_E2M1, ones, (1, fp4.GROUP), skip=part.skip)
     count = n // panels.ROWS
     kernels.pack_mxfp4(as_mxfp4, codes.reshape(count, -1), np.empty((count, k), np.uint8))
 
@@ -218,7 +217,7 @@ def _put_nibbles(part: Matrix, codes: Bytes) -> None:
 def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     part, tensors = stored.part, stored.tensors
     n, k = part.shape
-    count, blocks = n // panels.ROWS, k // mxfp4_codes.GROUP
+    count, blocks = n // panels.ROWS, k // fp4.GROUP
     fp8.require_finite(part)
     _put_nibbles(part, out[0])
     scales = stored.source.view(tensors["scale"])
@@ -376,7 +375,7 @@ METHODS: dict[str, Method] = _by_name(
             "E4M3, E8M0 for each 32 columns of a row",
             panels.ROWS,
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
-            reads=_stored_as("MXFP8", block=lambda weight: (1, mxfp4_codes.GROUP)),
+            reads=_stored_as("MXFP8", block=lambda weight: (1, fp4.GROUP)),
             write=_write_mxfp8,
             swiglu=(LIMIT, ALPHA),
         ),

@@ -16,8 +16,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_pa
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
 from ktconvert.quantizers import descent, gptq, predictions
-from ktconvert.quantizers.reference import F32
-from ktconvert.quantizers.scales import e8m0_exponents
+from ktconvert.quantizers.reference import F32, e8m0_exponents
 
 if TYPE_CHECKING:
     import torch

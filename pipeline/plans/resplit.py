@@ -77,7 +77,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         require_legal(fmt.of_layer(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
         raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
-    source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
+    source = TensorSource(root, output.config, (), {}, root) if output.loose else open_checkpoint(root)
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.encodings import fp8, pack_quantized
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
@@ -28,7 +29,7 @@ from ktconvert.pipeline.stages.expert_stream import undone
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
-from ktconvert.quantizers import SIGNED_GRIDS, fp8, groups
+from ktconvert.quantizers import SIGNED_GRIDS
 from ktconvert.quantizers.differences import source_values
 
 LINEARS = 12  # whose rows are looked at
@@ -38,7 +39,7 @@ LOWEST = -150  # a power of two below every positive float32
 BINS = STEPS * (128 - LOWEST)
 
 # Of encodings that keep codes which BF16 would round: the source's own numbers.
-KEPT_VALUES = {"FP8": fp8.source_values, "RAWINT4": groups.source_values}
+KEPT_VALUES = {"FP8": fp8.source_values, "RAWINT4": pack_quantized.source_values}
 
 Linear = tuple[int, int, str]  # layer, expert, projection
 F32 = npt.NDArray[np.float32]

@@ -13,9 +13,11 @@ import numpy as np
 from safetensors import deserialize
 from safetensors.numpy import save
 
+from ktconvert.layouts.encodings import fp4
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, panels, reference, scale_search
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS
 from ktconvert.quantizers.choice import MSE
+from rig import floats, reference, scale_search
 
 FOLDER = Path(__file__).parent
 N, K = 128, 128
@@ -97,17 +99,17 @@ def write(name: str, kind: str, source: dict[str, Any], in_panels: dict[str, Any
 
 def mxfp4_in_panels(bf16: Any) -> dict[str, Any]:
     """Of BF16 values, in MXFP4."""
-    codes, exponents = mxfp4.quantize(bf16)
-    return {"out.codes": mxfp4.codes_to_panels(codes), "out.scales": mxfp4.exponents_to_panels(exponents)}
+    codes, exponents = reference.quantize_mxfp4(bf16)
+    return {"out.codes": floats.in_words(codes), "out.scales": fp4.exponents_to_panels(exponents)}
 
 
 def fp8_in_panels(bf16: Any) -> dict[str, Any]:
     """The same in FP8."""
-    codes, scales = fp8.quantize(bf16)
-    return {"out.codes": panels.to_panels(codes), "out.scales": scales}
+    codes, scales = reference.quantize_fp8(bf16)
+    return {"out.codes": floats.to_panels(codes), "out.scales": scales}
 
 
-IN_PANELS = {"mxfp4": mxfp4_in_panels, "fp8": fp8_in_panels, "bf16": lambda bf16: {"out.codes": panels.to_panels(bf16)}}
+IN_PANELS = {"mxfp4": mxfp4_in_panels, "fp8": fp8_in_panels, "bf16": lambda bf16: {"out.codes": floats.to_panels(bf16)}}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers import panels
 from rig.encodings import E2M1, E4M3
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,15 +35,31 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(in_words(codes), by_panels(scales), numbers)
+    return Weight(as_bytes(in_words(codes)), by_panels(scales), numbers)
+
+
+def to_panels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[n, k], multiples of 32, to panels [n/32, 32*k]: by blocks of 32 columns, halves of 16 rows, pairs of columns,
+    rows, and the two columns of the pair.
+    """
+    n, k = values.shape
+    split = values.reshape(n // 32, 2, 16, k // 32, 16, 2)
+    return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(n // 32, 32 * k)
+
+
+def to_blocks(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[n, k] to kt-kernel's order of BF16 [n*k]: blocks of 256 rows and 1792 columns, or less, each in panels."""
+    n, k = values.shape
+    blocks = [values[r : r + 256, c : c + 1792] for r in range(0, n, 256) for c in range(0, k, 1792)]
+    return np.concatenate([to_panels(block).reshape(-1) for block in blocks])
 
 
 def in_words(codes: npt.NDArray[np.uint8]) -> Bytes:
-    """Codes of 4 bits [n, k] in panels."""
+    """Codes of 4 bits [n, k] in panels, uint8 [n/32, 16*k]."""
     n, k = codes.shape
     nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # panel, half, row, block, v, g, pair
     words = sum(nibbles[..., g, :] << (4 * g) for g in range(4))
-    return as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2"))
+    return as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2")).reshape(n // 32, -1)
 
 
 def by_panels(scales: npt.NDArray[Any]) -> Bytes:
@@ -57,25 +72,25 @@ def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]
     """Integers -8 .. 7 [n, k] with a scale for each row and group of columns, [n, groups]."""
     numbers = codes * np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1], axis=1)
     held = to_bits(scales) if name == "RAWINT4" else scales
-    return Weight(in_words(codes.astype(np.uint8) & 15), by_panels(held), numbers)
+    return Weight(as_bytes(in_words(codes.astype(np.uint8) & 15)), by_panels(held), numbers)
 
 
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
     numbers = E4M3[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
-    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
     numbers = E4M3[codes] * scales.astype(np.float64)[:, None]
-    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = E4M3[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(panels.to_panels(codes)), by_panels(scales), numbers)
+    return Weight(as_bytes(to_panels(codes)), by_panels(scales), numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
@@ -84,15 +99,15 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
     numbers = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1) * whole
     header = np.tile(np.array([whole], "<f4").view(np.uint8), (panels_of, 16))
     held = np.concatenate([header, by_panels(scales).reshape(panels_of, -1)], axis=1)
-    return Weight(in_words(codes), as_bytes(held), numbers)
+    return Weight(as_bytes(in_words(codes)), as_bytes(held), numbers)
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
-    return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
+    return Weight(as_bytes(to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def f16(halves: npt.NDArray[np.float16]) -> Weight:
-    return Weight(as_bytes(panels.to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
+    return Weight(as_bytes(to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
 
 
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.quantizers import fp8, groups, mxfp4
+from ktconvert.quantizers import packed
+from rig import reference
 from rig.encodings import gptq_config, scheme
 from rig.safetensors import Tensor, Tensors, edit_file
 
@@ -44,26 +45,26 @@ Parts = dict[str, tuple[str, Any]]  # (dtype, bits) by what takes the place of "
 
 
 def _fp8(bits: Any) -> Parts:
-    codes, scales = fp8.quantize(bits)
+    codes, scales = reference.quantize_fp8(bits)
     return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
 
 
 def _mxfp4(bits: Any) -> Parts:
-    codes, exponents = mxfp4.quantize(bits)
+    codes, exponents = reference.quantize_mxfp4(bits)
     return {"weight": ("U8", codes[:, ::2] | codes[:, 1::2] << 4), "scale": ("F8_E8M0", exponents)}
 
 
 def _rawint4(bits: Any) -> Parts:
-    codes, scales = groups.quantize_groups(4, 32, bits)
+    codes, scales = reference.quantize_groups(4, 32, bits)
     shape = np.array(codes.shape, np.int64)
-    packed = groups.pack_words(4, codes)
-    return {"weight_packed": ("I32", packed), "weight_scale": ("BF16", scales), "weight_shape": ("I64", shape)}
+    words = packed.pack_words(4, codes)
+    return {"weight_packed": ("I32", words), "weight_scale": ("BF16", scales), "weight_shape": ("I64", shape)}
 
 
 def _gptq(bits: Any) -> Parts:
-    codes, scales = groups.quantize_groups(4, 128, bits)
+    codes, scales = reference.quantize_groups(4, 128, bits)
     exact = (scales.astype(np.uint32) << 16).view(np.float32)
-    return {"qweight": ("I32", groups.pack_words(4, codes).T), "scales": ("F32", exact.T)}
+    return {"qweight": ("I32", packed.pack_words(4, codes).T), "scales": ("F32", exact.T)}
 
 
 STORED = {"FP8": _fp8, "MXFP4": _mxfp4, "RAWINT4": _rawint4, "GPTQ_INT4": _gptq}

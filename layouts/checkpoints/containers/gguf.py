@@ -209,16 +209,13 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         raise cursor.fault(f"only {cursor.size} bytes, too short for a GGUF header")
     magic, version = cursor.take(4), cursor.number("I")
     if magic == MAGIC[::-1] or (magic == MAGIC and version and version & 0xFFFF == 0):
-        raise InputError(
-            f"{cursor.path}: a big-endian GGUF file; use the little-endian one, or convert it with gguf-py"
-        )
+        remedy = "use the little-endian one, or convert it with gguf-py"
+        raise InputError("a big-endian GGUF file", remedy, path=cursor.path)
     if magic != MAGIC:
         raise cursor.fault(f"does not begin as a GGUF file but with {magic!r}")
     if version not in VERSIONS:
-        raise UnsupportedError(
-            f"{cursor.path}: GGUF version {version} is not an input, only {' and '.join(map(str, VERSIONS))}; "
-            "use a newer release of the file"
-        )
+        what = f"GGUF version {version} is not an input, only {' and '.join(map(str, VERSIONS))}"
+        raise UnsupportedError(what, "use a newer release of the file", path=cursor.path)
     # A tensor: its name's length, rank, type, place. A pair: its key's length, type, a byte.
     return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
 
@@ -252,9 +249,8 @@ def _value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
             return cursor.skip(count)
         return cursor.take(count).decode("utf-8", "replace")
     if kind != ARRAY or depth == NESTED:
-        raise cursor.fault(
-            f"key {key!r} has a value of unknown type {kind}" if kind != ARRAY else f"{key!r} is nested too deeply"
-        )
+        too_deep = f"{key!r} is nested too deeply"
+        raise cursor.fault(too_deep if kind == ARRAY else f"key {key!r} has a value of unknown type {kind}")
     inner: int = cursor.number("I")
     if inner == TEXT:
         return cursor.skip_texts(cursor.length(f"texts in {key!r}", cursor.size, LENGTH.size))
@@ -303,10 +299,8 @@ def _placed(
         else:
             columns = shape[-1] if shape else 1
             if columns % known.columns:
-                raise cursor.fault(
-                    f"tensor {name!r} of shape {list(shape)} has rows of {columns} columns, but {known.name} is stored "
-                    f"in blocks of {known.columns}"
-                )
+                has = f"tensor {name!r} of shape {list(shape)} has rows of {columns} columns"
+                raise cursor.fault(f"{has}, but {known.name} is stored in blocks of {known.columns}")
             nbytes, dtype = math.prod(shape) // known.columns * known.nbytes, known.name
         at, before = offset + nbytes, name
         if first + at > cursor.size:
@@ -365,7 +359,6 @@ def check(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
             recorded = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
             merged = key == COUNT and recorded == "0" and len(names) == 1  # what gguf-split --merge leaves
             if recorded != str(value) and not merged:
-                raise InputError(
-                    f"{root / name}: {key} is {recorded}, but by the files' names and tensors it should be {value}; "
-                    f"files of a split must keep their names and lie in one directory, else {REMEDY}"
-                )
+                what = f"{key} is {recorded}, but by the files' names and tensors it should be {value}"
+                remedy = f"files of a split must keep their names and lie in one directory, else {REMEDY}"
+                raise InputError(what, remedy, path=root / name)

@@ -1,8 +1,6 @@
 """Scales of least squared error for groups of columns: the definition in NumPy, which the C kernels equal bit for bit.
-Equations: numerics.md, sections 2d and 2e. BF16 values are their bits (uint16), as in reference.py.
+Equations: numerics.md, sections 2d and 2e. BF16 values are their bits (uint16).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.kernels import SEARCHED_GROUP, CodeRange
-from ktconvert.quantizers import Grid, mxfp4
-from ktconvert.quantizers.groups import EMPTY_SCALE
+from ktconvert.quantizers import MXFP4_EXPONENTS, Grid
+from ktconvert.quantizers.packed import EMPTY_SCALE
 from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32, f32_to_bf16
-from ktconvert.quantizers.scale_search import LANES, add_lanes, fma, times, unit_of, upper
+from rig.reference import OF_ZEROS
+from rig.scale_search import LANES, add_lanes, fma, times, unit_of, upper
 
 
 class Candidates(NamedTuple):
@@ -28,11 +27,11 @@ class Candidates(NamedTuple):
 
 def powers(largest: U16) -> Candidates:
     """Of E2M1: the power of two that covers the largest value, the next one, and two that cut values."""
-    covers = np.clip(((largest & 0x7FFF) >> 7).astype(np.int64) - 2, mxfp4.LEAST, mxfp4.MOST)
-    exponents = np.clip(covers[..., None] + (0, 1, -1, -2), mxfp4.LEAST, mxfp4.MOST)
+    covers = np.clip(((largest & 0x7FFF) >> 7).astype(np.int64) - 2, *MXFP4_EXPONENTS)
+    exponents = np.clip(covers[..., None] + (0, 1, -1, -2), *MXFP4_EXPONENTS)
     unit = np.ldexp(np.float32(1), (127 - covers).astype(np.int32))
     scales = np.ldexp(np.float32(0.5), (exponents - covers[..., None]).astype(np.int32))
-    return Candidates(unit, scales, exponents.astype(np.uint8), mxfp4.OF_ZEROS)
+    return Candidates(unit, scales, exponents.astype(np.uint8), OF_ZEROS)
 
 
 # Of RAWINT4: codes that the largest value has before it is cut to -8..7; the first is that of absmax.

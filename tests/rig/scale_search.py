@@ -1,15 +1,14 @@
 """Scales of least squared error, one for each row: the definition in NumPy, which the C kernels must equal bit for bit.
-Equations: numerics.md, sections 2b and 2e. BF16 values are their bits (uint16), as in reference.py.
+Equations: numerics.md, sections 2b and 2e. BF16 values are their bits (uint16).
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers.reference import F32, I8, SMALLEST_NORMAL, U16, bf16_to_f32, row_scales
+from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32
+from rig.reference import SMALLEST_NORMAL, row_scales
 
 F64 = npt.NDArray[np.float64]
 
