@@ -77,7 +77,7 @@ def verify(options: VerifyOptions) -> None:
         workers = options.cpuinfer_threads or engine.threads
         report = verify_output(chosen, reporter, engine.executor, workers)
     if options.run:
-        report = replace(report, checks=(*report.checks, replace(run_check(report, chosen.threads), name="run")))
+        report.checks.append(run_check(report, chosen.threads))
     if options.report is not None:
         publish.write_whole(options.report, page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")
@@ -109,7 +109,7 @@ def run_check(report: Report, threads: int) -> Check:
 
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
-        return Check("", ("nothing was computed, since weight files are missing or damaged",))
+        return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # the name alone does not tell the order of opaque codes
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not from_checkpoint.is_checkpoint(output.root):
@@ -127,7 +127,7 @@ def run_check(report: Report, threads: int) -> Check:
         except (InputError, UnsupportedError, VerificationError) as error:
             if output.manifest is None and not output.methods:  # a checkpoint: there is no report of its damage
                 raise
-            return Check("", (str(error).replace(f"{output.root}: ", ""),))
+            return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
         errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
         summaries.append(
             f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
@@ -135,4 +135,4 @@ def run_check(report: Report, threads: int) -> Check:
         )
         problems += result.problems
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
-    return Check("; ".join(summaries), tuple(problems), remedy=remedy)
+    return Check("run", "; ".join(summaries), problems, remedy=remedy)

@@ -84,8 +84,7 @@ def document(report: Report) -> dict[str, Any]:
         "message": report.sentence,
         "against": report.against,
         "checks": [
-            {"name": c.name, "ok": not c.problems, "result": c.result, "problems": list(c.problems)}
-            for c in report.checks
+            {"name": c.name, "ok": not c.problems, "result": c.result, "problems": [*c.problems]} for c in report.checks
         ],
         "notes": list(report.notes),
         "errors": [_finite(_figures(e)) for e in report.errors],
