@@ -196,8 +196,7 @@ def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-@pytest.mark.parametrize("units", [1, 3])
-@pytest.mark.parametrize("back", [False, True], ids=["to B", "and back to A"])
+@pytest.mark.parametrize(("units", "back"), [(1, True), (3, False)])
 def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
     """Option A, killed; B, refused, then let with --overwrite, and killed; then A again: never a byte of the other."""
     other = ("--layers", "0-1", "--threadpool-count", "1")

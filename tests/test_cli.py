@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.native_quant import machine
 from rig import stored
 from rig.safetensors import edit_file, read_folder
 
@@ -86,12 +85,6 @@ def test_methods_that_kt_kernel_has_and_we_have_not(method: str, tmp_path: Path,
     assert "int4 (AMXINT4) and int8 (AMXINT8)" in done.stderr
 
 
-def test_the_first_line_names_this_machines_numa_count(tmp_path: Path, cli: Any, example: Path) -> None:
-    pools = machine.pool_count()
-    done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--threadpool-count", pools + 1, "--dry-run")
-    assert f"--threadpool-count {pools}" in done.stderr.splitlines()[0]
-
-
 def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     done = cli("cpu", "-i", example, "-o", out, "--dry-run")
@@ -107,17 +100,6 @@ def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, ex
     assert "nothing to do" in cli("cpu", "-i", example, "-o", out).stderr
     assert "nothing to do" in cli("resume", out).stderr
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--dry-run", code=7)
-
-
-def test_json_gives_one_event_per_line_and_words_go_to_stderr(tmp_path: Path, cli: Any, example: Path) -> None:
-    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--json")
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    kinds = [e["event"] for e in events]
-    assert kinds.count("start") == kinds.count("done") == 2
-    assert kinds[-1] == "finished"
-    assert events[-1]["bytes"] > 0
-    failed = cli("cpu", "-i", tmp_path / "none", "-o", tmp_path / "x", "--JSON", code=5)
-    assert json.loads(failed.stdout.splitlines()[-1])["exit_code"] == 5
 
 
 @pytest.mark.parametrize(
@@ -164,25 +146,17 @@ def test_version_and_help(cli: Any) -> None:
         assert "Examples:" in cli(command, "--help").stdout, command
 
 
-def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
-    repo = tmp_path / "hub" / "models--org--tiny"
-    (repo / "blobs").mkdir(parents=True)
+def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example: Path) -> None:
+    repo, commit = tmp_path / "hub" / "models--org--tiny", "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(example, repo / "snapshots" / commit)
     (repo / "refs").mkdir()
-    snapshot = repo / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    snapshot.mkdir(parents=True)
-    (repo / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
-    for number, file in enumerate(sorted(example.iterdir())):
-        blob = repo / "blobs" / f"blob{number}"
-        shutil.copy(file, blob)
-        (snapshot / file.name).symlink_to(f"../../blobs/blob{number}")
+    (repo / "refs" / "main").write_text(commit)
     env = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    cli("cpu", "-i", "org/tiny", "-o", tmp_path / "out", env=env)
+    assert "ktconvert cpu -i org/tiny -o tiny-AMXINT4" in cli("inspect", "org/tiny", env=env).stdout
+    cli("cpu", "-i", "org/tiny", "-o", tmp_path / "out", "--revision", commit, env=env)
     assert "base_model: org/tiny" in (tmp_path / "out" / "README.md").read_text()
     cli("cpu", "-i", example, "-o", tmp_path / "local")
-    ours, local = read_tree(tmp_path / "out"), read_tree(tmp_path / "local")
-    for name in local:
-        if name.startswith("model-"):
-            assert ours[name][-1000:] == local[name][-1000:]
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "local")
     assert "HF_HUB_OFFLINE" in cli("cpu", "-i", "org/absent", "-o", tmp_path / "x", env=env, code=5).stderr
 
 

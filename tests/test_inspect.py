@@ -108,18 +108,6 @@ def test_a_dense_model(tmp_path, write_safetensors, cli):
     assert "a dense model" in report["refused"] and report["model_type"] == ["qwen3"]
 
 
-def test_a_model_of_the_hub_in_the_cache(tmp_path, example, cli):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    model = tmp_path / "models--org--small"
-    shutil.copytree(example, model / "snapshots" / commit)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(commit)
-    env = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    assert "ktconvert cpu -i org/small -o small-AMXINT4" in cli("inspect", "org/small", env=env).stdout
-    cli("inspect", "org/small", "--revision", commit, env=env)
-    assert "HF_HUB_OFFLINE" in cli("inspect", "org/other", code=5, env=env).stderr
-
-
 @pytest.mark.parametrize("options", [[], ["--no-merge-safetensor", "--quant-method", "int8"]])
 def test_an_output(options, tmp_path, example, cli):
     output = tmp_path / "out"

@@ -199,20 +199,6 @@ def _linked(source: Path, output: Path) -> list[str | Path]:
     return ["cpu", "-i", output.with_name("model"), "-o", output]
 
 
-def _of_the_hub(source: Path, output: Path) -> list[str | Path]:
-    """A snapshot of the hub's cache, whose blobs lie elsewhere."""
-    model = output.with_name("hub") / "models--org--name"
-    (model / "snapshots").mkdir(parents=True)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(source, snapshot := model / "snapshots" / ("a" * 40))
-    (model / "blobs").symlink_to(output)
-    for shard in snapshot.glob("*.safetensors"):
-        shard.rename(output / shard.name)
-        shard.symlink_to(f"../../blobs/{shard.name}")
-    return ["cpu", "-i", "org/name", "-o", output]
-
-
 def _index(source: Path, output: Path) -> list[str | Path]:
     shutil.copytree(source, model := output.with_name("model"))
     index = model / "model.safetensors.index.json"
@@ -257,15 +243,14 @@ def _original(source: Path, output: Path) -> list[str | Path]:
 
 
 @pytest.mark.usefixtures("loose")
-@pytest.mark.parametrize("make", [_linked, _of_the_hub, _index, _arch_file, _layers, _original, _against])
+@pytest.mark.parametrize("make", [_linked, _index, _arch_file, _layers, _original, _against])
 def test_no_file_that_is_read_is_overwritten(make, source, output):
     """Wherever it really lies, and whichever option names it."""
     output.mkdir()
     words = make(source, output)
     before = conversion.identity(output.parent)
-    env = {"HF_HUB_CACHE": str(output.with_name("hub")), "HF_HUB_OFFLINE": "1"} if make is _of_the_hub else None
     for more in ((), ("--dry-run",)):
-        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more, env=env)
+        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
         conversion.refused(done, 2, str(output), "the input is never written to")
         assert conversion.identity(output.parent) == before
 
@@ -343,13 +328,7 @@ def test_the_input_under_another_name_is_no_output(tmp_path, source, mounts):
 def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mounts):
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
-    words = (
-        "needed (",
-        "of finished files",
-        "of companion files",
-        "to spare for headers, index, manifest and journal",
-        "free",
-    )
+    words = ("needed (", "of finished files", "of companion files", "to spare for headers, index, manifest", "free")
     conversion.refused(convert(source, output, prefix=mounts.prefix), 4, *words)
     shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
     assert all(word in shown for word in words), shown

@@ -98,25 +98,6 @@ def test_scalars_and_empty_tensors(tmp_path):
     source.release(source.tensors["none"])
 
 
-def test_header_identity_is_the_header_alone(tmp_path):
-    one, two, three = (tmp_path / n for n in ("one", "two", "three"))
-    one.write_bytes(encode({"a": tensor([2], 0, 2)}, b"xy"))
-    two.write_bytes(encode({"a": tensor([2], 0, 2)}, b"zz"))
-    three.write_bytes(encode({"a": tensor([2], 0, 2, "I8")}, b"xy"))
-    assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
-
-
-def test_a_weight_file_is_not_read_when_opened(tmp_path):
-    """Headers only: a shard of 1 TB of holes opens at once and maps nothing."""
-    size = 1 << 40
-    with (tmp_path / "model.safetensors").open("wb") as f:
-        text = encode({"a": tensor([size], 0, size)})
-        f.write(text)
-        f.truncate(len(text) + size)
-    source = open_checkpoint(tmp_path)
-    assert source.tensors["a"].nbytes == size and source.array("a")[-1] == 0
-
-
 def resident(file: Path) -> int:
     """KiB of this file that are mapped into memory now."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
@@ -160,12 +141,11 @@ OTHERS = """.gitattributes .cache/x.json pytorch_model.bin pytorch_model.bin.ind
 
 
 def test_companions(sharded):
-    expected, left = COMPANIONS.split(), OTHERS.split()
-    for name in expected + left:
+    for name in (*COMPANIONS.split(), *OTHERS.split()):
         (sharded / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded / name).write_text("{}")
     (sharded / "dangling.json").symlink_to("nowhere")
-    assert open_checkpoint(sharded).companions() == sorted([*expected, "config.json"])
+    assert open_checkpoint(sharded).companions() == sorted([*COMPANIONS.split(), "config.json"])
 
 
 def test_consolidated_weights(sharded):
@@ -332,29 +312,14 @@ def test_unpadded_header_with_odd_offset(tmp_path):
     assert open_checkpoint(tmp_path).array("a").tolist() == [1, 2, 3]
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 1 << 70)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(["U8", "F4"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
+anything = st.none() | st.floats() | st.text(max_size=5) | st.lists(st.integers(-2, 1 << 70), max_size=3)
+shapes, offsets = (st.lists(st.integers(0, most), max_size=3) for most in (4, 16))
 entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["U8", "BF16", "F4", "C64"]) | json_values,
-        "shape": st.lists(st.integers(0, 4), max_size=3) | json_values,
-        "data_offsets": st.lists(st.integers(0, 16), min_size=2, max_size=2) | json_values,
-    }
+    {"dtype": st.sampled_from(["U8", "BF16", "F4", "C64"]) | anything, "shape": shapes, "data_offsets": offsets}
 )
 
 
-@given(
-    st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4),
-    st.integers(0, 16),
-)
+@given(st.dictionaries(st.text(max_size=4), entries | anything, max_size=4), st.integers(0, 16))
 @settings(max_examples=200, deadline=None)
 def test_any_header_gives_sound_tensors_or_an_input_error(header, size):
     try:
@@ -369,6 +334,7 @@ def test_any_header_gives_sound_tensors_or_an_input_error(header, size):
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES_OF_OTHER = ("config.json", "tokenizer.model", "model-00001-of-00002.safetensors", "other-Q4_K.gguf")
 
 
 @pytest.fixture
@@ -489,9 +455,6 @@ def test_what_is_downloaded(cache, monkeypatch, companions_only, weights):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     hub.resolve("org/other", companions_only=companions_only)
     assert downloaded == ["config.json", "tokenizer.model", *(["model-00001-of-00002.safetensors"] if weights else [])]
-
-
-FILES_OF_OTHER = ("config.json", "tokenizer.model", "model-00001-of-00002.safetensors", "other-Q4_K.gguf")
 
 
 def test_downloading_without_huggingface_hub(cache, monkeypatch):

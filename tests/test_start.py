@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-KTCONVERT = [sys.executable, "-m", "ktconvert.pipeline.cli"]
+from rig import conversion
+
 TIMEOUT = 300  # seconds
 
 
@@ -26,14 +27,8 @@ def output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) ->
 
 def shell(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `ktconvert ARGUMENTS`, which is "$@" in a line of sh."""
-    command = ["sh", "-c", line, "sh", *KTCONVERT, *map(str, arguments)]
+    command = ["sh", "-c", line, "sh", *conversion.KTCONVERT, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-
-
-def ignore_signals() -> None:
-    """As shells do for jobs in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +39,14 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
     """The signal comes while the command reads a pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
+
+    def ignoring() -> None:  # as shells do for jobs in the background
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     where = ["-i", example, "-o", tmp_path / "out"] if command == "cpu" else [output]
-    arguments = [*KTCONVERT, command, *map(str, where), "--arch-file", str(pipe)]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=ignore_signals)
+    arguments = [*conversion.KTCONVERT, command, *map(str, where), "--arch-file", str(pipe)]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=ignoring)
     writer = -1
     try:
         while writer < 0 and process.poll() is None:
@@ -99,7 +99,7 @@ def test_a_reader_that_is_gone_is_141(arguments, output, example, tmp_path):
     paths = {"output": output, "example": example, "out": tmp_path / "out"}
     reading, writing = os.pipe()
     os.close(reading)
-    command = [*KTCONVERT, *(a.format(**paths) for a in arguments)]
+    command = [*conversion.KTCONVERT, *(a.format(**paths) for a in arguments)]
     with os.fdopen(writing, "wb") as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
     assert (done.returncode, done.stderr.count("Traceback")) == (141, 0), done.stderr
@@ -113,7 +113,7 @@ def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader
     if reader == "full":
         os.close(writing)
         writing = os.open("/dev/full", os.O_WRONLY)
-    command = [*KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
+    command = [*conversion.KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: writing}
     done = subprocess.run(command, text=True, timeout=TIMEOUT, **streams)
     os.close(writing)
