@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import OutputError
+from ktconvert.pipeline.cli.status import look
 from ktconvert.pipeline.engine import attempts, journal, lock
-from ktconvert.pipeline.ui.status import look
 from rig import conversion, killpoint
 from rig.bench import SHARD, Bench
 
