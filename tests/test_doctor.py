@@ -45,7 +45,7 @@ IN_THE_WAY = {
 
 
 def test_nothing_is_in_the_way_of_a_good_server() -> None:
-    assert warnings(SERVER) == []
+    assert list(warnings(SERVER)) == []
     assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
     assert dict(rows(SERVER))["AMX"] == "permitted"
     assert dict(rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"

@@ -27,9 +27,9 @@ from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify import item_checks, report
+from ktconvert.pipeline.verify import item_checks
 from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
-from ktconvert.pipeline.verify.verify import verify
+from ktconvert.pipeline.verify.verify import document, verify
 from ktconvert.quantizers import ROW_GRIDS
 from ktconvert.quantizers.reference import bf16_to_f32
 from rig import conversion
@@ -474,7 +474,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reported(chosen: VerifyInputs, workers: Executor | None) -> str:
-    return json.dumps(report.document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
+    return json.dumps(document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
 @pytest.mark.parametrize("which", OUTPUTS)

@@ -36,8 +36,8 @@ from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_command
 from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, joined, size
-from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_codes, check_structure, codes_of_others, weights_whole
+from ktconvert.pipeline.verify.verify import facts, facts_rows
 from ktconvert.quantizers import equalizing
 
 
