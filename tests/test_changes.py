@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def test_a_changed_input_is_noticed_and_made_again(bench: Bench, what: str, agai
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
+def killed_anywhere(bench: Bench, go_on: Callable[..., Any], points: int, expected: Any, units: int = 0) -> None:
+    """What is there is gone on from; and so it is from the same state, killed at some points and after units' files."""
+    kept = bench.base / "kept"
+    shutil.copytree(bench.work, kept)
+    done = go_on()
+    assert done.returncode == 0, done.stderr
+    assert not units or bench.units_written() == units
+    bench.finished_as(expected)
+    calls = bench.calls()
+    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
+    for n in sorted({*conversion.thinned(len(calls), points), *unrecorded}):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.work)
+        assert go_on(kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        done = go_on()
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+
+
 def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     expected = {"before": bench.fresh()}
     assert bench.cpu().returncode == 0
@@ -48,19 +69,7 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     conversion.edit(bench.source / SHARD)
     expected["after"] = bench.fresh("--verify-inputs")
     assert "model-00002-of-00003.safetensors" in conversion.differing(expected["before"], expected["after"])
-    kept = bench.base / "kept"
-    shutil.copytree(bench.work, kept)
-    done = bench.run("resume", bench.output, "--verify-inputs")
-    assert done.returncode == 0, done.stderr
-    points = len(bench.calls())
-    for n in conversion.thinned(points, 10):
-        shutil.rmtree(bench.output)
-        shutil.copytree(kept, bench.work)
-        assert bench.run("resume", bench.output, "--verify-inputs", kill=n).returncode == killpoint.KILLED
-        died = killpoint.killed_before(bench.log)
-        done = bench.run("resume", bench.output, "--verify-inputs")
-        assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), expected["after"]) == [], died
+    killed_anywhere(bench, partial(bench.run, "resume", bench.output, "--verify-inputs"), 6, expected["after"])
 
 
 def test_with_hashes_a_touched_input_costs_nothing_and_an_edit_is_seen(bench: Bench) -> None:
@@ -231,19 +240,4 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     expected = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
     conversion.refused(bench.cpu(source=other), 5, "--overwrite")
-    kept = bench.base / "kept"
-    shutil.copytree(bench.work, kept)
-    done = bench.cpu("--overwrite", source=other)
-    assert done.returncode == 0, done.stderr
-    assert bench.units_written() == LAYERS
-    bench.finished_as(expected)
-    calls = bench.calls()
-    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
-    for n in sorted({*conversion.thinned(len(calls), 4), *unrecorded}):
-        shutil.rmtree(bench.output)
-        shutil.copytree(kept, bench.work)
-        assert bench.cpu("--overwrite", source=other, kill=n).returncode == killpoint.KILLED
-        died = killpoint.killed_before(bench.log)
-        done = bench.cpu("--overwrite", source=other)
-        assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+    killed_anywhere(bench, partial(bench.cpu, "--overwrite", source=other), 4, expected, LAYERS)
