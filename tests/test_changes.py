@@ -158,12 +158,9 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
 
 OTHER_OPTIONS = {
     "--quant-method was int4, is int8": ("--quant-method", "int8"),
-    "--threadpool-count was 2, is 1": ("--threadpool-count", "1"),
     "--layers was all, is 0-1": ("--layers", "0-1"),
-    "--non-experts was skip, is copy": ("--non-experts", "copy"),
     "--max-shard-size was not given, is 80000": ("--max-shard-size", "80KB"),
     "--no-merge-safetensor was False, is True": ("--no-merge-safetensor",),
-    "--save-backward-weights was False, is True": ("--save-backward-weights",),
 }
 
 

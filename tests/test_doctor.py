@@ -1,7 +1,6 @@
 """`ktconvert doctor`: the facts of this machine, the flags that follow, and a sentence for everything in the way."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.cli.doctor import Disk, Facts, measure_disk, rows, warnings
+from rig.conversion import here
 
 GIB = 1 << 30
 
@@ -97,56 +97,27 @@ def test_a_file_size_limit_is_kept(tmp_path: Path, limit: int) -> None:
     assert disk.write_speed is None and disk.problem == "No such file or directory" and disk.free > 0
 
 
-# The commands in one process, on a machine whose /proc and /sys are made up.
-THREE_COMMANDS = """
-import json, re, sys
-from pathlib import Path
-from click.testing import CliRunner
-from ktconvert.native_quant import machine
-root, source, output = sys.argv[1:]
-for function in vars(machine).values():
-    if machine.ROOT in (getattr(function, "__defaults__", None) or ()):
-        function.__defaults__ = tuple(Path(root) if value == machine.ROOT else value for value in function.__defaults__)
-from ktconvert.pipeline.cli import conversion as cpu, doctor, inspect
-doctor.PROBE_BYTES = doctor.BLOCK
-run = lambda command, *words: CliRunner().invoke(command, words)
-flags = json.loads(run(doctor.doctor, "--json", "--disk", root).stdout)["kt_flags"]
-plan = run(cpu.cpu, "-i", source, "-o", output, "--threadpool-count", "4", "--quant-method", "int8", "--dry-run")
-made = json.loads(run(inspect.inspect, source, "--json").stdout)["convert"]
-note = plan.stderr.splitlines()[0]
-counts = [int(re.search(r"--threadpool-count (\\d+)", text)[1]) for text in (note, *made)]
-print(json.dumps([flags["--kt-cpuinfer"], flags["--kt-threadpool-count"], counts, note]))
-"""
-CPUS = sorted(os.sched_getaffinity(0))
+NODES_HERE = {  # pools, nodes of this process, of the machine -> what the plan says of them; test_machine.py counts them
+    (2, 2, 2): "this machine has 2 nodes",
+    (1, 1, 2): "this process may use 1 of this machine's 2 nodes",
+    (1, 2, 2): "this process has CPU time for 1 thread (cgroup quota)",
+}
 
 
-@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize(
-    ("under", "quota", "expected", "here"),
-    [
-        ([], "max", (2, 2), "this machine has 2 nodes"),
-        (["taskset", "-c", str(CPUS[-1])], "max", (1, 1), "this process may use 1 of this machine's 2 nodes"),
-        ([], "100000", (1, 1), "this process has CPU time for 1 thread (cgroup quota)"),
-    ],
-    ids=["two nodes", "taskset", "a quota of one CPU"],
-)
+@pytest.mark.parametrize("counts", NODES_HERE)
 def test_doctor_plan_and_inspect_count_the_same_nodes(
-    under: list[str], quota: str, expected: tuple[int, int], here: str, tmp_path: Path, example: Path
+    counts: tuple[int, int, int], tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that the process may use, and never more pools than threads."""
-    files = {
-        "sys/devices/system/node/node0/cpulist": f"{CPUS[0]}\n",
-        "sys/devices/system/node/node1/cpulist": f"{','.join(map(str, CPUS[1:]))}\n",
-        "proc/self/cgroup": "0::/\n",
-        "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-        "sys/fs/cgroup/cpu.max": f"{quota} 100000\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    script = [sys.executable, "-c", THREE_COMMANDS, str(tmp_path), str(example), str(tmp_path / "out")]
-    done = subprocess.run([*under, *script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    threads, pools, counts, note = json.loads(done.stdout)
-    assert (min(threads, 2), pools, set(counts)) == (*expected, {pools})
-    assert here in note
+    pools, nodes, present = counts
+    for name, value in {
+        "pool_count": pools,
+        "numa_nodes": (*range(nodes),),
+        "machine_nodes": (*range(present),),
+    }.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    assert json.loads(here("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
+    options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")
+    note = here("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
+    assert NODES_HERE[counts] in note and note.endswith(f"--threadpool-count {pools}")
+    made = json.loads(here("inspect", example, "--json").stdout)["convert"]
+    assert all(f"--threadpool-count {pools}" in line for line in made if "--threadpool-count" in line)
