@@ -18,7 +18,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.versions import installed
+from ktconvert.pipeline.cli.version import installed
 from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.ui.text import aligned, size
 

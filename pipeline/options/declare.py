@@ -146,17 +146,13 @@ def _kind(annotation: Any) -> type:
     return kind
 
 
-_known: dict[type[Options], tuple[Leaf, ...]] = {}
-
-
+@functools.cache
 def leaves(cls: type[Options]) -> tuple[Leaf, ...]:
     """The options of a settings class: its own first, then those it inherits, and those of its groups."""
-    if cls not in _known:
-        by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
-        own = [name for name in inspect.get_annotations(cls) if name in by_name]
-        each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
-        _known[cls] = tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
-    return _known[cls]
+    by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
+    own = [name for name in inspect.get_annotations(cls) if name in by_name]
+    each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
+    return tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
 
 
 def _leaves_of(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[Leaf]:

@@ -61,10 +61,6 @@ class DoctorOptions(Options):
     as_json: bool = declared(JSON, default=False)
 
 
-class VersionOptions(Options):
-    as_json: bool = declared(JSON, default=False)
-
-
 class EvalOptions(Options):
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = option(
