@@ -35,9 +35,9 @@ from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import aligned, joined, size
+from ktconvert.pipeline.ui.text import aligned, first_of, joined, size
 from ktconvert.pipeline.verify.structure import check_codes, check_structure, codes_of_others, weights_whole
-from ktconvert.pipeline.verify.verify import facts, facts_rows
+from ktconvert.pipeline.verify.verify import Report, facts, facts_rows
 from ktconvert.quantizers import equalizing
 
 
@@ -180,8 +180,7 @@ def _output(path: Path, reporter: Reporter) -> dict[str, Any]:
     """
     output = open_output(path)
     measured = measure(output)
-    checks = check_structure(output, measured)
-    problems = [problem for check in checks for problem in check.problems]
+    report = Report(output, measured, check_structure(output, measured))
     return {
         "kind": "output",
         "path": str(path),
@@ -190,10 +189,10 @@ def _output(path: Path, reporter: Reporter) -> dict[str, Any]:
         "activation": output.facts.get("activation"),
         "expert_dtypes": output.facts.get("dtypes"),
         "settings": output.settings,
-        "complete": not problems,
-        "problems": problems,
+        "complete": not report.problems,
+        "problems": report.problems,
         "codes": _misread(output, measured, reporter),
-        "notes": [note for check in checks for note in check.notes],
+        "notes": report.notes,
     }
 
 
@@ -306,15 +305,10 @@ def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
     out = facts_rows(document) + [(label, joined(document[name])) for label, name in labels if document[name]]
     if document["codes"] is not None:
-        out.append(("codes", _first(document["codes"]) or "all from -7 to 7"))
+        out.append(("codes", first_of(document["codes"]) or "all from -7 to 7"))
     how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
     yes = f"yes, by names and sizes; `ktconvert verify` {how}"
-    return [*out, ("complete", yes if document["complete"] else f"no: {_first(document['problems'])}")]
-
-
-def _first(problems: Sequence[str]) -> str:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return problems[0] + more if problems else ""
+    return [*out, ("complete", yes if document["complete"] else f"no: {first_of(document['problems'])}")]
 
 
 def _unfinished_rows(document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.evaluate import compare
-from ktconvert.pipeline.ui.text import first_line, size
+from ktconvert.pipeline.ui.text import first_line, first_of, size
 from ktconvert.pipeline.verify.checks import Check
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     experts, others = (
         sorted(problem for key, problem in wrong if (_layer_of(key) in layers) == routed) for routed in (True, False)
     )
-    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    notes = [f"{others[0]}{more}: none of these experts', so the same as of the source"] if others else []
+    notes = [f"{first_of(others)}: none of these experts', so the same as of the source"] if others else []
     notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
     result = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
     return Check("reload", result, experts, notes), not experts and not keys["missing_keys"]

@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decode
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import aligned, joined, plural, size
+from ktconvert.pipeline.ui.text import aligned, first_of, joined, plural, size
 from ktconvert.pipeline.verify import against, structure
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
@@ -62,12 +62,8 @@ class Report:
     @property
     def sentence(self) -> str | None:
         """The first problem, how many more, and what to do; None where all is well."""
-        problems = self.problems
-        if not problems:
-            return None
-        remedy = next(check.remedy for check in self.checks if check.problems)
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return f"{self.output.root}: {problems[0]}{more}; {remedy}."
+        remedy = next((check.remedy for check in self.checks if check.problems), None)
+        return None if remedy is None else f"{self.output.root}: {first_of(self.problems)}; {remedy}."
 
 
 def verify(
@@ -187,8 +183,8 @@ def require_sound(root: Path, *, load: bool = True) -> None:
 
 def require_decoded(root: Path) -> None:
     """The same after `dequantize`. Raises VerificationError with the first problem."""
-    problems = [problem for check in check_structure(open_decoded(root), DECODED) for problem in check.problems]
-    if problems:
+    output = open_decoded(root)
+    if problems := Report(output, DECODED, check_structure(output, DECODED)).problems:
         raise VerificationError(f"{root}: {problems[0]}.")
 
 
