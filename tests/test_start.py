@@ -15,20 +15,12 @@ import pytest
 
 from rig import conversion
 
-TIMEOUT = 300  # seconds
-
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
     folder = tmp_path_factory.mktemp("start") / "int8"
     cli("cpu", "-i", example, "-o", folder, "--quant-method", "int8", "--threadpool-count", 1)
     return folder
-
-
-def shell(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `ktconvert ARGUMENTS`, which is "$@" in a line of sh."""
-    command = ["sh", "-c", line, "sh", *conversion.KTCONVERT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
                 assert error.errno == errno.ENXIO  # not open for reading yet
                 time.sleep(0.01)
         process.send_signal(number)
-        _, text = process.communicate(timeout=TIMEOUT)
+        _, text = process.communicate(timeout=conversion.TIMEOUT)
     finally:
         process.kill()
         os.close(writer)
@@ -69,8 +61,9 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
     [("<&-", ["--json"]), (">&-", []), ("2>&-", ["--json"]), ("<&- >&- 2>&-", []), ("<&- >&- 2>&-", ["--json"])],
 )
 def test_a_conversion_with_closed_streams(closed, options, output, tmp_path, example, read_tree):
-    arguments = ("cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
-    done = shell(f'exec "$@" {closed}', *arguments, *options)
+    where = ["-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", "1"]
+    line = ["sh", "-c", f'exec "$@" {closed}', "sh", *conversion.KTCONVERT, "cpu", *where, *options]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert done.returncode == 0, done
     assert "Traceback" not in done.stderr
     if options:
@@ -89,7 +82,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(output, tmp_path):
     streams = tmp_path / "streams"
     line = 'exec "$@" <&- >&- 2>&-'
     command = ["sh", "-c", line, "sh", sys.executable, "-c", program, *arguments, str(streams)]
-    subprocess.run(command, timeout=TIMEOUT, check=True)
+    subprocess.run(command, timeout=conversion.TIMEOUT, check=True)
     assert streams.read_text().split() == [os.devnull] * 3
 
 
@@ -101,7 +94,7 @@ def test_a_reader_that_is_gone_is_141(arguments, output, example, tmp_path):
     os.close(reading)
     command = [*conversion.KTCONVERT, *(a.format(**paths) for a in arguments)]
     with os.fdopen(writing, "wb") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=conversion.TIMEOUT)
     assert (done.returncode, done.stderr.count("Traceback")) == (141, 0), done.stderr
 
 
@@ -115,7 +108,7 @@ def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader
         writing = os.open("/dev/full", os.O_WRONLY)
     command = [*conversion.KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: writing}
-    done = subprocess.run(command, text=True, timeout=TIMEOUT, **streams)
+    done = subprocess.run(command, text=True, timeout=conversion.TIMEOUT, **streams)
     os.close(writing)
     assert done.returncode == 5, done
     if stream == "stdout":

@@ -1,5 +1,5 @@
-"""Ways to choose codes: converted, verified, cut off and resumed. One of them is made up, whole in this file and put
-into the table as one row.
+"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and
+resumed.
 
 As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.quantizers import Grid, reference, scale_search
+from ktconvert.quantizers import Grid, reference
 from ktconvert.quantizers.choice import QUANTIZERS, Quantizer
 from rig import conversion
 from rig.safetensors import read_file
@@ -35,31 +35,19 @@ def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
 TOY = Quantizer("toy", 7, truncated)
 
 
-def searched(bf16: Any, grid: Grid) -> tuple[Any, Any]:
-    """`mse`, by its NumPy definition."""
-    codes, scales = scale_search.search(grid.bits, bf16)
-    return codes, scales[:, None]
-
-
-DEFINITIONS = {"toy": truncated, "mse": searched}
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2)
 
 
-@pytest.fixture(scope="module", params=["int8 toy", "int4 mse"])
-def output(request: pytest.FixtureRequest, source: Path, ktconvert: Toy) -> Path:
-    """Named by the method and the choice."""
-    path = source.with_name(request.param)
-    ktconvert("cpu", "-i", source, "-o", path, *options(path))
+OPTIONS = ("--quant-method", "int4", "--scale", "toy")
+
+
+@pytest.fixture(scope="module")
+def output(source: Path, ktconvert: Toy) -> Path:
+    path = source.with_name("toy")
+    ktconvert("cpu", "-i", source, "-o", path, *OPTIONS)
     return path
-
-
-def options(output: Path) -> tuple[str, ...]:
-    method, scale = output.name.split()
-    return "--quant-method", method, "--scale", scale
 
 
 def test_its_codes_are_packed(source, output):
@@ -71,31 +59,26 @@ def test_its_codes_are_packed(source, output):
     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
     tensors = read_file(source / "model-00002-of-00003.safetensors")
     part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
-    codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.fmt.encoding.grid)
+    codes, scales = truncated(part, measured.fmt.encoding.grid)
     expected = codes.astype(np.float32) * np.float32(measured.fmt.encoding.grid.step) * scales
     np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), expected)
 
 
 def test_it_is_verified(source, output, ktconvert):
-    document, scale = json.loads((output / "manifest.json").read_bytes()), output.name.split()[1]
-    assert document["model"]["scale"] == document["settings"]["scale"] == scale
-    assert f"| scales | `--scale {scale}` |" in (output / "README.md").read_text()
-    opened = open_output(output)
-    assert {metadata["scale"] for metadata in opened.metadata.values()} == {scale}
+    document = json.loads((output / "manifest.json").read_bytes())
+    assert document["model"]["scale"] == document["settings"]["scale"] == "toy"
+    assert "| scales | `--scale toy` |" in (output / "README.md").read_text()
+    assert {metadata["scale"] for metadata in open_output(output).metadata.values()} == {"toy"}
     report = json.loads(ktconvert("verify", output, "--against", source, "--json").stdout)
-    assert report["ok"] and report["errors"] and report["scale"] == scale
-    if scale == "toy":
-        done = conversion.ktconvert("verify", output, "--against", source)  # without the row
-        conversion.refused(done, 3, "toy")
-    else:
-        assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == scale
+    assert report["ok"] and report["errors"] and report["scale"] == "toy"
+    conversion.refused(conversion.ktconvert("verify", output, "--against", source), 3, "toy")  # without the row
+    assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == "toy"
 
 
 def test_what_has_no_codes_to_choose_is_refused(source, tmp_path, ktconvert):
+    fp8 = ("--quant-method", "fp8", "--scale", "toy")
     for layout in ((), ("--layout", "kt")):
-        done = ktconvert(
-            "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--scale", "toy", *layout, code=2
-        )
+        done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *fp8, *layout, code=2)
         assert "--scale toy is for --quant-method int4, int8; " in done.stderr and "leave out --scale" in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -103,7 +86,7 @@ def test_what_has_no_codes_to_choose_is_refused(source, tmp_path, ktconvert):
 def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
     """Other bytes than by default, and the default is named in the settings alone."""
     plain = tmp_path / "plain"
-    ktconvert("cpu", "-i", source, "-o", plain, *options(output)[:2])
+    ktconvert("cpu", "-i", source, "-o", plain, *OPTIONS[:2])
     assert conversion.differing(conversion.tree(plain), conversion.tree(output))
     document = json.loads((plain / "manifest.json").read_bytes())
     assert document["settings"]["scale"] == "absmax" and "scale" not in document["model"]
@@ -116,7 +99,7 @@ def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
 
 
 def test_it_is_resumed(source, output, tmp_path, ktconvert):
-    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *options(output))
+    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *OPTIONS)
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(output)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import preconditions
-from ktconvert.pipeline.cli.command import SeveralValues, command, given, notes_of_ignored
+from ktconvert.pipeline.cli.command import SeveralValues, command, given
 from ktconvert.pipeline.engine.execute import execute, tidy
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
 from ktconvert.pipeline.engine.existing import adopts, nothing_to_do, saved_plan
@@ -19,11 +19,13 @@ from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
 from ktconvert.pipeline.options import quantization
-from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.declare import Option, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui import dry_run
 from ktconvert.pipeline.ui.progress import Reporter
+
+IGNORED = "is accepted for kt-kernel's sake and changes nothing here"
 
 
 @command("cpu", quantization.CpuOptions)
@@ -145,8 +147,7 @@ def convert(name: str, options: ConversionOptions) -> None:
     if options.existing.delete_others and not options.existing.overwrite:
         raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
     requests = commands.outputs_of(Request(name, options))
-    unused = dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options))
-    for note in (*notes_of_ignored(type(options)), *unused):
+    for note in dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options)):
         reporter.note(note)
     preconditions.check_kernels()
     threads = preconditions.threads(options.execution.cpuinfer_threads, reporter)
@@ -209,9 +210,14 @@ def _notes(plans: Sequence[Plan]) -> Iterable[str]:
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
 
-def _notes_of_unused(options: ConversionOptions) -> Iterable[str]:
+def _notes_of_unused(options: ConversionOptions) -> Iterator[str]:
+    """A sentence for each option on the command line that changes nothing."""
     unused = options.unused()
-    return (f"{leaf.flag} {unused[leaf.name]}" for leaf in given(type(options)) if leaf.name in unused)
+    for leaf in given(type(options)):
+        if isinstance(leaf.declared, Option) and leaf.declared.ignored:
+            yield f"{leaf.flag} {IGNORED}: {leaf.declared.ignored}"
+        elif leaf.name in unused:
+            yield f"{leaf.flag} {unused[leaf.name]}"
 
 
 def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = None) -> None:
