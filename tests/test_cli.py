@@ -1,65 +1,17 @@
-"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what is printed and where."""
+"""The command line as a user of kt-kernel's scripts meets it: their spellings, what is printed and where."""
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rig import stored
 from rig.safetensors import edit_file, read_folder
-
-# kt-kernel's scripts README, the examples of convert_cpu_weights.py (0.7.2), and merge_cpu_weights.py as its --help
-# describes it: only the program's name and the paths differ. {bf16}, {fp16}, {fp8} are checkpoints, {out} the output,
-# {loose} an earlier loose output.
-BF16 = "cpu --input-path {bf16} --input-type bf16 --output {out}"
-FP8 = "cpu --input-path {fp8} --input-type fp8 --output {out}"
-EXAMPLES = {
-    "bf16 to int4": f"{BF16} --quant-method int4",
-    "fp16 to int8": "cpu --input-path {fp16} --input-type fp16 --output {out} --quant-method int8",
-    "fp8 to int4": f"{FP8} --quant-method int4",
-    "resume layer": f"{BF16} --quant-method int4 --no-merge-safetensor --resume-layer 1",
-    "Qwen3-Next-80B": f"{BF16} --quant-method int4 --cpuinfer-threads 60 --threadpool-count 2 --no-merge-safetensor",
-    "merge": "merge --input-path {loose} --output {out}",
-    "merge with original": "merge -i {loose} -o {out} --original-path {bf16} --max-tensors 3000",
-}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path, write_qwen: Any) -> dict[str, Path]:
-    """A checkpoint of each input type, and a loose output."""
-    root = tmp_path_factory.mktemp("models")
-    rng = np.random.default_rng(1)
-    plain = {p: rng.standard_normal((2, 256, 256)).astype(np.float16) for p in ("gate", "up", "down")}
-    fp8: dict[str, Any] = {}
-    for projection in plain:
-        fp8[projection] = rng.integers(0, 0x7F, (2, 256, 256), dtype=np.uint8)
-        fp8[f"{projection}.weight_scale_inv"] = rng.uniform(1e-3, 1e-2, (2, 2, 2)).astype(np.float32)
-    paths = {
-        "bf16": example,
-        "fp16": write_qwen(root / "fp16", {0: {p: x.view(np.uint16) for p, x in plain.items()}}, "F16"),
-        "fp8": write_qwen(root / "fp8", {0: fp8}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]}),
-        "loose": root / "loose",
-    }
-    cli("cpu", "-i", example, "-o", paths["loose"], "--no-merge-safetensor")
-    return paths
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_of_kt_kernels_readme(name: str, places: dict[str, Path], tmp_path: Path, cli: Any) -> None:
-    line = EXAMPLES[name].format(out=tmp_path / "out", **places)
-    cli(*shlex.split(line))
-    loose = "--no-merge" in line
-    assert bool(list((tmp_path / "out").glob("*.safetensors"))) != loose
-    assert ((tmp_path / "out" / "_layer_1").is_dir()) == loose
-    if name == "resume layer":
-        assert not (tmp_path / "out" / "_layer_0").exists()
 
 
 def test_other_spellings(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:

@@ -64,6 +64,14 @@ def succeeded(done: subprocess.CompletedProcess[str], output: Path, expected: An
     assert conversion.names(output.parent) == sorted(["out", *beside])
 
 
+def refused_as_it_is(source: Path, output: Path, code: int, *words: str, within: Path) -> None:
+    """With --overwrite, too; nothing that lies in this folder changes."""
+    before = conversion.identity(within)
+    for options in ((), ("--overwrite",)):
+        conversion.refused(convert(source, output, *options), code, *words)
+        assert conversion.identity(within) == before
+
+
 def continued(process: subprocess.Popen[str], code: int, *words: str) -> None:
     """One that was held goes on, and ends with this exit code and these words."""
     process.send_signal(signal.SIGCONT)
@@ -132,10 +140,7 @@ def test_what_is_no_folder_is_refused(source, output, link):
         output.symlink_to("nowhere")
     else:
         output.write_text("mine")
-    before = conversion.identity(output.parent)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(source, output, *options), 7, str(output), "is a file or a broken link")
-        assert conversion.identity(output.parent) == before
+    refused_as_it_is(source, output, 7, str(output), "is a file or a broken link", within=output.parent)
 
 
 @pytest.mark.parametrize("holds", ["", "notes.txt", "out", "lock notes.txt", "lock lock.txt"])
@@ -147,10 +152,7 @@ def test_a_work_folder_of_others_is_refused(source, output, holds):
     for name in holds.split():
         work.mkdir(exist_ok=True)
         (work / name).write_text("mine")
-    before = conversion.identity(output.parent)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(source, output, *options), 7, str(work))
-        assert conversion.identity(output.parent) == before
+    refused_as_it_is(source, output, 7, str(work), within=output.parent)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["nothing was there", "an output was there"])
@@ -183,10 +185,7 @@ def test_the_input_is_no_output(tmp_path, source, where):
     (tmp_path / "link").symlink_to(mine)
     outputs = {"the input": mine, "inside it": mine / "a" / "b", "around it": tmp_path / "around"}
     outputs |= {"a link to it": tmp_path / "link", "its work folder": tmp_path / "around" / "model"}
-    before = conversion.identity(tmp_path)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(mine, outputs[where], *options), 2, "the input is never written to")
-        assert conversion.identity(tmp_path) == before
+    refused_as_it_is(mine, outputs[where], 2, "the input is never written to", within=tmp_path)
 
 
 def _linked(source: Path, output: Path) -> list[str | Path]:
@@ -415,8 +414,7 @@ def test_two_processes_on_one_output(larger, output):
     source, expected = larger
     with conversion.held(source, output) as process:
         before = conversion.identity(output.parent)
-        for options in ((), ("--overwrite",)):
-            conversion.refused(convert(source, output, *options), 7, str(output), f"process {process.pid} ")
+        refused_as_it_is(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
         conversion.refused(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
         assert convert(source, output, "--dry-run").returncode == 0
         assert conversion.identity(output.parent) == before
