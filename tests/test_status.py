@@ -79,7 +79,8 @@ def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module
     assert look(bench.output) == {"output": str(bench.output), "state": "finished"}
 
 
-def test_a_conversion_that_runs(bench):
+@pytest.mark.parametrize("then", ["it goes on", "it is killed"])
+def test_a_conversion_that_runs(bench, then):
     """It stands still while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
     stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
@@ -92,6 +93,12 @@ def test_a_conversion_that_runs(bench):
         assert {unit["host"] for unit in found["making"]} == {os.uname().nodename}
         assert all(unit["alive"] for unit in found["making"])
         assert "being made:" in bench.run("status", bench.output).stderr
+        if then == "it is killed":
+            running.kill()
+            running.wait()
+            found = status(bench)
+            assert (found["state"], found["making"]) == ("stopped", [])
+            return
         watching = [*conversion.KTCONVERT, "status", bench.output, "--watch"]
         with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as watch:
             assert watch.stdout is not None and "cpu:" in watch.stdout.readline()
