@@ -66,7 +66,7 @@ def written_to(*flags: str, help: str = "Output directory.", argument: str | Non
     return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=NONE)
 
 
-def max_shard_size(unset: str, help: str = "Cut shards between experts, e.g. 5GB.") -> Any:
+def shard_limit(unset: str, help: str = "Cut shards between experts, e.g. 5GB.") -> Any:
     return files(help, Size(), unset=unset)
 
 
@@ -79,7 +79,7 @@ class QuantizationOptions(ConversionOptions):
         Spelled("env"),
         unset="all",
     )
-    max_shard_size: int | None = max_shard_size("one shard per layer")
+    max_shard_size: int | None = shard_limit("one shard per layer")
     equalize: bool = weights(
         "Scale rows of up_proj and columns of down_proj by powers of two, where the columns differ much; the model "
         "stays the same. `inspect --columns` says whether it is worth it.",
@@ -242,7 +242,7 @@ class GpuOptions(QuantizationOptions):
         Number(min=1),
         default=(1,),
     )
-    max_shard_size: int | None = max_shard_size("5GB", "Cut shards between experts.")
+    max_shard_size: int | None = shard_limit("5GB", "Cut shards between experts.")
 
     @property
     def calibrated(self) -> bool:
@@ -285,7 +285,7 @@ class DequantizeOptions(ConversionOptions):
     input: str = read_from(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
     output: Path = written_to(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
     config_path: str | None = option(ignored="SRC has the config")
-    max_shard_size: int | None = max_shard_size("5GB", "Cut shards at this size.")
+    max_shard_size: int | None = shard_limit("5GB", "Cut shards at this size.")
     hub: Hub = Hub()
 
 
@@ -318,7 +318,7 @@ class ResplitOptions(ConversionOptions):
         PathOrHubId(absolute=True),
     )
     revision: str | None = option("Branch, tag or commit, where --against is a hub id.")
-    max_shard_size: int | None = max_shard_size("one shard per layer")
+    max_shard_size: int | None = shard_limit("one shard per layer")
     verify_inputs: bool = tuning(AGAIN, default=False)
     no_merge_safetensor: bool | None = recorded(Effect.WEIGHTS)
     layers: str | None = recorded(Effect.FILES)
