@@ -146,13 +146,17 @@ def _kind(annotation: Any) -> type:
     return kind
 
 
-@functools.cache
+_known: dict[type[Options], tuple[Leaf, ...]] = {}  # mypy takes no class of Options for hashable, as a cache wants it
+
+
 def leaves(cls: type[Options]) -> tuple[Leaf, ...]:
     """The options of a settings class: its own first, then those it inherits, and those of its groups."""
-    by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
-    own = [name for name in inspect.get_annotations(cls) if name in by_name]
-    each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
-    return tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
+    if cls not in _known:
+        by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
+        own = [name for name in inspect.get_annotations(cls) if name in by_name]
+        each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
+        _known[cls] = tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
+    return _known[cls]
 
 
 def _leaves_of(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[Leaf]:
