@@ -357,7 +357,7 @@ FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--over
 
 
 @pytest.mark.parametrize("which", FULL)
-@pytest.mark.parametrize("runs", [8, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("runs", [5, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
 def test_full_from_any_call_on(tmp_path, source, which, runs):
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())

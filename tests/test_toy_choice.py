@@ -1,5 +1,4 @@
-"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and
-resumed.
+"""A made-up way to choose codes, whole in this file and put into the table as one row: converted and verified.
 
 As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
@@ -96,11 +95,6 @@ def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
         assert ("--scale mse makes the same files with less error" in done.stderr) is said
-
-
-def test_it_is_resumed(source, output, tmp_path, ktconvert):
-    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *OPTIONS)
-    assert conversion.tree(tmp_path / "killed1") == conversion.tree(output)
 
 
 if __name__ == "__main__":
