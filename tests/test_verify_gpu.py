@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,10 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Tensors], Non
     return one
 
 
-def blank(packed: bytes) -> bytes:
-    """Zeros in 200 columns of W8A16 codes [256, 256]."""
+def blank(packed: bytes, columns: int = 200) -> bytes:
+    """Zeros in some columns of W8A16 codes [256, 256]."""
     codes = np.frombuffer(packed, np.uint8).reshape(256, 256).copy()
-    codes[:, :200] = 0x80
+    codes[:, :columns] = 0x80
     return codes.tobytes()
 
 
@@ -178,6 +179,14 @@ def test_codes_of_gptq_need_not_be_those_of_rounding(copy, example):
     said = "48 linears have the scales of rounding to nearest, and errors of at most 1."
     assert row(report, "source")["result"].startswith(said)
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
+
+
+def test_columns_that_calibration_never_saw_are_left_out(copy, example):
+    name = EXPERTS.format(1, 5, "up", "weight_packed")
+    output = rewrite(copy("W8A16"), edit(name, partial(blank, columns=100)), quant_method="GPTQ")
+    report = verified(output, "--against", example, "--no-load")
+    assert report["ok"], report["message"]
+    assert "1 linears have columns that are all zeros: calibration never saw their inputs" in report["notes"]
 
 
 @pytest.mark.parametrize(
