@@ -40,11 +40,6 @@ def test_a_wrong_name_is_a_sentence(tmp_path: Path) -> None:
         ktconvert.nothing  # noqa: B018
 
 
-def test_types_are_declared() -> None:
-    """PEP 561: one marker for all; tests/test_wheel.py has mypy read them."""
-    assert importlib.resources.files(ktconvert).joinpath("py.typed").is_file()
-
-
 def test_the_version_stands_everywhere() -> None:
     """It has one source, pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow it."""
     root = Path(__file__).resolve().parents[1]

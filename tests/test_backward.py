@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
-from ktconvert.pipeline.ui.inspection import look
+from ktconvert.pipeline.cli.inspect import look
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify

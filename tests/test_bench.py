@@ -39,13 +39,6 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(bench, [str(argument) for argument in arguments])
 
 
-def sentence(*arguments: object) -> tuple[int, str]:
-    done = run(*arguments)
-    assert done.exception is not None
-    code = getattr(done.exception, "exit_code", done.exit_code)
-    return code, done.output if isinstance(done.exception, SystemExit) else str(done.exception)
-
-
 def test_the_document(output: Path) -> None:
     report = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
     assert (report["layer"], report["layers"], report["threads"]) == (1, [0, 1], min(2, machine.allowed_cpus()))
@@ -65,17 +58,12 @@ def test_the_document(output: Path) -> None:
     assert report["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
 
 
-@pytest.mark.parametrize(
-    ("caches", "last", "words"),
-    [
-        (1, 1 << 30, "fits in the last-level cache (1.0 GiB)"),
-        (1 << 10, 1 << 12, "is not much larger than the last-level cache (4.0 KiB)"),
-        (1, 1 << 10, ""),
-    ],
-)
-def test_the_report_for_people(
-    caches: int, last: int, words: str, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CACHES = [(1, 1 << 30, "fits in the last-level cache (1.0 GiB)"), (1, 1 << 10, "")]
+CACHES += [(1 << 10, 1 << 12, "is not much larger than the last-level cache (4.0 KiB)")]
+
+
+@pytest.mark.parametrize(("caches", "last", "words"), CACHES)
+def test_the_report_for_people(caches, last, words, output, monkeypatch):
     monkeypatch.setattr(benchmark, "CACHES", caches)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: last)
     done = run(output, "--tokens", "1,4", "--threads", 100000)
@@ -94,8 +82,8 @@ def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert run(output, "--tokens", "1,4", "--plot", picture).exception is None
         assert picture.read_bytes().startswith(begins)
     monkeypatch.setattr("ktconvert.pipeline.ui.plots.find_spec", lambda name: None)
-    code, text = sentence(output, "--plot", tmp_path / "b.png")
-    assert code == 1 and "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in text
+    failure = run(output, "--plot", tmp_path / "b.png").exception
+    assert "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in str(failure)
 
 
 def test_what_cannot_be_measured(output: Path, tmp_path: Path) -> None:
@@ -111,24 +99,19 @@ def test_what_cannot_be_measured(output: Path, tmp_path: Path) -> None:
         ((output, "--plot", tmp_path / "none" / "b.png"), 2, "no directory"),
         ((tmp_path / "damaged",), 6, shard.name),
     ):
-        found = sentence(*arguments)
+        done = run(*arguments)
+        found = getattr(done.exception, "exit_code", done.exit_code), f"{done.output} {done.exception}"
         assert found[0] == code and words in found[1], found
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"num_experts_per_tok": 6}, 6),
-        ({"text_config": {"top_k_experts": 4}}, 4),
-        ({"moe_topk": [1, 3]}, 3),
-        ({}, 8),
-        ({"num_experts_per_tok": 99}, 8),
-    ],
-)
-def test_experts_per_token(config: dict[str, Any], expected: int) -> None:
-    number, origin = experts_per_token(config, 1, 64)
-    assert number == expected
-    assert origin.startswith("config.json: " if expected != 8 else "assumed")
+CONFIGS: list[tuple[dict[str, Any], int]] = [({"num_experts_per_tok": 6}, 6), ({"moe_topk": [1, 3]}, 3), ({}, 8)]
+CONFIGS += [({"text_config": {"top_k_experts": 4}}, 4), ({"num_experts_per_tok": 99}, 8)]
+
+
+def test_experts_per_token() -> None:
+    for config, expected in CONFIGS:
+        number, origin = experts_per_token(config, 1, 64)
+        assert number == expected and origin.startswith("config.json: " if expected != 8 else "assumed")
     assert experts_per_token({}, 0, 4)[0] == 4
 
 

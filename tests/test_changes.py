@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def test_a_changed_input_is_noticed_and_made_again(bench: Bench, what: str, agai
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
+def killed_anywhere(bench: Bench, go_on: Callable[..., Any], points: int, expected: Any, units: int = 0) -> None:
+    """What is there is gone on from; and so it is from the same state, killed at some points and after units' files."""
+    kept = bench.base / "kept"
+    shutil.copytree(bench.work, kept)
+    done = go_on()
+    assert done.returncode == 0, done.stderr
+    assert not units or bench.units_written() == units
+    bench.finished_as(expected)
+    calls = bench.calls()
+    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
+    for n in sorted({*conversion.thinned(len(calls), points), *unrecorded}):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.work)
+        assert go_on(kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        done = go_on()
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+
+
 def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     expected = {"before": bench.fresh()}
     assert bench.cpu().returncode == 0
@@ -48,19 +69,7 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     conversion.edit(bench.source / SHARD)
     expected["after"] = bench.fresh("--verify-inputs")
     assert "model-00002-of-00003.safetensors" in conversion.differing(expected["before"], expected["after"])
-    kept = bench.base / "kept"
-    shutil.copytree(bench.work, kept)
-    done = bench.run("resume", bench.output, "--verify-inputs")
-    assert done.returncode == 0, done.stderr
-    points = len(bench.calls())
-    for n in conversion.thinned(points, 10):
-        shutil.rmtree(bench.output)
-        shutil.copytree(kept, bench.work)
-        assert bench.run("resume", bench.output, "--verify-inputs", kill=n).returncode == killpoint.KILLED
-        died = killpoint.killed_before(bench.log)
-        done = bench.run("resume", bench.output, "--verify-inputs")
-        assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), expected["after"]) == [], died
+    killed_anywhere(bench, partial(bench.run, "resume", bench.output, "--verify-inputs"), 6, expected["after"])
 
 
 def test_with_hashes_a_touched_input_costs_nothing_and_an_edit_is_seen(bench: Bench) -> None:
@@ -149,12 +158,9 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
 
 OTHER_OPTIONS = {
     "--quant-method was int4, is int8": ("--quant-method", "int8"),
-    "--threadpool-count was 2, is 1": ("--threadpool-count", "1"),
     "--layers was all, is 0-1": ("--layers", "0-1"),
-    "--non-experts was skip, is copy": ("--non-experts", "copy"),
     "--max-shard-size was not given, is 80000": ("--max-shard-size", "80KB"),
     "--no-merge-safetensor was False, is True": ("--no-merge-safetensor",),
-    "--save-backward-weights was False, is True": ("--save-backward-weights",),
 }
 
 
@@ -196,8 +202,7 @@ def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
     bench.finished_as(expected)
 
 
-@pytest.mark.parametrize("units", [1, 3])
-@pytest.mark.parametrize("back", [False, True], ids=["to B", "and back to A"])
+@pytest.mark.parametrize(("units", "back"), [(1, True), (3, False)])
 def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
     """Option A, killed; B, refused, then let with --overwrite, and killed; then A again: never a byte of the other."""
     other = ("--layers", "0-1", "--threadpool-count", "1")
@@ -232,19 +237,4 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     expected = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
     conversion.refused(bench.cpu(source=other), 5, "--overwrite")
-    kept = bench.base / "kept"
-    shutil.copytree(bench.work, kept)
-    done = bench.cpu("--overwrite", source=other)
-    assert done.returncode == 0, done.stderr
-    assert bench.units_written() == LAYERS
-    bench.finished_as(expected)
-    calls = bench.calls()
-    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
-    for n in sorted({*conversion.thinned(len(calls), 4), *unrecorded}):
-        shutil.rmtree(bench.output)
-        shutil.copytree(kept, bench.work)
-        assert bench.cpu("--overwrite", source=other, kill=n).returncode == killpoint.KILLED
-        died = killpoint.killed_before(bench.log)
-        done = bench.cpu("--overwrite", source=other)
-        assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+    killed_anywhere(bench, partial(bench.cpu, "--overwrite", source=other), 4, expected, LAYERS)

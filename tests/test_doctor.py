@@ -1,7 +1,6 @@
 """`ktconvert doctor`: the facts of this machine, the flags that follow, and a sentence for everything in the way."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -10,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from ktconvert.native_quant import kernels, machine
-from ktconvert.pipeline.cli.doctor import Disk, Facts, doctor, measure_disk, rows, warnings
+from ktconvert.pipeline.cli.doctor import Disk, Facts, measure_disk, rows, warnings
+from rig.conversion import here
 
 GIB = 1 << 30
 
 FEATURES = ("avx2", "avx512f", "amx_tile", "amx_int8", "amx_bf16")
 CPU = {"cpu": "Intel(R) Xeon(R) Platinum 8488C", "xcr0": 0x602E7, "physical_cores": 96, "cores_with_hyperthreads": 0}
 CPU |= {"logical_cpus": 96, "machine_cpus": 96, "cpu_quota": None, "features": FEATURES}
-KERNELS = {
-    "isas": ("scalar", "avx2", "avx512", "amx"),
-    "isa": "amx",
-    "isa_problem": None,
-    "methods": ("AMXINT4", "BF16"),
-}
+KERNELS = {"isas": ("scalar", "avx2", "avx512", "amx"), "isa": "amx", "methods": ("AMXINT4", "BF16")}
 MEMORY = {"memory_total": 1024 * GIB, "memory_available": 1000 * GIB, "memory_limit": None, "memory_nodes": (0, 1)}
 MEMORY |= {"memory_policy": "default", "memory_refusal": None}
 NODES = {"numa_nodes": (0, 1), "machine_numa_nodes": (0, 1), "pools": 2}
@@ -37,10 +31,7 @@ IN_THE_WAY = {
     "no AVX2": ({"features": (), "isas": ("scalar",), "isa": "scalar"}, ["no AVX2"]),
     "no AVX-512": ({"features": ("avx2",), "isas": ("scalar", "avx2"), "isa": "avx2"}, ["no AVX-512"]),
     "AMX forbidden": ({"isas": ("scalar", "avx2", "avx512"), "isa": "avx512"}, ["has AMX, but the kernel"]),
-    "hyperthreads": (
-        {"cores_with_hyperthreads": 48, "physical_cores": 48},
-        ["give kt-kernel physical cores (48), not 96"],
-    ),
+    "hyperthreads": ({"cores_with_hyperthreads": 48, "physical_cores": 48}, ["physical cores (48), not 96"]),
     "cpuset": ({"logical_cpus": 8, "physical_cores": 8}, ["8 of the machine's 96 CPUs"]),
     "quota": ({"cpu_quota": 3.5, "physical_cores": 4}, ["3.5 CPUs' worth of time, on 96 CPUs"]),
     "one node of two": ({"numa_nodes": (1,)}, ["1 of 2 NUMA nodes"]),
@@ -54,7 +45,7 @@ IN_THE_WAY = {
 
 
 def test_nothing_is_in_the_way_of_a_good_server() -> None:
-    assert warnings(SERVER) == []
+    assert list(warnings(SERVER)) == []
     assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
     assert dict(rows(SERVER))["AMX"] == "permitted"
     assert dict(rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"
@@ -65,27 +56,14 @@ def test_nothing_is_in_the_way_of_a_good_server() -> None:
 def test_each_problem_is_reported_in_a_sentence(what: str) -> None:
     change, expected = IN_THE_WAY[what]
     facts = replace(SERVER, **change)
-    sentences = warnings(facts)
-    assert len(sentences) == len(expected)
-    for sentence, part in zip(sentences, expected, strict=True):
-        assert part in sentence
-        assert sentence.endswith(".")
-    assert len(rows(facts)) == len(rows(SERVER))
-
-
-def test_for_people(tmp_path: Path) -> None:
-    done = CliRunner().invoke(doctor, ["--disk", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in done.stdout
-    lines = done.stdout.splitlines()
-    labels = [line for line in lines[: lines.index("")] if line]
-    column = labels[0].index(machine.cpu_name())
-    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in labels)
-    assert list(tmp_path.iterdir()) == []
+    for sentence, part in zip(warnings(facts), expected, strict=True):
+        assert part in sentence and sentence.endswith(".")
 
 
 def test_for_programs(tmp_path: Path, cli: Any) -> None:
     """The real command; a wrong setting is reported."""
+    said = cli("doctor", "--disk", tmp_path).stdout
+    assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in said and machine.cpu_name() in said
     done = cli("doctor", "--json", "--disk", tmp_path, env={"KTCONVERT_ISA": "mmx"})
     facts = json.loads(done.stdout)
     assert done.stderr == "" and any("KTCONVERT_ISA" in text for text in facts["warnings"])
@@ -119,56 +97,27 @@ def test_a_file_size_limit_is_kept(tmp_path: Path, limit: int) -> None:
     assert disk.write_speed is None and disk.problem == "No such file or directory" and disk.free > 0
 
 
-# The commands in one process, on a machine whose /proc and /sys are made up.
-THREE_COMMANDS = """
-import json, re, sys
-from pathlib import Path
-from click.testing import CliRunner
-from ktconvert.native_quant import machine
-root, source, output = sys.argv[1:]
-for function in vars(machine).values():
-    if machine.ROOT in (getattr(function, "__defaults__", None) or ()):
-        function.__defaults__ = tuple(Path(root) if value == machine.ROOT else value for value in function.__defaults__)
-from ktconvert.pipeline.cli import conversion as cpu, doctor, inspect
-doctor.PROBE_BYTES = doctor.BLOCK
-run = lambda command, *words: CliRunner().invoke(command, words)
-flags = json.loads(run(doctor.doctor, "--json", "--disk", root).stdout)["kt_flags"]
-plan = run(cpu.cpu, "-i", source, "-o", output, "--threadpool-count", "4", "--quant-method", "int8", "--dry-run")
-made = json.loads(run(inspect.inspect, source, "--json").stdout)["convert"]
-note = plan.stderr.splitlines()[0]
-counts = [int(re.search(r"--threadpool-count (\\d+)", text)[1]) for text in (note, *made)]
-print(json.dumps([flags["--kt-cpuinfer"], flags["--kt-threadpool-count"], counts, note]))
-"""
-CPUS = sorted(os.sched_getaffinity(0))
+NODES_HERE = {  # pools, nodes of this process, of the machine -> what the plan says of them; test_machine.py counts them
+    (2, 2, 2): "this machine has 2 nodes",
+    (1, 1, 2): "this process may use 1 of this machine's 2 nodes",
+    (1, 2, 2): "this process has CPU time for 1 thread (cgroup quota)",
+}
 
 
-@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize(
-    ("under", "quota", "expected", "here"),
-    [
-        ([], "max", (2, 2), "this machine has 2 nodes"),
-        (["taskset", "-c", str(CPUS[-1])], "max", (1, 1), "this process may use 1 of this machine's 2 nodes"),
-        ([], "100000", (1, 1), "this process has CPU time for 1 thread (cgroup quota)"),
-    ],
-    ids=["two nodes", "taskset", "a quota of one CPU"],
-)
+@pytest.mark.parametrize("counts", NODES_HERE)
 def test_doctor_plan_and_inspect_count_the_same_nodes(
-    under: list[str], quota: str, expected: tuple[int, int], here: str, tmp_path: Path, example: Path
+    counts: tuple[int, int, int], tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that the process may use, and never more pools than threads."""
-    files = {
-        "sys/devices/system/node/node0/cpulist": f"{CPUS[0]}\n",
-        "sys/devices/system/node/node1/cpulist": f"{','.join(map(str, CPUS[1:]))}\n",
-        "proc/self/cgroup": "0::/\n",
-        "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-        "sys/fs/cgroup/cpu.max": f"{quota} 100000\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    script = [sys.executable, "-c", THREE_COMMANDS, str(tmp_path), str(example), str(tmp_path / "out")]
-    done = subprocess.run([*under, *script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    threads, pools, counts, note = json.loads(done.stdout)
-    assert (min(threads, 2), pools, set(counts)) == (*expected, {pools})
-    assert here in note
+    pools, nodes, present = counts
+    for name, value in {
+        "pool_count": pools,
+        "numa_nodes": (*range(nodes),),
+        "machine_nodes": (*range(present),),
+    }.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    assert json.loads(here("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
+    options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")
+    note = here("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
+    assert NODES_HERE[counts] in note and note.endswith(f"--threadpool-count {pools}")
+    made = json.loads(here("inspect", example, "--json").stdout)["convert"]
+    assert all(f"--threadpool-count {pools}" in line for line in made if "--threadpool-count" in line)

@@ -48,26 +48,11 @@ def test_a_checkpoint(example, cli):
     assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
     assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
     said = cli("inspect", example).stdout
-    for words in (
-        "Qwen3-MoE",
-        "2 (0-1)",
-        "silu(gate) * up",
-        "NUMA parts 1, 2; 1.5 MiB",
-        "not 4: the intermediate size per part",
-    ):
-        assert words in said
+    assert "NUMA parts 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per part" in said
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
-def test_the_predicted_size(example, tmp_path):
-    sizes = {(m["quant_method"], t): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
-    for (method, parts), nbytes in sizes.items():
-        output = tmp_path / f"{method}-{parts}"
-        assert convert(example, output, "--quant-method", method, "--threadpool-count", parts).exit_code == 0
-        assert look(output)["expert_bytes"] == nbytes
-
-
-def test_the_ready_line_runs(example, tmp_path, cli, monkeypatch):
+def test_the_ready_line_runs_and_makes_what_was_predicted(example, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
     assert lines == look(example)["convert"] and len(lines) == len(formats_of("cpu"))
@@ -75,6 +60,9 @@ def test_the_ready_line_runs(example, tmp_path, cli, monkeypatch):
         cli(*line.split()[1:])
     made = {f"qwen3-moe-small-{form.name}" for form in formats_of("cpu").values()}
     assert {p.name for p in tmp_path.iterdir()} == made
+    sizes = {(m["method"], int(t)): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
+    found = [look(path) for path in tmp_path.iterdir()]
+    assert all(sizes[each["method"], each["numa"]] == each["expert_bytes"] for each in found)
 
 
 def test_dense_layers_mtp_and_shared_experts(tmp_path, write_qwen, random_experts):
@@ -92,12 +80,6 @@ def test_dense_layers_mtp_and_shared_experts(tmp_path, write_qwen, random_expert
     assert "int4 (AMXINT4)" in output and "not possible" in output and "layers 2: 6 expert tensors, left out" in output
 
 
-def test_what_kt_kernel_would_compute_otherwise(tmp_path, write_qwen, random_experts):
-    report = look(write_qwen(tmp_path / "model", {0: random_experts(2, 128, 128)}, hidden_act="gelu"))
-    assert report["activation"] == "gelu" and not report["plain"]
-    assert any("would compute something else" in note for note in report["notes"])
-
-
 def test_a_dense_model(tmp_path, write_safetensors, cli):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
     stored = {"model.layers.0.mlp.gate_proj.weight": ("BF16", np.zeros((8, 8), np.uint16))}
@@ -106,18 +88,6 @@ def test_a_dense_model(tmp_path, write_safetensors, cli):
     assert "qwen3" in done.stdout and "BF16 128 B" in done.stdout and "a dense model" in done.stderr
     report = json.loads(cli("inspect", tmp_path, "--json", code=3).stdout)  # one object: loads() refuses a second line
     assert "a dense model" in report["refused"] and report["model_type"] == ["qwen3"]
-
-
-def test_a_model_of_the_hub_in_the_cache(tmp_path, example, cli):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    model = tmp_path / "models--org--small"
-    shutil.copytree(example, model / "snapshots" / commit)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(commit)
-    env = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    assert "ktconvert cpu -i org/small -o small-AMXINT4" in cli("inspect", "org/small", env=env).stdout
-    cli("inspect", "org/small", "--revision", commit, env=env)
-    assert "HF_HUB_OFFLINE" in cli("inspect", "org/other", code=5, env=env).stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--no-merge-safetensor", "--quant-method", "int8"]])

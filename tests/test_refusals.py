@@ -64,6 +64,14 @@ def succeeded(done: subprocess.CompletedProcess[str], output: Path, expected: An
     assert conversion.names(output.parent) == sorted(["out", *beside])
 
 
+def refused_as_it_is(source: Path, output: Path, code: int, *words: str, within: Path) -> None:
+    """With --overwrite, too; nothing that lies in this folder changes."""
+    before = conversion.identity(within)
+    for options in ((), ("--overwrite",)):
+        conversion.refused(convert(source, output, *options), code, *words)
+        assert conversion.identity(within) == before
+
+
 def continued(process: subprocess.Popen[str], code: int, *words: str) -> None:
     """One that was held goes on, and ends with this exit code and these words."""
     process.send_signal(signal.SIGCONT)
@@ -132,10 +140,7 @@ def test_what_is_no_folder_is_refused(source, output, link):
         output.symlink_to("nowhere")
     else:
         output.write_text("mine")
-    before = conversion.identity(output.parent)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(source, output, *options), 7, str(output), "is a file or a broken link")
-        assert conversion.identity(output.parent) == before
+    refused_as_it_is(source, output, 7, str(output), "is a file or a broken link", within=output.parent)
 
 
 @pytest.mark.parametrize("holds", ["", "notes.txt", "out", "lock notes.txt", "lock lock.txt"])
@@ -147,10 +152,7 @@ def test_a_work_folder_of_others_is_refused(source, output, holds):
     for name in holds.split():
         work.mkdir(exist_ok=True)
         (work / name).write_text("mine")
-    before = conversion.identity(output.parent)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(source, output, *options), 7, str(work))
-        assert conversion.identity(output.parent) == before
+    refused_as_it_is(source, output, 7, str(work), within=output.parent)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["nothing was there", "an output was there"])
@@ -183,10 +185,7 @@ def test_the_input_is_no_output(tmp_path, source, where):
     (tmp_path / "link").symlink_to(mine)
     outputs = {"the input": mine, "inside it": mine / "a" / "b", "around it": tmp_path / "around"}
     outputs |= {"a link to it": tmp_path / "link", "its work folder": tmp_path / "around" / "model"}
-    before = conversion.identity(tmp_path)
-    for options in ((), ("--overwrite",)):
-        conversion.refused(convert(mine, outputs[where], *options), 2, "the input is never written to")
-        assert conversion.identity(tmp_path) == before
+    refused_as_it_is(mine, outputs[where], 2, "the input is never written to", within=tmp_path)
 
 
 def _linked(source: Path, output: Path) -> list[str | Path]:
@@ -199,20 +198,6 @@ def _linked(source: Path, output: Path) -> list[str | Path]:
     return ["cpu", "-i", output.with_name("model"), "-o", output]
 
 
-def _of_the_hub(source: Path, output: Path) -> list[str | Path]:
-    """A snapshot of the hub's cache, whose blobs lie elsewhere."""
-    model = output.with_name("hub") / "models--org--name"
-    (model / "snapshots").mkdir(parents=True)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(source, snapshot := model / "snapshots" / ("a" * 40))
-    (model / "blobs").symlink_to(output)
-    for shard in snapshot.glob("*.safetensors"):
-        shard.rename(output / shard.name)
-        shard.symlink_to(f"../../blobs/{shard.name}")
-    return ["cpu", "-i", "org/name", "-o", output]
-
-
 def _index(source: Path, output: Path) -> list[str | Path]:
     shutil.copytree(source, model := output.with_name("model"))
     index = model / "model.safetensors.index.json"
@@ -221,20 +206,11 @@ def _index(source: Path, output: Path) -> list[str | Path]:
     return ["dequantize", model, output]
 
 
-ROW = """
-name = "mine"
-matches = ["qwen3_moe"]
-
-[[stored]]
-style = "separate"
-gate = "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
-up = "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"
-down = "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
-"""
-
-
 def _arch_file(source: Path, output: Path) -> list[str | Path]:
-    (output / "row.toml").write_text(ROW)
+    names = (f'{part} = "{{layer}}.{{expert}}.{part}"' for part in ("gate", "up", "down"))
+    (output / "row.toml").write_text(
+        "\n".join(['name = "x"', 'matches = ["x"]', "[[stored]]", 'style = "separate"', *names])
+    )
     return ["cpu", "-i", source, "-o", output, "--arch-file", output / "row.toml"]
 
 
@@ -257,15 +233,14 @@ def _original(source: Path, output: Path) -> list[str | Path]:
 
 
 @pytest.mark.usefixtures("loose")
-@pytest.mark.parametrize("make", [_linked, _of_the_hub, _index, _arch_file, _layers, _original, _against])
+@pytest.mark.parametrize("make", [_linked, _index, _arch_file, _layers, _original, _against])
 def test_no_file_that_is_read_is_overwritten(make, source, output):
     """Wherever it really lies, and whichever option names it."""
     output.mkdir()
     words = make(source, output)
     before = conversion.identity(output.parent)
-    env = {"HF_HUB_CACHE": str(output.with_name("hub")), "HF_HUB_OFFLINE": "1"} if make is _of_the_hub else None
     for more in ((), ("--dry-run",)):
-        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more, env=env)
+        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
         conversion.refused(done, 2, str(output), "the input is never written to")
         assert conversion.identity(output.parent) == before
 
@@ -319,11 +294,9 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source, output, expected, 
     before = conversion.identity(mounts.seen(output))
     conversion.refused(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
     assert conversion.identity(mounts.seen(output)) == before
-    for again in ("made", "finished"):
-        more = ("--overwrite", "--delete-others") if again == "made" else ()
+    for more in (("--overwrite", "--delete-others"), ()):
         done = convert(source, output, *more, prefix=mounts.prefix)
-        assert done.returncode == 0, done.stderr
-        assert ("nothing to do" in done.stderr) == (again == "finished")
+        assert done.returncode == 0 and ("nothing to do" in done.stderr) == (not more), done.stderr
         assert conversion.tree(mounts.seen(output)) == expected | {"lost+found": None}
     assert conversion.names(output.parent) == ["out"]
 
@@ -343,13 +316,7 @@ def test_the_input_under_another_name_is_no_output(tmp_path, source, mounts):
 def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mounts):
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
-    words = (
-        "needed (",
-        "of finished files",
-        "of companion files",
-        "to spare for headers, index, manifest and journal",
-        "free",
-    )
+    words = ("needed (", "of finished files", "of companion files", "to spare for headers, index, manifest", "free")
     conversion.refused(convert(source, output, prefix=mounts.prefix), 4, *words)
     shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
     assert all(word in shown for word in words), shown
@@ -390,7 +357,7 @@ FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--over
 
 
 @pytest.mark.parametrize("which", FULL)
-@pytest.mark.parametrize("runs", [8, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("runs", [5, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
 def test_full_from_any_call_on(tmp_path, source, which, runs):
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
@@ -436,8 +403,7 @@ def test_two_processes_on_one_output(larger, output):
     source, expected = larger
     with conversion.held(source, output) as process:
         before = conversion.identity(output.parent)
-        for options in ((), ("--overwrite",)):
-            conversion.refused(convert(source, output, *options), 7, str(output), f"process {process.pid} ")
+        refused_as_it_is(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
         conversion.refused(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
         assert convert(source, output, "--dry-run").returncode == 0
         assert conversion.identity(output.parent) == before

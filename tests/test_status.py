@@ -5,16 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from ktconvert.layouts.errors import OutputError
+from ktconvert.pipeline.cli.status import look
 from ktconvert.pipeline.engine import attempts, journal, lock
-from ktconvert.pipeline.ui.status import look
 from rig import conversion, killpoint
-from rig.bench import Bench
+from rig.bench import SHARD, Bench
 
 
 def status(bench: Bench, *options: str, code: int = 0) -> Any:
@@ -41,14 +40,6 @@ def test_a_conversion_that_was_killed(bench):
     said = bench.run("status", bench.output).stderr
     assert "stopped: 2 of 3 units done" in said and f"`ktconvert resume {bench.output}` goes on" in said
     assert bench.run("resume", bench.output).returncode == 0
-
-
-def spoil(bench: Bench) -> None:
-    """Let the last weight of layer 1 be infinite."""
-    shard = bench.source / "model-00002-of-00004.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-2:] = b"\x80\x7f"
-    shard.write_bytes(data)
 
 
 def test_a_part_between_two_units(bench):
@@ -88,26 +79,27 @@ def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module
     assert look(bench.output) == {"output": str(bench.output), "state": "finished"}
 
 
-def stopped_within_a_unit(bench: Bench) -> subprocess.Popen[bytes]:
-    """A conversion that stands still while it makes a unit."""
+@pytest.mark.parametrize("then", ["it goes on", "it is killed"])
+def test_a_conversion_that_runs(bench, then):
+    """It stands still while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
     stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
     running = subprocess.Popen(line, env={**os.environ, **stop})
-    conversion.wait_until_stopped(running)
-    assert running.poll() is None
-    return running
-
-
-def test_a_conversion_that_runs(bench):
-    running = stopped_within_a_unit(bench)
     try:
+        conversion.wait_until_stopped(running)
         found = status(bench)
         assert (found["state"], found["units"]) == ("running", 3)
         assert {unit["pid"] for unit in found["making"]} == {running.pid}
         assert {unit["host"] for unit in found["making"]} == {os.uname().nodename}
         assert all(unit["alive"] for unit in found["making"])
         assert "being made:" in bench.run("status", bench.output).stderr
-        watching = [sys.executable, "-m", "ktconvert.pipeline.cli", "status", bench.output, "--watch"]
+        if then == "it is killed":
+            running.kill()
+            running.wait()
+            found = status(bench)
+            assert (found["state"], found["making"]) == ("stopped", [])
+            return
+        watching = [*conversion.KTCONVERT, "status", bench.output, "--watch"]
         with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as watch:
             assert watch.stdout is not None and "cpu:" in watch.stdout.readline()
             running.send_signal(signal.SIGCONT)
@@ -120,7 +112,8 @@ def test_a_conversion_that_runs(bench):
 
 
 def test_why_a_run_and_a_part_ended(bench):
-    spoil(bench)
+    shard = bench.source / SHARD
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x80\x7f")  # the last weight of layer 1 is infinite
     assert bench.cpu().returncode == 5 and "layer 1" in status(bench)["ended"]
     shutil.rmtree(bench.work)
     assert [bench.cpu("--part", part).returncode for part in ("1/3", "0/3")] == [5, 0]

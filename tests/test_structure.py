@@ -7,10 +7,7 @@ import ast
 import dataclasses
 import functools
 import graphlib
-import os
 import re
-import runpy
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +36,11 @@ ABOVE = {
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
 # modules import them inside a function.
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest")} | {
-    f"ktconvert.pipeline.models.serving.{name}"
-    for name in ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
-}
-TENSORS = {
-    ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")
-}  # torch tensors in and out
+SERVING = ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
+SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest")}
+SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
+# torch tensors in and out
+TENSORS = {ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")}
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {
     ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -94,13 +89,11 @@ def test_direction():
                 wrong.append(f"{at}imports {module} by its bare name; say ktconvert.{module}")
             if parts[0] == "ktconvert" and len(parts) > 1 and parts[1] not in BELOW[floor]:
                 wrong.append(f"{at}{floor} must not import {module}")
-            if (
-                module.startswith("ktconvert.native_quant.runtime")
-                and path.name != "__init__.py"
-                and (floor not in ("pipeline", "native_quant.runtime"))
-            ):
+            upper = floor in ("pipeline", "native_quant.runtime")
+            runtime = module.startswith("ktconvert.native_quant.runtime")
+            if runtime and not upper and path.name != "__init__.py":
                 wrong.append(f"{at}{floor} must not know the runtime")
-            if parts[0] == "torch" and floor not in ("pipeline", "native_quant.runtime") and path not in TENSORS:
+            if parts[0] == "torch" and not upper and path not in TENSORS:
                 wrong.append(f"{at}{floor} must not know torch")
             if parts[:2] == ["ktconvert", "pipeline"] and floor == "pipeline":
                 folder = path.relative_to(ROOT / "pipeline").parts[0]
@@ -143,45 +136,6 @@ def test_no_circles():
 CSRC = ROOT / "native_quant" / "csrc"
 
 
-def definitions(text: str) -> Iterator[str]:
-    """The functions and variables that preprocessed C defines, whole, but no declarations and no types."""
-    depth, start, is_function = 0, 0, False
-    for mark in re.finditer(r"[{};]", text):
-        if mark[0] == "{":
-            is_function = is_function or (depth == 0 and text[start : mark.start()].rstrip().endswith(")"))
-        depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
-        if depth == 0 and (mark[0] == ";" or is_function):
-            item, start, is_function = text[start : mark.end()].strip(), mark.end(), False
-            if "{" in item and not item.startswith(("typedef", "enum", "struct")):
-                yield item
-
-
-def test_no_circles_in_c(tmp_path, monkeypatch):
-    """No C file needs, by way of others, one that needs it; no header includes itself."""
-    monkeypatch.chdir(ROOT)
-    build = runpy.run_path("native_quant/_build.py")
-    (tmp_path / "immintrin.h").touch()  # the compiler's own is long
-    command = [os.environ.get("CC", "cc"), "-E", "-P", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
-    home: dict[str, str] = {}
-    used: dict[str, set[str]] = {}
-    for path in build["sources"]():
-        text = subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
-        text = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", "", text)
-        items = list(definitions(text))
-        heads = [re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split() for item in items]
-        home |= {head[-1]: path for head in heads if "static" not in head}
-        used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
-    assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
-    files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
-    headers = {p.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', p.read_text())) for p in CSRC.rglob("*.h")}
-    for graph in (files, headers):
-        assert sum(map(len, graph.values())) > 50
-        try:
-            graphlib.TopologicalSorter(graph).prepare()
-        except graphlib.CycleError as error:
-            pytest.fail(f"a circle of C files: {' <- '.join(error.args[1])}")
-
-
 def test_heavy_packages_are_imported_where_they_are_used():
     wrong = []
     for name, path in MODULES.items():
@@ -199,13 +153,9 @@ def test_heavy_packages_are_imported_where_they_are_used():
 
 # Words that say nothing to somebody who is new here. Say runner, threads, remote, side output, other tensors, request
 # options, fair lock, scheduler, model manager, chunk, expected, declared, reported, paths, space, panel, pack.
-GONE = set(
-    re.findall(
-        r"\w+",
-        """apart beside carried asked keeper keepers crew crews lane lanes lay lays laid piece pieces places room rooms
-        stated strip strips told turns wanted""",
-    )
-)
+SAYING_NOTHING = """apart beside carried asked keeper keepers crew crews lane lanes lay lays laid piece pieces places
+    room rooms stated strip strips told turns wanted"""
+GONE = {*SAYING_NOTHING.split()}
 VECTORS = "native_quant/"  # where a lane is one of a vector
 # Files of a table may have the name of another file: commands, encodings of the numbers that quantizers define.
 ROWS = (("pipeline", "cli"), ("layouts", "encodings"))

@@ -1,5 +1,4 @@
-"""An encoding is one row: a made-up one, defined here alone, is converted, verified, killed and resumed by the real
-command.
+"""An encoding is one row: a made-up one, defined here alone, is converted and verified by the real command.
 
 This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with one more row in its
 table.
@@ -82,10 +81,6 @@ def test_for_a_gpu_and_inspected(checkpoints, tmp_path, ktconvert):
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "plain")
     ktconvert("verify", tmp_path / "out", "--against", source)
     assert json.loads(ktconvert("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
-
-
-def test_it_is_resumed(checkpoints, tmp_path, ktconvert):
-    ktconvert.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
 
 
 def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert):

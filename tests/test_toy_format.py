@@ -165,11 +165,11 @@ def test_it_is_resumed(source, toys, tmp_path, ktconvert):
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(toys)
 
 
-if __name__ == "__main__":
-    main(lambda: FORMATS.update({TOY.name: TOY}))
-
-
 def test_it_has_no_loose_files_and_our_runtime_cannot_compute_it(source, toys, tmp_path, ktconvert):
     done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
     assert "TOY8 has no loose files" in done.stderr
     assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr
+
+
+if __name__ == "__main__":
+    main(lambda: FORMATS.update({TOY.name: TOY}))

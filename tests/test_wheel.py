@@ -28,7 +28,6 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-OWN_SECONDS = 30.0  # of CPU: installing the wheel itself, converting, verifying
 # Of a CPU without SSE4.2: newer wheels of NumPy need more.
 OLD_NUMPY = "numpy<2.4"
 KERNEL_TESTS = ("test_golden", "test_outputs_golden", "test_kernels", "test_decoding", "test_pack_codes", "test_gemm")
@@ -104,12 +103,6 @@ def interpreter(version: str) -> str:
     return found
 
 
-def cpu_seconds() -> float:
-    """Of processes that have ended."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def test_one_wheel_for_every_cpython_with_the_gil(wheel: Path) -> None:
     """Free-threaded ones have to build, and are told why they cannot (test_portable.py)."""
     name, version, _, tags = parse_wheel_filename(wheel.name)
@@ -141,7 +134,6 @@ def test_its_kernels_give_the_bytes_that_are_tested(wheel: Path, tmp_path: Path)
 def test_converts_without_a_compiler(version: str, environment: Any, wheel: Path, tmp_path: Path) -> None:
     venv = environment(interpreter(version))
     assert shutil.which("cc", path=bare(venv)["PATH"]) is None
-    begun = cpu_seconds()
     pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel]
     run(pip, env=bare(venv))
     found = json.loads(run(["ktconvert", "version", "--json"], env=bare(venv)))
@@ -150,12 +142,8 @@ def test_converts_without_a_compiler(version: str, environment: Any, wheel: Path
     out = tmp_path / "int8"
     run(["ktconvert", "cpu", "-i", EXAMPLE, "-o", out, "--quant-method", "int8"], env=bare(venv))
     assert run(["ktconvert", "verify", out, "--against", EXAMPLE], env=bare(venv)).endswith("verified\n")
-    assert cpu_seconds() - begun < OWN_SECONDS
     packages = json.loads(run([venv / "bin" / "python", "-m", "pip", "list", "--format=json"]))
-    size = sum(f.stat().st_size for f in (venv / "lib").rglob("*") if f.is_file())
-    names = {package["name"] for package in packages} - {"pip", "setuptools"}
-    print(f"{len(names)} packages, {size / 1e6:.0f} MB with pip: {' '.join(sorted(names))}")
-    assert not names & {"torch", "transformers", "gguf", "requests"}
+    assert not {package["name"] for package in packages} & {"torch", "transformers", "gguf", "requests"}
 
 
 def test_generates_with_the_extra_run(environment: Any, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from click.core import ParameterSource
 from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.options.declare import NONE, Leaf, O, Option, Options, build, leaves
 
-IGNORED = "is accepted for kt-kernel's sake and changes nothing here"
-
 
 class Command(click.Command):
     """A command whose --help shows options under the titles of their groups."""
@@ -120,13 +118,6 @@ def given(cls: type[Options]) -> Iterator[Leaf]:
     for leaf in leaves(cls):
         if context.get_parameter_source(leaf.name) is ParameterSource.COMMANDLINE:
             yield leaf
-
-
-def notes_of_ignored(cls: type[Options]) -> Iterator[str]:
-    """A sentence for each option on the command line that we accept and ignore."""
-    for leaf in given(cls):
-        if isinstance(leaf.declared, Option) and leaf.declared.ignored:
-            yield f"{leaf.flag} {IGNORED}: {leaf.declared.ignored}"
 
 
 def _one_of(name: str, argument: Any, option: Any) -> Any:

@@ -18,7 +18,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.versions import installed
+from ktconvert.pipeline.cli.version import installed
 from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.ui.text import aligned, size
 
@@ -104,24 +104,19 @@ def supported_state() -> int | None:
     return mask.value if done == 0 else None
 
 
-def computed_methods() -> tuple[str, ...]:
-    """kt-kernel's names of the runtime's methods."""
-    from ktconvert.native_quant.runtime.methods import METHODS
-
-    return tuple(METHODS)
-
-
 def of_extension() -> dict[str, Any]:
     """The facts that only our C extension tells: what kernels may use and will use, methods, placement of memory."""
     try:
         from ktconvert.native_quant import kernels, placement
+        from ktconvert.native_quant.runtime.methods import METHODS
 
-        refusal, methods = placement.refusal(), computed_methods()
+        refusal = placement.refusal()
     except ImportError as error:
         lacking = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
         return {"isa_problem": lacking}
     policy = None if refusal else placement.policy().mode
-    facts = {"isas": kernels.available_isas(), "methods": methods, "memory_policy": policy, "memory_refusal": refusal}
+    facts: dict[str, Any] = {"isas": kernels.available_isas(), "methods": tuple(METHODS)}
+    facts |= {"memory_policy": policy, "memory_refusal": refusal}
     try:
         return {**facts, "isa": kernels.isa()}
     except ValueError as error:  # KTCONVERT_ISA names one that is not there
@@ -184,11 +179,8 @@ def examine(folder: Path) -> Facts:
     )
 
 
-def warnings(f: Facts) -> list[str]:
-    return list(_warnings(f))
-
-
-def _warnings(f: Facts) -> Iterator[str]:
+def warnings(f: Facts) -> Iterator[str]:
+    """What is in the way, a sentence each."""
     if f.isa_problem is not None:
         yield f.isa_problem
     if "avx2" not in f.features:
@@ -260,7 +252,7 @@ def doctor(options: DoctorOptions) -> None:
       ktconvert doctor --disk /models --json
     """
     facts = examine(options.disk)
-    sentences = warnings(facts)
+    sentences = list(warnings(facts))
     if options.as_json:
         click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))
         return

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import click
 
-from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.files import publish
+from ktconvert.native_quant.runtime import from_checkpoint, smoke
+from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
+from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.bench import experts_per_token
 from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.engine.executors import opened
+from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
-
-if TYPE_CHECKING:
-    from ktconvert.pipeline.verify.checks import Check
-    from ktconvert.pipeline.verify.verify import Report
-
+from ktconvert.pipeline.ui.page import page
+from ktconvert.pipeline.verify.checks import AGAIN, Check
+from ktconvert.pipeline.verify.inputs import VerifyInputs
+from ktconvert.pipeline.verify.structure import weights_whole
+from ktconvert.pipeline.verify.verify import Report, document, lines
+from ktconvert.pipeline.verify.verify import verify as verify_output
 
 PAGES = (".html", ".htm")
 
@@ -42,14 +49,6 @@ def verify(options: VerifyOptions) -> None:
       ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B    does it predict the same?
       ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html  as a page
     """
-    from ktconvert.layouts.files import publish
-    from ktconvert.pipeline.engine.executors import opened
-    from ktconvert.pipeline.models.evaluate import read_text
-    from ktconvert.pipeline.ui.page import page
-    from ktconvert.pipeline.verify import report as verify_report
-    from ktconvert.pipeline.verify.inputs import VerifyInputs
-    from ktconvert.pipeline.verify.verify import verify as verify_output
-
     # Only the report goes to stdout: one table, or one JSON object.
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
@@ -77,16 +76,16 @@ def verify(options: VerifyOptions) -> None:
         workers = options.cpuinfer_threads or engine.threads
         report = verify_output(chosen, reporter, engine.executor, workers)
     if options.run:
-        report = replace(report, checks=(*report.checks, replace(run_check(report, chosen.threads), name="run")))
+        report.checks.append(run_check(report, chosen.threads))
     if options.report is not None:
         publish.write_whole(options.report, page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")
     for note in report.notes:
         reporter.note(note)
     if options.reporting.json_events:
-        click.echo(json.dumps(verify_report.document(report)))
+        click.echo(json.dumps(document(report)))
     elif not options.reporting.quiet:
-        click.echo("\n".join(verify_report.lines(report)))
+        click.echo("\n".join(lines(report)))
     if report.sentence is not None:
         if options.reporting.json_events:  # the object holds the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
@@ -98,25 +97,16 @@ def run_check(report: Report, threads: int) -> Check:
     """Push a few tokens through the first layer of each method: finite, and close to what the weights give in float.
     Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
-    from ktconvert.layouts.errors import InputError, UnsupportedError
-    from ktconvert.native_quant.runtime import from_checkpoint, smoke
-    from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-    from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
-    from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.pipeline.cli.bench import experts_per_token
-    from ktconvert.pipeline.verify.checks import AGAIN, Check
-    from ktconvert.pipeline.verify.structure import weights_whole
-
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
-        return Check("", ("nothing was computed, since weight files are missing or damaged",))
+        return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # the name alone does not tell the order of opaque codes
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
         )
-    source = open_experts(output.root)
+    source = from_checkpoint.open_experts(output.root)
     first = {measure.method_of(layer): layer for layer in reversed(source.layers)}
     summaries: list[str] = []
     problems: list[str] = []
@@ -127,7 +117,7 @@ def run_check(report: Report, threads: int) -> Check:
         except (InputError, UnsupportedError, VerificationError) as error:
             if output.manifest is None and not output.methods:  # a checkpoint: there is no report of its damage
                 raise
-            return Check("", (str(error).replace(f"{output.root}: ", ""),))
+            return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
         errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
         summaries.append(
             f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
@@ -135,4 +125,4 @@ def run_check(report: Report, threads: int) -> Check:
         )
         problems += result.problems
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
-    return Check("; ".join(summaries), tuple(problems), remedy=remedy)
+    return Check("run", "; ".join(summaries), problems, remedy=remedy)

@@ -146,7 +146,7 @@ def _kind(annotation: Any) -> type:
     return kind
 
 
-_known: dict[type[Options], tuple[Leaf, ...]] = {}
+_known: dict[type[Options], tuple[Leaf, ...]] = {}  # mypy takes no class of Options for hashable, as a cache wants it
 
 
 def leaves(cls: type[Options]) -> tuple[Leaf, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -41,6 +42,7 @@ AOCL = (
     "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the one of "
     "its build for aarch64, and the AMXINT8 output of int8 runs on AMD in this project's runtime"
 )
+INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
 CHECKPOINT = "The checkpoint: a directory, a .safetensors file, or a hub id (org/name)."
 AGAIN = "On resume, make again what came from files that were modified since."
 LATER = {  # what kt-kernel's script takes and we do not, or only in a layout that is asked for
@@ -54,6 +56,20 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
     return click.Choice(tuple(words), case_sensitive=False)
 
 
+def read_from(help: str, *flags: str, argument: str | None = None) -> Any:
+    """The field of what a command reads."""
+    return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=NONE)
+
+
+def written_to(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
+    """The field of what a command makes."""
+    return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=NONE)
+
+
+def shard_limit(unset: str, help: str = "Cut shards between experts, e.g. 5GB.") -> Any:
+    return files(help, Size(), unset=unset)
+
+
 class QuantizationOptions(ConversionOptions):
     """What `cpu` and `gpu` have in common. arch_row: the text of --arch-file, for resume; engine, rounding: of GPTQ."""
 
@@ -63,7 +79,7 @@ class QuantizationOptions(ConversionOptions):
         Spelled("env"),
         unset="all",
     )
-    max_shard_size: int | None = files("Cut shards between experts, e.g. 5GB.", Size(), unset="one shard per layer")
+    max_shard_size: int | None = shard_limit("one shard per layer")
     equalize: bool = weights(
         "Scale rows of up_proj and columns of down_proj by powers of two, where the columns differ much; the model "
         "stays the same. `inspect --columns` says whether it is worth it.",
@@ -99,13 +115,11 @@ class CpuOptions(QuantizationOptions):
     them.
     """
 
-    input: str = option(
+    input: str = read_from(
         "The checkpoint: a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf).",
-        PathOrHubId(absolute=True),
-        flags=("-i", "--input-path"),
-        default=NONE,
+        *INPUT,
     )
-    output: Path = option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    output: Path = written_to(*OUTPUT)
     input_type: str | None = tuning(
         "The expected type of the weights; another one is an error that names it.",
         choice(input_types()),
@@ -182,12 +196,8 @@ IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory se
 
 
 class GpuOptions(QuantizationOptions):
-    input: str = option(
-        CHECKPOINT, PathOrHubId(absolute=True), flags=("-i", "--model-id", "--input-path"), default=NONE
-    )
-    output: Path = option(
-        "Output directory.", OutputPath(absolute=True), flags=("-o", "--output-dir", "--output"), default=NONE
-    )
+    input: str = read_from(CHECKPOINT, "-i", "--model-id", "--input-path")
+    output: Path = written_to("-o", "--output-dir", "--output")
     quant_method: str = weights(
         "Calibrated on a data set (GPTQ), or rounded to nearest (RTN), which takes seconds per GB and no data.",
         choice(["GPTQ", "RTN"]),
@@ -232,7 +242,7 @@ class GpuOptions(QuantizationOptions):
         Number(min=1),
         default=(1,),
     )
-    max_shard_size: int | None = files("Cut shards between experts.", Size(), unset="5GB")
+    max_shard_size: int | None = shard_limit("5GB", "Cut shards between experts.")
 
     @property
     def calibrated(self) -> bool:
@@ -257,10 +267,8 @@ class GpuOptions(QuantizationOptions):
 class CalibrateOptions(ConversionOptions):
     """arch_row: the text of --arch-file."""
 
-    input: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=NONE)
-    output: Path = option(
-        "The folder for the files.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE
-    )
+    input: str = read_from(CHECKPOINT, argument="model")
+    output: Path = written_to(*OUTPUT, help="The folder for the files.")
     second_moments: bool = weights(
         "Also keep the sums of x xT, H x H for a layer and I x I for each expert, which `cpu --scale mse` searches "
         "with; the plan tells their size.",
@@ -274,35 +282,18 @@ class CalibrateOptions(ConversionOptions):
 
 
 class DequantizeOptions(ConversionOptions):
-    input: str = option(
-        CHECKPOINT,
-        PathOrHubId(absolute=True),
-        flags=("-i", "--input-path", "--model-dir", "--input-fp8-hf-path"),
-        argument="src",
-        default=NONE,
-    )
-    output: Path = option(
-        "Output directory.",
-        OutputPath(absolute=True),
-        flags=("-o", "--output", "--output-dir", "--output-bf16-hf-path"),
-        argument="out",
-        default=NONE,
-    )
+    input: str = read_from(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
+    output: Path = written_to(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
     config_path: str | None = option(ignored="SRC has the config")
-    max_shard_size: int | None = files("Cut shards at this size.", Size(), unset="5GB")
+    max_shard_size: int | None = shard_limit("5GB", "Cut shards at this size.")
     hub: Hub = Hub()
 
 
 class MergeOptions(ConversionOptions):
     """Settings of `ktconvert merge`. with_companions: whether --original-path is given."""
 
-    input: str = option(
-        "The directory with the _layer_N folders of .kt files.",
-        PathOrHubId(absolute=True),
-        flags=("-i", "--input-path"),
-        default=NONE,
-    )
-    output: Path = option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    input: str = read_from("The directory with the _layer_N folders of .kt files.", *INPUT)
+    output: Path = written_to(*OUTPUT)
     original_path: Path | None = tuning(
         "The original checkpoint: its config, tokenizer and other companion files are copied.",
         FilePath(absolute=True),
@@ -317,8 +308,8 @@ class MergeOptions(ConversionOptions):
 class ResplitOptions(ConversionOptions):
     """Settings of `ktconvert resplit`. Recorded are those of the conversion of OUTPUT that hold for NEW, too."""
 
-    input: str = option("The output that is read.", PathOrHubId(absolute=True), argument="output", default=NONE)
-    output: Path = option("The output that is made.", OutputPath(absolute=True), argument="new", default=NONE)
+    input: str = read_from("The output that is read.", argument="output")
+    output: Path = written_to(help="The output that is made.", argument="new")
     threadpool_count: int = weights(
         "NUMA parts of the new output: the number of NUMA nodes that the server may use.", Number(min=1), default=NONE
     )
@@ -327,7 +318,7 @@ class ResplitOptions(ConversionOptions):
         PathOrHubId(absolute=True),
     )
     revision: str | None = option("Branch, tag or commit, where --against is a hub id.")
-    max_shard_size: int | None = files("Cut shards between experts, e.g. 5GB.", Size(), unset="one shard per layer")
+    max_shard_size: int | None = shard_limit("one shard per layer")
     verify_inputs: bool = tuning(AGAIN, default=False)
     no_merge_safetensor: bool | None = recorded(Effect.WEIGHTS)
     layers: str | None = recorded(Effect.FILES)
@@ -342,7 +333,7 @@ class AsBefore(Execution):
 
 
 class ResumeOptions(Options):
-    output: Path = option("The output that was begun.", OutputPath(absolute=True), argument="output", default=NONE)
+    output: Path = written_to(help="The output that was begun.", argument="output")
     dry_run: bool = option("Print which units are finished, which are left, and why; write nothing.", default=False)
     verify_inputs: bool = option("Convert again what came from input files that were modified since.", default=False)
     allow_machine_change: bool = option(

@@ -11,7 +11,7 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.pipeline.options.declare import NONE, Option, Options, declared, option
 from ktconvert.pipeline.options.option_groups import ArchFile, GpuExperts, Hub, ImportanceFile, Reporting, Workers
 from ktconvert.pipeline.options.quantization import choice
-from ktconvert.pipeline.options.types import Directory, FilePath, Number, OutputPath, PathOrHubId, Real
+from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real
 
 # What --quant-method of verify takes, options and names -> the name of what is stored.
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
@@ -54,12 +54,10 @@ class BenchOptions(Options):
 
 class DoctorOptions(Options):
     disk: Path = option(
-        "Directory whose disk is measured: at most 256 MiB are written and removed.", Directory(), default=Path()
+        "Directory whose disk is measured: at most 256 MiB are written and removed.",
+        FilePath(directory=True),
+        default=Path(),
     )
-    as_json: bool = declared(JSON, default=False)
-
-
-class VersionOptions(Options):
     as_json: bool = declared(JSON, default=False)
 
 

@@ -59,10 +59,12 @@ class Real(click.FloatRange):
 
 
 class FilePath(click.Path):
-    """A file or a directory as a Path, never "" (the current directory). absolute: holds from any directory."""
+    """A file or a directory as a Path, never "" (the current directory). absolute: holds from any directory; directory:
+    one that exists.
+    """
 
-    def __init__(self, *, absolute: bool = False) -> None:
-        super().__init__(path_type=Path)
+    def __init__(self, *, absolute: bool = False, directory: bool = False) -> None:
+        super().__init__(path_type=Path, exists=directory, file_okay=not directory)
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
@@ -72,16 +74,6 @@ class FilePath(click.Path):
         if path.name == "..":  # the work directory of an output stands next to it, and has its name
             path = path.expanduser().resolve()
         return path.expanduser().absolute() if self._absolute else path
-
-
-class Directory(FilePath):
-    """A directory that exists."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = super().convert(value, param, ctx)
-        if not path.is_dir():
-            self.fail(f"Directory {str(path)!r} does not exist.", param, ctx)
-        return path
 
 
 class OutputPath(FilePath):

@@ -18,8 +18,7 @@ from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.checks import ProjectionErrors
 from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Scales, WorstRow
-from ktconvert.pipeline.verify.report import document, facts_rows
-from ktconvert.pipeline.verify.verify import Report
+from ktconvert.pipeline.verify.verify import Report, document, facts_rows
 
 TEMPLATES = Path(__file__).parent
 SHOWN = 100  # problems listed per check; --json has them all

@@ -48,6 +48,12 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
+def first_of(problems: Sequence[str]) -> str:
+    """The first of some problems, and how many more there are; "" of none."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return problems[0] + more if problems else ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what another library's exception says, without its full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -25,7 +25,6 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages import expert_stream as equalized
@@ -58,33 +57,33 @@ class ExpertFindings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how.
+    """An output, its source and how they are compared.
 
     choice       how codes were chosen, or what calibrated ones are compared with
     calibrated   whether codes are judged, not compared
     same_scales  whether calibrated linears have the scales of rounding to nearest; else only how good they are counts
-    full         whether the error of every expert is measured
     """
 
-    output: Output
-    measure: Measure
+    inputs: Inputs
     model: MoeModel
     fmt: Format
     choice: Quantizer
-    imatrix: InputStatistics | None
     calibrated: bool
     same_scales: bool
-    full: bool
+
+    @property
+    def output(self) -> Output:
+        return self.inputs.output
 
     def expert(self, layer: int, expert: int) -> ExpertFindings:
         """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
-        fmt = self.fmt.of_layer(layer)
+        fmt, measure = self.fmt.of_layer(layer), self.inputs.measure
         choice = self.choice.where_it_serves(fmt.encoding.grid)
-        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, fmt.forward)
-        importance = None if choice == ABSMAX else importance_of(self.model, self.imatrix, layer)
+        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+        importance = None if choice == ABSMAX else importance_of(self.model, self.inputs.imatrix, layer)
         work = ExpertsWork(self.model, fmt, choice, grid, expert, expert + 1, {}, importance)
-        return _compare_expert(self, work, measured=self.full or expert in sample(count))
+        return _compare_expert(self, work, measured=self.inputs.options.full or expert in sample(count))
 
     @cached_property
     def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
@@ -119,28 +118,20 @@ def source_bytes(inputs: Inputs) -> int:
 
 def comparison(inputs: Inputs) -> Comparison:
     """How this output is compared. UnsupportedError where we cannot make these bytes or judge these codes."""
-    output, measure = inputs.output, inputs.measure
-    assert inputs.model is not None
-    method, scale = output.facts.get("quant_method"), output.facts.get("scale", ABSMAX.name)
-    if measure.fmt is None:
+    root, facts, fmt, model = inputs.output.root, inputs.output.facts, inputs.measure.fmt, inputs.model
+    assert model is not None
+    method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
+    if fmt is None:
         raise UnsupportedError(
-            f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
+            f"{root}: {inputs.measure.method} weights cannot be made again here; verify them without --against SOURCE."
         )
     if method not in METHODS or scale not in QUANTIZERS:
         what = method if method not in METHODS else scale
-        raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
+        raise UnsupportedError(f"{root}: {what} weights cannot be held against a source here.")
     choice = QUANTIZERS[scale]
-    return Comparison(
-        output,
-        measure,
-        inputs.model,
-        measure.fmt,
-        ABSMAX if choice.calibrated else choice,
-        inputs.imatrix,
-        calibrated=METHODS[method] or choice.calibrated,
-        same_scales=not choice.calibrated,
-        full=inputs.options.full,
-    )
+    calibrated = METHODS[method] or choice.calibrated
+    rounded = ABSMAX if choice.calibrated else choice
+    return Comparison(inputs, model, fmt, rounded, calibrated, same_scales=not choice.calibrated)
 
 
 def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check, list[ProjectionErrors]]:
@@ -149,7 +140,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     scales, unless these were calibrated, too, lie in their range, and have an error that is plausible next to
     rounding's. Raises InputError for a source that holds NaN or Inf or cannot be read.
     """
-    output, measure, model, before = compared.output, compared.measure, compared.model, compared.resplit_from
+    output, measure, model, before = compared.output, compared.inputs.measure, compared.model, compared.resplit_from
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     for numa in (*before, measure.numa):
@@ -158,7 +149,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {reason}")
         layers = [n for n in layers if wrong[n] is None]
     total, errors = _compare_experts(model, layers, check_items)
-    problems += total.problems + compare_others(output, model.source, compared.other_tensors, check_items)
+    problems += total.problems + compare_others(compared.inputs, compared.other_tensors, check_items)
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
     summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
@@ -168,7 +159,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
         summary += f"; {total.equalized} experts are equalized{proved}"
     summary += f"; {len(compared.other_tensors)} other tensors are the source's" if compared.other_tensors else ""
-    return Check(summary, tuple(problems), tuple(notes)), errors
+    return Check("source", summary, problems, notes), errors
 
 
 def _compare_experts(
@@ -296,34 +287,41 @@ def _compare_part(
 # --- all else -------------------------------------------------------------------------------------
 
 
-def decoded_tensors(source: TensorSource) -> dict[str, copy_tensors.OtherTensor]:
+def source_of(inputs: Inputs) -> TensorSource:
+    assert inputs.source is not None
+    return inputs.source
+
+
+def decoded_tensors(inputs: Inputs) -> dict[str, copy_tensors.OtherTensor]:
     """What `dequantize` makes of a source, by name. Raises InputError and UnsupportedError for what it cannot take."""
+    source = source_of(inputs)
     tensors = other_tensors(source, (), source.quantization).tensors
     return {name: copy_tensors.OtherTensor(name, stored) for name, stored in tensors.items()}
 
 
-def compare_decoded(output: Output, source: TensorSource, check_items: CheckItems) -> Check:
+def compare_decoded(inputs: Inputs, check_items: CheckItems) -> Check:
     """Every tensor of a dequantized checkpoint: quantized weights are decoded again, all others are the source's."""
-    tensors = decoded_tensors(source)
-    problems = compare_others(output, source, tensors, check_items)
+    tensors = decoded_tensors(inputs)
+    problems = compare_others(inputs, tensors, check_items)
     count = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
     result = f"{count} weights decoded again: the same bytes; {len(tensors) - count} other tensors are the source's"
-    return Check(result, tuple(problems))
+    return Check("source", result, problems)
 
 
 def compare_others(
-    output: Output, source: TensorSource, expected: Mapping[str, copy_tensors.OtherTensor], check_items: CheckItems
+    inputs: Inputs, expected: Mapping[str, copy_tensors.OtherTensor], check_items: CheckItems
 ) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
-    others = output.others
-    problems = [f"{name} in {others[name].file} is not in {source.root}" for name in others if name not in expected]
+    others, root = inputs.output.others, source_of(inputs).root
+    problems = [f"{name} in {others[name].file} is not in {root}" for name in others if name not in expected]
     sizes = [others[name].nbytes if name in others else 0 for name in expected]
     found = check_items("other tensors", list(expected), sizes)
     return problems + [problem for _, problem in found if problem is not None]
 
 
-def other_difference(output: Output, source: TensorSource, tensor: copy_tensors.OtherTensor) -> str | None:
+def other_difference(inputs: Inputs, tensor: copy_tensors.OtherTensor) -> str | None:
     """What is wrong with a tensor that is no routed expert; None where it is the source's."""
+    output, source = inputs.output, source_of(inputs)
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
         return f"{tensor.key} is missing"
@@ -358,7 +356,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, check_items
     lone = len(output.others.keys() ^ other.others.keys())
     notes = (f"{lone} tensors that are no routed experts are on one side only",) if lone else ()
     result = f"{len(found)} tensors, the same bytes in {other.root}"
-    return Check(result, tuple(problems), notes, "convert the wrong one again")
+    return Check("other", result, problems, notes, "convert the wrong one again")
 
 
 def pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,31 +24,17 @@ WORST_RATIO = 3.0
 ROWS = 64  # of a linear whose error is not measured as a whole: enough to tell a wrong one
 MOST_UNUSED = 0.5  # share of columns that calibration may never have seen
 NEXT_TO = 1.002  # what a value may be beyond that of the last code: less than half a code, more than its own rounding
-AT_ONCE = 64  # rows in memory as float64 at a time
 
 
 @dataclass(frozen=True)
 class Check:
     """What a check found: what holds if there are no problems, else the problems, one sentence each, and what to do."""
 
-    result: str
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    remedy: str = AGAIN
-    name: str = ""
-
-
-class Row(NamedTuple):
-    """A row of a table of checks: the name, and what checks an output; it gives None where it does not apply."""
-
     name: str
-    check: Callable[..., Check | None]
-
-
-def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
-    for row in rows:
-        if (check := row.check(*subject)) is not None:
-            yield replace(check, name=row.name)
+    result: str
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    remedy: str = AGAIN
 
 
 # Checks many items in one of the ways of item_checks.ITEM_CHECKS and reports the bytes of each as done: called with the
@@ -129,14 +115,12 @@ def judge(
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
         return np.zeros(4), Calibrated(np.inf, False, True), problem
-    columns = np.flatnonzero(~unused)
-    sums, rounding = np.zeros(4), np.zeros(4)
-    for first in range(0, len(x), AT_ONCE):
-        part, own, nearest = (values[first : first + AT_ONCE][:, columns] for values in (x, ours, theirs))
-        sums, rounding = sums + sums_of(part, own), rounding + sums_of(part, nearest)
+    same = bool(np.array_equal(ours, theirs))
+    x[:, unused] = theirs[:, unused] = 0  # as ours: they count nowhere
+    sums, rounding = sums_of(x, ours), sums_of(x, theirs)
     error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
     ratio = error / usual if usual else 1.0 if error == 0 else np.inf
-    comparison = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
+    comparison = Calibrated(ratio, same, bool(unused.any()))
     if ratio <= WORST_RATIO:
         return sums, comparison, ""
     far = f"{ratio:.1f} times as far as rounding to nearest ({usual:.4f}); at most {WORST_RATIO:g} times is plausible"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.files.shards import group_by_limit
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
@@ -44,28 +45,25 @@ class ItemChecker:
     @cached_property
     def other_tensors(self) -> Mapping[str, OtherTensor]:
         """Those of the source that are no routed experts, by their names in the output."""
-        assert self.inputs.source is not None
-        return self.comparison.other_tensors if self.inputs.model else against.decoded_tensors(self.inputs.source)
+        return self.comparison.other_tensors if self.inputs.model else against.decoded_tensors(self.inputs)
+
+    @cached_property
+    def other(self) -> Output:
+        assert self.inputs.other is not None
+        return self.inputs.other
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[Any, Any]]:
-        assert self.inputs.other is not None
-        return against.pairs(self.inputs.output, self.inputs.other)
-
-    def other_tensor(self, name: str) -> str | None:
-        assert self.inputs.source is not None
-        return against.other_difference(self.inputs.output, self.inputs.source, self.other_tensors[name])
-
-    def equal_tensor(self, name: str) -> str | None:
-        assert self.inputs.other is not None
-        return against.tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
+        return against.pairs(self.inputs.output, self.other)
 
 
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
     "hashes": lambda checker, file: hash_problem(checker.inputs.output.root, file, checker.reporter),
     "experts": lambda checker, item: checker.comparison.expert(*item),
-    "other tensors": ItemChecker.other_tensor,
-    "equal tensors": ItemChecker.equal_tensor,
+    "other tensors": lambda checker, name: against.other_difference(checker.inputs, checker.other_tensors[name]),
+    "equal tensors": lambda checker, name: against.tensor_difference(
+        checker.inputs.output, checker.other, name, *checker.pairs[name]
+    ),
 }
 
 

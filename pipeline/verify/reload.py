@@ -27,7 +27,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.evaluate import compare
-from ktconvert.pipeline.ui.text import first_line, size
+from ktconvert.pipeline.ui.text import first_line, first_of, size
 from ktconvert.pipeline.verify.checks import Check
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     try:
         shapes, keys = _load(kind, config, output)
     except Exception as error:  # also what goes wrong while experts are put together
-        return Check("", (f"transformers cannot load its tensors: {first_line(error)}",)), False
+        return Check("reload", "", (f"transformers cannot load its tensors: {first_line(error)}",)), False
     wrong = [(key, f"transformers finds no tensor for {key}") for key in keys["missing_keys"]]
     wrong += [(key, f"transformers has no place for {key}") for key in keys["unexpected_keys"]]
     wrong += [
@@ -120,15 +120,14 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     experts, others = (
         sorted(problem for key, problem in wrong if (_layer_of(key) in layers) == routed) for routed in (True, False)
     )
-    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    notes = [f"{others[0]}{more}: none of these experts', so the same as of the source"] if others else []
+    notes = [f"{first_of(others)}: none of these experts', so the same as of the source"] if others else []
     notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
     result = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
-    return Check(result, tuple(experts), tuple(notes)), not experts and not keys["missing_keys"]
+    return Check("reload", result, experts, notes), not experts and not keys["missing_keys"]
 
 
 def _unchecked(why: str) -> tuple[Check, bool]:
-    return Check("not checked", notes=(f"not loaded: {why}",)), False
+    return Check("reload", "not checked", notes=(f"not loaded: {why}",)), False
 
 
 def model_class(root: Path) -> tuple[Any, Any]:
@@ -231,20 +230,20 @@ def check_predictions(
         with _loaded(output.root) as loaded:
             computed = _logits(loaded, ids)
     except Skip as skip:
-        return Check("", (f"the source computes, the output does not: {skip}",)), None
+        return Check("predictions", "", (f"the source computes, the output does not: {skip}",)), None
     compared = compare(expected, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
-        return Check("", ("the output's predictions are not finite",)), None
+        return Check("predictions", "", ("the output's predictions are not finite",)), None
     bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
     kl = float(compared.divergence.mean())
     predictions = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
     far = f"the output predicts something else than its source: {predictions.sentence()}"
-    return Check(predictions.sentence(), (far,) if not kl <= bound else ()), predictions
+    return Check("predictions", predictions.sentence(), (far,) if not kl <= bound else ()), predictions
 
 
 def not_compared(why: str) -> Check:
     """What is reported instead, and is no fault."""
-    return Check("not compared", notes=(f"predictions were not compared: {why}",))
+    return Check("predictions", "not compared", notes=(f"predictions were not compared: {why}",))
 
 
 def _require_memory(output: Output) -> None:

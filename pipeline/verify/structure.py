@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Place, part_shape
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
-from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, Row, run_checks
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems
 from ktconvert.quantizers.packed import lowest_codes
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
@@ -55,7 +55,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         strange = _strange_without_manifest(output)
     problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
-    return Check(f"{number}, none too many", tuple(problems), tuple(notes))
+    return Check("files", f"{number}, none too many", problems, notes)
 
 
 def listed_files(output: Output) -> tuple[OutputFile, ...]:
@@ -98,7 +98,7 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     if output.loose or INDEX in output.damaged:
         return None
     if output.weight_map is None:  # where the manifest has one, check_files says that it is missing
-        none = Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+        none = Check("index", "none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
         return none if output.manifest is None else None
     bad, notes = unreadable(output), list[str]()
     gone = sorted(set(output.weight_map.values()) - {*output.shards, *bad})
@@ -118,7 +118,7 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
         notes.append("the index gives no total size, as kt-kernel writes it")
     elif output.total_size != total and not bad and not problems:
         problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
-    return Check(f"{len(stored)} tensors, {total} bytes, as in the shards", tuple(problems), tuple(notes))
+    return Check("index", f"{len(stored)} tensors, {total} bytes, as in the shards", problems, notes)
 
 
 def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
@@ -136,14 +136,12 @@ def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGr
         yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
 
 
-def check_tensors(output: Output, measure: Measure) -> Check | None:
+def check_tensors(output: Output, measure: Measure) -> Check:
     """Every layer, expert, projection, part and tensor exactly once, with the sizes of one form, T, E, H and I."""
-    if not _packed(output):
-        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
-        return Check("", (*problems, "no expert weights are here"))
+        return Check("tensors", "", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
         names = [fmt.name for fmt in formats_by_names(output)]
@@ -175,7 +173,7 @@ def check_tensors(output: Output, measure: Measure) -> Check | None:
     weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
     if planned is not None and weights != planned:
         problems.append(f"{weights} linears are quantized, the plan had {planned}")
-    return Check(f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))
+    return Check("tensors", f"{len(used)} tensors of {len(measure.shapes)} layers, each once", problems)
 
 
 def _sizes(output: Output, measure: Measure) -> Iterator[str]:
@@ -215,7 +213,7 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
 def check_metadata(output: Output, measure: Measure) -> Check | None:
     """What our shards say of themselves is what they hold."""
     ours = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
-    if not ours or not weights_whole(output):
+    if not ours:
         return None
     problems: list[str] = []
     by_shard: dict[str, set[int]] = {}
@@ -236,13 +234,13 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
     sources = {about.get("source") for about in ours.values()}
     if len(sources) > 1:
         problems.append(f"the shards come from {len(sources)} different sources, says their metadata")
-    return Check(f"{len(ours)} shards say what they hold", tuple(problems))
+    return Check("metadata", f"{len(ours)} shards say what they hold", problems)
 
 
 def check_config(output: Output, measure: Measure) -> Check | None:
     """Experts and sizes are those of config.json next to the weights."""
     config = output.config
-    if not config or not _packed(output):
+    if not config:
         return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     made_of = str(output.facts.get("architecture"))
@@ -258,21 +256,19 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
     if measure.fmt is not None and not output.whole:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
-    return Check("experts and sizes as in config.json", tuple(problems), tuple(notes))
+    return Check("config", "experts and sizes as in config.json", problems, notes)
 
 
 def check_quantization(output: Output, measure: Measure) -> Check | None:
     """What config.json says of the quantization is what loaders of whole models want."""
-    if measure.fmt is None or not output.whole or not _packed(output):
+    if measure.fmt is None or not output.whole:
         return None
     problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
-    return Check(f"{measure.method} in config.json, as loaders want it", problems)
+    return Check("quantization", f"{measure.method} in config.json, as loaders want it", problems)
 
 
-def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
+def check_options(measure: Measure, parts: int | None, method: str | None) -> Check:
     """The NUMA count and method that the user means to load, if any, are those the bytes'; kt-kernel does not check."""
-    if parts is None and method is None:
-        return None
     fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
     problems = []
     if parts is not None and parts != measure.numa:
@@ -281,55 +277,42 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
         problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
     if fmt is not None and fmt.arrangement.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
-        return Check(f"{measure.method}, as given", tuple(problems), remedy=again)
+        return Check("options", f"{measure.method}, as given", problems, remedy=again)
     same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
     if fmt is not None and fmt.loose is None:
         serve = f"load it as {measure.method}, {here}, or {change}"
-    return Check(f"{measure.method}, {here}, as given", tuple(problems), remedy=serve)
+    return Check("options", f"{measure.method}, {here}, as given", problems, remedy=serve)
 
 
-def check_decoded_tensors(output: Output, _measure: Measure) -> Check | None:
+def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     """Of what `dequantize` wrote: as many tensors as the manifest says, none of them twice."""
-    if output.methods or not weights_whole(output):
-        return None
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     planned = output.facts.get("tensors")
     if planned != len(output.others):
         problems.append(f"{len(output.others)} tensors are here, the plan had {planned}")
-    return Check(f"{len(output.others)} tensors, as planned", tuple(problems))
+    return Check("tensors", f"{len(output.others)} tensors, as planned", problems)
 
 
-def check_decoded_config(output: Output, _measure: Measure) -> Check | None:
+def check_decoded_config(output: Output, _measure: Measure) -> Check:
     """Of that, nothing in config.json makes a loader look for quantized weights."""
-    if output.methods or not weights_whole(output):
-        return None
     quantized = unquantized(output.config) != output.config
     problems = ("config.json still says that the model is quantized",) if quantized else ()
-    return Check("nothing is quantized, says config.json", problems)
+    return Check("config", "nothing is quantized, says config.json", problems)
 
 
-def _packed(output: Output) -> bool:
-    """Whether it holds experts in one of our forms, or kt-kernel's, and is whole."""
-    return bool(output.methods) and weights_whole(output)
-
-
-# What names, sizes and headers tell; no weight is read. Each takes the output and its measure.
-STRUCTURE: tuple[Row, ...] = (
-    Row("files", check_files),
-    Row("index", check_index),
-    Row("tensors", check_tensors),
-    Row("tensors", check_decoded_tensors),
-    Row("quantization", check_quantization),
-    Row("metadata", check_metadata),
-    Row("config", check_config),
-    Row("config", check_decoded_config),
-)
+# What names, sizes and headers tell; no weight is read. None of a check: it does not apply.
+StructureCheck = Callable[[Output, Measure], Check | None]
+OF_FILES: tuple[StructureCheck, ...] = (check_files, check_index)
+OF_EXPERTS: tuple[StructureCheck, ...] = (check_tensors, check_quantization, check_metadata, check_config)
+OF_DECODED: tuple[StructureCheck, ...] = (check_decoded_tensors, check_metadata, check_decoded_config)
 
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
-    return list(run_checks(STRUCTURE, output, measure))
+    """Of the files, and of what is in them where every weight file can be read."""
+    rest = () if not weights_whole(output) else OF_EXPERTS if output.methods else OF_DECODED
+    return [check for each in (*OF_FILES, *rest) if (check := each(output, measure)) is not None]
 
 
 def _usual(measure: Measure) -> tuple[int, int, int]:
@@ -361,7 +344,7 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
             f"and it names {listing.sha256[:12]}"
         )
     result = f"{len(files)} files and {manifest.NAME}, every byte as it was written"
-    return Check(result, tuple(wrong[name] for name in sorted(wrong)))
+    return Check("hashes", result, tuple(wrong[name] for name in sorted(wrong)))
 
 
 def hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None:
@@ -385,7 +368,7 @@ def check_numbers(output: Output, measure: Measure) -> Check:
         problems = tuple(_wrong_numbers(output, measure))
     except VerificationError as error:
         problems = (str(error),)
-    return Check("all finite, as those of finite weights are", problems)
+    return Check("numbers", "all finite, as those of finite weights are", problems)
 
 
 def _wrong_numbers(output: Output, measure: Measure) -> Iterator[str]:
@@ -431,4 +414,4 @@ def check_codes(output: Output, codes: list[TensorInfo], reporter: Reporter) -> 
             reporter.advance(len(data))
         if count:
             problems.append(f"{tensor.name} in {tensor.file} has {count} codes of -8, which kt-kernel misreads")
-    return Check("all from -7 to 7", tuple(problems), remedy="convert the model again with `ktconvert cpu`")
+    return Check("codes", "all from -7 to 7", problems, remedy="convert the model again with `ktconvert cpu`")

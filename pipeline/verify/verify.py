@@ -1,41 +1,52 @@
-"""`ktconvert verify`: an output is opened, checked in the order of the tables, and reported."""
+"""`ktconvert verify`: an output is opened, checked, and reported."""
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.errors import UsageError, VerificationError
-from ktconvert.layouts.files.manifest import OutputFile
-from ktconvert.layouts.outputs import decoded
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs import cpu_card, decoded
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.ui.text import aligned, first_of, joined, plural, size
 from ktconvert.pipeline.verify import against, structure
-from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, run_checks
+from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, not_compared
-from ktconvert.pipeline.verify.structure import check_numbers, check_structure
+from ktconvert.pipeline.verify.structure import check_numbers, check_structure, sizes_of
+
+CHECKPOINT = "checkpoint"  # as it was released
+SHOWN = 10  # problems printed per check; --json has them all
+ARRANGEMENTS = {
+    "merged": "{shards} safetensors shards",
+    "native": "{shards} safetensors shards, as kt-kernel's native method reads them",
+    "loose": "loose .kt folders",
+    "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
+    CHECKPOINT: "a checkpoint, in {shards} safetensors shards",
+    decoded.ARRANGEMENT: "a whole checkpoint, not quantized, in {shards} safetensors shards",
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """The result. checks are in the order in which they were made."""
+    """The result. checks are in the order in which they were made; remarks: notes that are of no check."""
 
     output: Output
     measure: Measure
-    checks: tuple[Check, ...]
-    notes: tuple[str, ...] = ()
-    errors: tuple[ProjectionErrors, ...] = ()
+    checks: list[Check]
+    remarks: list[str] = field(default_factory=list)
+    errors: list[ProjectionErrors] = field(default_factory=list)
     against: str | None = None
     predictions: Predictions | None = None
     page_data: PageData | None = None
@@ -45,132 +56,14 @@ class Report:
         return [problem for check in self.checks for problem in check.problems]
 
     @property
+    def notes(self) -> list[str]:
+        return [*(note for check in self.checks for note in check.notes), *self.remarks]
+
+    @property
     def sentence(self) -> str | None:
         """The first problem, how many more, and what to do; None where all is well."""
-        problems = self.problems
-        if not problems:
-            return None
-        remedy = next(check.remedy for check in self.checks if check.problems)
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return f"{self.output.root}: {problems[0]}{more}; {remedy}."
-
-
-@dataclass
-class Verification:
-    """An output while it is verified.
-
-    checks    made so far
-    files     those of the manifest that are there; codes: what `codes` reads
-    whole     whether every weight file is there and can be read
-    loadable  whether transformers finds a whole model; None: it was not asked
-    """
-
-    inputs: Inputs
-    reporter: Reporter
-    check_items: CheckItems
-    checks: list[Check] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    errors: list[ProjectionErrors] = field(default_factory=list)
-    loadable: bool | None = None
-    predictions: Predictions | None = None
-
-    @cached_property
-    def whole(self) -> bool:
-        return structure.weights_whole(self.inputs.output)
-
-    @property
-    def readable(self) -> bool:
-        return self.whole and bool(self.inputs.output.methods)
-
-    @cached_property
-    def files(self) -> list[OutputFile]:
-        bad = structure.unreadable(self.inputs.output)
-        return [file for file in structure.listed_files(self.inputs.output) if file.name not in bad]
-
-    @cached_property
-    def codes(self) -> list[TensorInfo]:
-        return structure.codes_of_others(self.inputs.output, self.inputs.measure)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the checks of CONTENTS will report as done."""
-        total: int = sum(file.size for file in self.files) + sum(tensor.nbytes for tensor in self.codes)
-        if self.inputs.other is not None:
-            return total + sum(stored.nbytes for stored in self.inputs.output.tensors.values())
-        return total + (0 if self.inputs.source is None else against.source_bytes(self.inputs))
-
-
-def _options(v: Verification) -> Check | None:
-    given = v.inputs.options.numa, v.inputs.options.method
-    return structure.check_options(v.inputs.measure, *given) if v.inputs.output.tensors else None
-
-
-def _numbers(v: Verification) -> Check | None:
-    return check_numbers(v.inputs.output, v.inputs.measure) if v.readable else None
-
-
-def _codes(v: Verification) -> Check | None:
-    return structure.check_codes(v.inputs.output, v.codes, v.reporter) if v.whole and v.codes else None
-
-
-def _hashes(v: Verification) -> Check | None:
-    listing = v.inputs.output.manifest
-    return None if listing is None else structure.check_hashes(listing, v.files, v.check_items)
-
-
-def _other(v: Verification) -> Check | None:
-    inputs, other = v.inputs, v.inputs.other
-    return None if other is None else against.compare_outputs(inputs.output, inputs.measure, other, v.check_items)
-
-
-def _source(v: Verification) -> Check | None:
-    """Notes, too, where the files are not those that the manifest names; equal bytes may come of it all the same."""
-    output, source = v.inputs.output, v.inputs.source
-    if source is None or not v.whole:
-        return None
-    if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
-        made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
-        if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:
-            v.notes.append(f"{source.root}: its files are not those that the manifest says this output was made from")
-    if v.inputs.model is None:
-        return against.compare_decoded(output, source, v.check_items)
-    check, v.errors = against.compare_source(against.comparison(v.inputs), v.check_items)
-    return check
-
-
-def _reload(v: Verification) -> Check | None:
-    """Of a whole model without a problem, whatever its source says."""
-    wrong = any(check.problems for check in v.checks if check.name != "source")
-    if wrong or not (v.inputs.output.whole and v.readable and v.inputs.options.load) or v.inputs.other is not None:
-        return None
-    compared = ", then the source and the output" if v.inputs.model else ""
-    v.reporter.say(f"transformers loads it: names first{compared}")
-    check, v.loadable = check_reload(v.inputs.output)
-    return check
-
-
-def _predictions(v: Verification) -> Check | None:
-    inputs, fmt = v.inputs, v.inputs.measure.fmt
-    if v.loadable is None or inputs.model is None or fmt is None:
-        return None
-    if not v.loadable:
-        return not_compared("the output cannot be loaded whole")
-    text, threads = inputs.options.text, inputs.options.threads
-    check, v.predictions = check_predictions(inputs.output, inputs.model, fmt.encoding.grid.bits, text, threads)
-    return check
-
-
-# What is in the files, by itself and against others.
-CONTENTS = (
-    Row("options", _options),
-    Row("numbers", _numbers),
-    Row("codes", _codes),
-    Row("hashes", _hashes),
-    Row("other", _other),
-    Row("source", _source),
-)
-# What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source does.
-LOADING = (Row("reload", _reload), Row("predictions", _predictions))
+        remedy = next((check.remedy for check in self.checks if check.problems), None)
+        return None if remedy is None else f"{self.output.root}: {first_of(self.problems)}; {remedy}."
 
 
 def verify(
@@ -188,22 +81,75 @@ def verify(
         return _open_checkpoint(options)
     with closing(open_inputs(options)) as inputs:
         output, measured = inputs.output, inputs.measure
-        v = Verification(inputs, reporter, check_items(inputs, reporter, executor, threads))
         counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
-        found: PageData | None = None
-        v.checks += check_structure(output, measured)
-        reporter.begin(v.nbytes, 0)
+        report = Report(output, measured, check_structure(output, measured), against=options.against)
+        readable = structure.weights_whole(output) and bool(output.methods)
         try:
-            v.checks.extend(run_checks(CONTENTS, v))
-            if inputs.source is not None and not v.whole:
-                v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
-            if options.page and v.readable:
-                found = page_data(inputs, v.errors, counts)
+            _check_contents(report, inputs, check_items(inputs, reporter, executor, threads), reporter)
+            if options.page and readable:
+                report.page_data = page_data(inputs, report.errors, counts)
         finally:
             reporter.end()
-        v.checks.extend(run_checks(LOADING, v))
-    notes = (*(note for check in v.checks for note in check.notes), *v.notes)
-    return Report(output, measured, tuple(v.checks), notes, tuple(v.errors), options.against, v.predictions, found)
+        wrong = any(check.problems for check in report.checks if check.name != "source")  # whatever its source says
+        if output.whole and readable and options.load and inputs.other is None and not wrong:
+            _check_loading(report, inputs, reporter)
+    return report
+
+
+def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, reporter: Reporter) -> None:
+    """What is in the files, by itself and against others, while progress is reported."""
+    output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
+    whole, bad, source = structure.weights_whole(output), structure.unreadable(output), inputs.source
+    files = [file for file in structure.listed_files(output) if file.name not in bad]
+    codes = structure.codes_of_others(output, measured) if whole else []
+    total = sum(file.size for file in files) + sum(tensor.nbytes for tensor in codes)
+    if inputs.other is not None:
+        total += sum(stored.nbytes for stored in output.tensors.values())
+    elif source is not None:
+        total += against.source_bytes(inputs)
+    reporter.begin(total, 0)
+    if output.tensors and (options.numa is not None or options.method is not None):
+        checks.append(structure.check_options(measured, options.numa, options.method))
+    if whole and output.methods:
+        checks.append(check_numbers(output, measured))
+    if codes:
+        checks.append(structure.check_codes(output, codes, reporter))
+    if output.manifest is not None:
+        checks.append(structure.check_hashes(output.manifest, files, check_items))
+    if inputs.other is not None:
+        checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
+    if source is not None and not whole:
+        report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
+    elif source is not None:
+        if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
+            made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
+            if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the bytes may be equal
+                other = "its files are not those that the manifest says this output was made from"
+                report.remarks.append(f"{source.root}: {other}")
+        if inputs.model is None:
+            checks.append(against.compare_decoded(inputs, check_items))
+        else:
+            check, report.errors = against.compare_source(against.comparison(inputs), check_items)
+            checks.append(check)
+
+
+def _check_loading(report: Report, inputs: Inputs, reporter: Reporter) -> None:
+    """What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source
+    does.
+    """
+    model, fmt, options = inputs.model, inputs.measure.fmt, inputs.options
+    compared = ", then the source and the output" if model else ""
+    reporter.say(f"transformers loads it: names first{compared}")
+    check, loadable = check_reload(inputs.output)
+    report.checks.append(check)
+    if model is None or fmt is None:
+        return
+    if loadable:
+        bits = fmt.encoding.grid.bits
+        check, report.predictions = check_predictions(inputs.output, model, bits, options.text, options.threads)
+    else:
+        check = not_compared("the output cannot be loaded whole")
+    report.checks.append(check)
 
 
 def _open_checkpoint(options: VerifyInputs) -> Report:
@@ -215,30 +161,133 @@ def _open_checkpoint(options: VerifyInputs) -> Report:
     source.require_computable()
     shapes = {layer: source.shape_of(layer) for layer in source.layers}
     measured = Measure(source.rows_of(min(shapes))["gate"].name, None, 1, False, shapes)
-    check = Check(f"{plural(len(shapes), 'layer')} with all their experts, none of another size", name="tensors")
-    return Report(open_decoded(root), measured, (check,))
+    found = f"{plural(len(shapes), 'layer')} with all their experts, none of another size"
+    return Report(open_decoded(root), measured, [Check("tensors", found)])
 
 
 # --- after a conversion ---------------------------------------------------------------------------
 
 
-def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
+def require_sound(root: Path, *, load: bool = True) -> None:
     """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in
-    transformers, too. Returns notes. Raises VerificationError with the first problem.
+    transformers, too. Raises VerificationError with the first problem.
     """
     output = open_output(root)
     measured = measure(output)
-    checks = [*check_structure(output, measured), check_numbers(output, measured)]
-    if load and not any(check.problems for check in checks):
-        checks.append(check_reload(output)[0])
-    report = Report(output, measured, tuple(checks))
+    report = Report(output, measured, [*check_structure(output, measured), check_numbers(output, measured)])
+    if load and not report.problems:
+        report.checks.append(check_reload(output)[0])
     if report.sentence is not None:
         raise VerificationError(report.sentence)
-    return tuple(note for check in checks for note in check.notes)
 
 
 def require_decoded(root: Path) -> None:
     """The same after `dequantize`. Raises VerificationError with the first problem."""
-    report = Report(output := open_decoded(root), DECODED, tuple(check_structure(output, DECODED)))
-    if report.problems:
-        raise VerificationError(f"{root}: {report.problems[0]}.")
+    output = open_decoded(root)
+    if problems := Report(output, DECODED, check_structure(output, DECODED)).problems:
+        raise VerificationError(f"{root}: {problems[0]}.")
+
+
+# --- for people and for programs -------------------------------------------------------------------
+
+
+def facts(output: Output, measure: Measure) -> dict[str, Any]:
+    """What an output is, by its bytes; who made it, by its manifest."""
+    manifest, bare = output.manifest, decoded.ARRANGEMENT if output.manifest else CHECKPOINT
+    arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
+    return {
+        "output": str(output.root),
+        "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
+        "command": manifest.command if manifest else None,
+        "arrangement": arrangement,
+        **sizes_of(measure),
+        **{name: output.facts[name] for name in ("scale", "equalized") if name in output.facts},
+        "layers": list(measure.shapes),
+        "tensors": len(output.tensors),
+        "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
+        "other_tensors": len(output.others),
+        "other_bytes": sum(s.nbytes for s in output.others.values()),
+        "shards": 0 if output.loose else len(output.shards),
+    }
+
+
+def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
+    arrangement = document["arrangement"]
+    rows = [("output", document["output"]), ("made by", maker)]
+    rows.append(("arrangement", ARRANGEMENTS[arrangement].format(**document)))
+    others = f"{size(document['other_bytes'])} in {document['other_tensors']} tensors"
+    if arrangement == decoded.ARRANGEMENT:
+        return [*rows, ("weights", others)]
+    rows += [
+        ("method", document["method"]),
+        *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
+        *([("scales", document["scale"])] if "scale" in document else []),
+        *cpu_card.equalized(document),
+        *([("NUMA parts", joined(document["numa"]))] if arrangement in ("merged", "loose") else []),
+        ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
+        ("experts", joined(document["experts"])),
+        ("hidden size", joined(document["hidden"] or "unknown")),
+        ("expert width", joined(document["intermediate"] or "unknown")),
+    ]
+    if arrangement == CHECKPOINT:
+        return [*rows, ("weights", others)]
+    rows.append(("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"))
+    if document["backward"]:
+        rows.append(("backward", "yes"))
+    if document["other_tensors"]:
+        rows.append(("other", f"{document['other_tensors']} tensors, {size(document['other_bytes'])}"))
+    return rows
+
+
+def document(report: Report) -> dict[str, Any]:
+    return {
+        "event": "verified",
+        **facts(report.output, report.measure),
+        "ok": not report.problems,
+        "message": report.sentence,
+        "against": report.against,
+        "checks": [
+            {"name": c.name, "ok": not c.problems, "result": c.result, "problems": [*c.problems]} for c in report.checks
+        ],
+        "notes": list(report.notes),
+        "errors": [_finite(_figures(e)) for e in report.errors],
+        "worst": [_finite(e._asdict()) for e in worst(report.errors)],
+        "predictions": None if report.predictions is None else asdict(report.predictions),
+    }
+
+
+def lines(report: Report) -> list[str]:
+    out = aligned(facts_rows(facts(report.output, report.measure)))
+    results = [plural(len(c.problems), "problem") if c.problems else f"ok: {c.result}" for c in report.checks]
+    named = zip([check.name for check in report.checks], results, strict=True)
+    out += ["", *aligned([("check", "result"), *named])]
+    for check in report.checks:
+        if check.problems:
+            out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
+            if len(check.problems) > SHOWN:
+                out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists them all)")
+    if report.errors:
+        rows: list[tuple[str, ...]] = [("layer", "projection", "relative error", "cosine", "worst expert")]
+        for e in report.errors:
+            error, cosine = f"{e.figures['relative_error']:.4f}", f"{e.figures['cosine']:.5f}"
+            own = f"{e.worst.expert} ({e.worst.relative_error:.4f})"
+            rows.append((str(e.layer), e.projection, error, cosine, own))
+        measured = len(report.errors[0].experts)
+        out += ["", f"error against the source in BF16, {measured} experts per layer", *aligned(rows)]
+        rows = []
+        for w in worst(report.errors):
+            linear = f"layer {w.layer}, expert {w.expert}, {w.projection}_proj"
+            rows.append((linear, f"{w.relative_error:.4f}", f"cosine {w.cosine:.5f}"))
+        out += ["", "worst experts", *aligned(rows, "  ")]
+    return [*out, "", "verified" if not report.problems else "NOT verified"]
+
+
+def _figures(e: ProjectionErrors) -> dict[str, Any]:
+    of_worst = {"worst_expert": e.worst.expert, "worst_relative_error": e.worst.relative_error}
+    return {"layer": e.layer, "projection": e.projection, "experts": len(e.experts), **e.figures, **of_worst}
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}

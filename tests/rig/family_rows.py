@@ -1,4 +1,4 @@
-"""What tests/families.py expects of each mixture-of-experts family of transformers, and what makes its config tiny."""
+"""What tests/test_families.py expects of each mixture-of-experts family of transformers, and what makes its config tiny."""
 
 from dataclasses import dataclass, field
 from typing import Any
