@@ -59,7 +59,7 @@ def execute(
     finished = [_is_finished(plan, overwrite) for plan in plans]
     left = [plan for plan, done in zip(plans, finished, strict=True) if not done]
     for plan in left:
-        plan.conversion.require_ready()
+        plan.require_ready()
     if len(left) > 1:
         _require_possible(left, overwrite)
         if executor is None:

@@ -141,8 +141,8 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
 
 def to_replace(plan: Plan) -> list[Replaced]:
     """What --overwrite removes, folder by folder; none where nothing lies."""
-    output, side_output = plan.request.output, plan.assembly.side_output
-    kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers or ())} if locate(output).inside else set()
+    output, side_output = plan.request.output, plan.side_output
+    kept = {*IGNORED, *map(loose.layer_folder, plan.kept_layers or ())} if locate(output).inside else set()
     found = [look(output, kept)] if output.is_dir() else []
     found += [look(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
     return [replaced for replaced in found if replaced.listed[0] or replaced.others]
@@ -163,7 +163,7 @@ def nothing_to_do(output: Path, reporter: Reporter) -> None:
 def _require_no_clash(plan: Plan) -> None:
     """Raise OutputError where a file beside the layers that are kept would be replaced by another one."""
     output = plan.request.output
-    copies = dict(plan.assembly.companions)
+    copies = dict(plan.companions)
     for name in (*copies, CONFIG, CARD):
         own = output / name
         if os.path.lexists(own) and not (
@@ -174,7 +174,7 @@ def _require_no_clash(plan: Plan) -> None:
 
 def adopts(plan: Plan) -> bool:
     """Whether the output already holds loose layer folders that --resume-layer builds upon."""
-    return plan.assembly.kept_layers is not None
+    return plan.kept_layers is not None
 
 
 def _assembled(paths: Paths) -> int | None:
@@ -185,7 +185,7 @@ def guard_inputs(plan: Plan) -> None:
     """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
     Files count where they really lie, whatever links lead to them.
     """
-    request, side_output = plan.request, plan.assembly.side_output
+    request, side_output = plan.request, plan.side_output
     folders = [path for path in paths_read(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:

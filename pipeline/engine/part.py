@@ -60,7 +60,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     require_shareable(plan, "--part")
     if already_finished(plan, overwrite):
         return nothing_to_do(plan.request.output, reporter)
-    plan.conversion.require_ready()
+    plan.require_ready()
     paths = locate(plan.request.output, adopt=adopts(plan))
     held = lock.acquire(paths.root, paths.output, part)
     try:

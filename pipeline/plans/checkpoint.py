@@ -26,8 +26,8 @@ from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
@@ -141,19 +141,20 @@ def source_identity(source: TensorSource) -> str:
 
 def source_files(
     source: TensorSource, options: ConversionOptions, hashed: Callable[[int], None] | None
-) -> tuple[SourceFile, ...]:
+) -> dict[Path, SourceFile]:
     """Every file that is read, weights first; with --verify-inputs their sha256 too."""
     digests: list[str | None] = [None] * len(source.shards)
     if options.verify_inputs and hashed is not None:
         digests = list(_hash_inputs([s.path for s in source.shards], options.execution.threads, hashed))
-    files = [
-        SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
+    files = {
+        s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
         for s, digest in zip(source.shards, digests, strict=True)
-    ]
-    for name in source.companions():
-        status = (source.companion_root / name).stat()
-        files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
-    return tuple(files)
+    }
+    return files | files_below(source.companion_root, source.companions())
+
+
+def files_below(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
+    return {root / name: seen(root / name, name) for name in names}
 
 
 def files_named(options: ConversionOptions) -> Iterator[Path]:
@@ -195,16 +196,6 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
             renamed[name] = f"{stem}.source.{ending}"
             name = renamed[name]
     return renamed
-
-
-def changed_files_of(source: TensorSource, files: Iterable[SourceFile]) -> list[str]:
-    others = [file for file in files if file.header_sha256 is None]
-    return source.changed() + changed_since(others, source.companion_root)
-
-
-def shards_read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
-    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 
 
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.options.quantization import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
@@ -38,27 +37,20 @@ def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int],
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
-    files, base = checkpoint.source_files(source, request.options, hashed), checkpoint.base_model(source)
+    base = checkpoint.base_model(source)
     return Plan(
         request=request,
-        source=files,
+        files=checkpoint.source_files(source, request.options, hashed),
         reads=tuple(source.paths()),
         stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
-        assembly=Assembly(
-            companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
-            config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
-            loose=False,
-        ),
-        conversion=Conversion(
-            changed=lambda: checkpoint.changed_files_of(source, files),
-            read_by=partial(checkpoint.shards_read_by, source),
-            # A few windows of each shard in flight, whatever the number of threads.
-            peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
-            card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
-            check=_check,
-        ),
+        companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
+        config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
+        # A few windows of each shard in flight, whatever the number of threads.
+        peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
+        card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
+        check=_check,
     )
 
 

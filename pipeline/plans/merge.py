@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, PROJECTIONS, Forma
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, changed_since, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import MergeOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -79,26 +79,19 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
     entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
-    identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
-    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in paths)
+    read = {f.path: SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files}
+    read |= checkpoint.files_below(original, [name for name, _ in paths]) if original else {}
     return Plan(
         request=request,
-        source=identity + originals,
-        reads=(root / manifest.NAME, *(file.path for file in files), *(path for _, path in paths)),
+        files=read,
+        reads=(root / manifest.NAME, *read),
         stages=checkpoint.number_shards([merge_parts.stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
-        assembly=Assembly(
-            companions=checkpoint.companions(original, [name for name, _ in paths]) if original else (),
-            config=config,
-            loose=False,
-        ),
-        conversion=Conversion(
-            changed=lambda: [*changed_since(identity, root), *changed_since(originals, original or root)],
-            read_by=lambda unit: {name for name, *_ in unit.inputs},
-            peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_parts.CHUNK,
-            card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
-        ),
+        companions=checkpoint.companions(original, [name for name, _ in paths]) if original else (),
+        config=config,
+        peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_parts.CHUNK,
+        card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
     )
 
 

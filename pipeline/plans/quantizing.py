@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
+from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
@@ -32,7 +32,7 @@ MAP = "--method-map"
 
 @dataclass(frozen=True)
 class Quantizing:
-    """The stage that makes the experts, and what it takes; fields as of Plan and Conversion."""
+    """The stage that makes the experts, and what it takes; fields as of Plan."""
 
     stage: Stage[Any]
     peak_memory: Callable[[int], int]
@@ -96,7 +96,6 @@ def plan_of(
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
-    files = checkpoint.source_files(source, options, hashed)
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
@@ -107,27 +106,21 @@ def plan_of(
 
     return Plan(
         request=request,
-        source=files,
+        files=checkpoint.source_files(source, options, hashed),
         reads=(*source.paths(), *checkpoint.files_named(options), *reads),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
         notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
-        assembly=Assembly(
-            companions=checkpoint.companions(source.companion_root, copied),
-            config=config,
-            loose=loose_files,
-            kept_layers=kept_layers,
-            side_output=side_output,
-        ),
-        conversion=Conversion(
-            changed=lambda: checkpoint.changed_files_of(source, files),
-            read_by=partial(checkpoint.shards_read_by, source),
-            # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
-            peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
-            card=readme,
-            require_ready=quantizing.require_ready,
-            check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
-        ),
+        companions=checkpoint.companions(source.companion_root, copied),
+        config=config,
+        loose=loose_files,
+        kept_layers=kept_layers,
+        side_output=side_output,
+        # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
+        peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
+        card=readme,
+        require_ready=quantizing.require_ready,
+        check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,

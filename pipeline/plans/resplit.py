@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.rearrange import rounds_again
-from ktconvert.pipeline.engine.plan import (
-    CARD,
-    CONFIG,
-    Assembly,
-    Conversion,
-    Plan,
-    Request,
-    changed_since,
-    tool_version,
-)
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
@@ -81,14 +71,14 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
-    files = tuple(_files(output, source, copied))
+    files = _files(output, source, copied)
     request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
         fmt,
         [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
         numa,
-        {file.name: file for file in files},
+        {file.name: file for file in files.values()},
         max_shard_size=options.max_shard_size,
         metadata=metadata,
     )
@@ -106,35 +96,22 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
         request=request,
-        source=files,
-        reads=(*source.paths(), *(root / file.name for file in files)),
+        files=files,
+        reads=(*source.paths(), *files),
         stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
         facts=facts,
         notes=notes,
-        assembly=Assembly(
-            companions=checkpoint.companions(root, copied),
-            config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
-            loose=output.loose,
+        companions=checkpoint.companions(root, copied),
+        config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
+        loose=output.loose,
+        # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
+        peak_memory=lambda threads: (
+            checkpoint.BASE_MEMORY
+            + TENSOR * len(output.tensors)
+            + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
         ),
-        conversion=Conversion(
-            changed=lambda: changed_since(files, root),
-            read_by=partial(_read_by, source),
-            # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
-            peak_memory=lambda threads: (
-                checkpoint.BASE_MEMORY
-                + TENSOR * len(output.tensors)
-                + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
-            ),
-            card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
-        ),
+        card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
     )
-
-
-def _read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    """The files that hold a unit's tensors. source: the output as named tensors, for those that are no experts."""
-    if unit.stage == resplit_experts.NAME:
-        return {content[0] for *_, content in unit.inputs}
-    return checkpoint.shards_read_by(source, unit)
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:
@@ -217,13 +194,10 @@ def _config_before(output: Output) -> dict[str, Any]:
     return config
 
 
-def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Iterator[SourceFile]:
-    for shard in source.shards:
-        yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
+def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> dict[Path, SourceFile]:
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    for name in (*loose_files, *copied):
-        status = (output.root / name).stat()
-        yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
+    shards = {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
+    return shards | checkpoint.files_below(output.root, (*loose_files, *copied))
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:

@@ -57,6 +57,7 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
                 inputs=tuple(
                     (f.path.relative_to(root).as_posix(), f.entry.dtype, f.entry.shape, f.nbytes) for f in group
                 ),
+                files=frozenset(f.path.relative_to(root).as_posix() for f in group),
                 bytes_in=nbytes,
                 bytes_out=nbytes,
                 work=MergeWork(group, metadata),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +183,8 @@ def stage(
                         ("experts", (start, stop)),
                         ("merged", not output.loose),
                     ),
-                    inputs=tuple(_inputs(work, files)),
+                    inputs=(inputs := tuple(_inputs(work, files))),
+                    files=frozenset(content[0] for *_, content in inputs),
                     final=loose.layer_folder(old.layer) if output.loose else "",
                     bytes_in=expert_bytes(own.encoding, old) * (stop - start),
                     bytes_out=each * (stop - start),
@@ -194,7 +196,7 @@ def stage(
     return Stage(NAME, title, tuple(units), write_folder if output.loose else write_shard)
 
 
-def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
+def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
     for part in work.old.all_parts(range(work.start, work.stop)):
         for tensor in work.fmt.encoding.tensors(part.n, part.k):
             here = work.output.tensors[part.place, tensor.name]
