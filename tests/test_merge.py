@@ -98,7 +98,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, cli, loose):
 
     gone = spoiled("gone")
     (gone / victim).unlink()
-    assert "expert 5, up_proj, NUMA node 1" in cli("merge", "-i", gone, "-o", tmp_path / "o", code=5).stderr
+    assert "expert 5, up_proj, NUMA part 1" in cli("merge", "-i", gone, "-o", tmp_path / "o", code=5).stderr
     short = spoiled("short")
     (short / victim).write_bytes(b"x")
     assert victim.name in cli("merge", "-i", short, "-o", tmp_path / "o", code=5).stderr
@@ -202,7 +202,7 @@ def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, lo
     shutil.rmtree(copy / odd)
     for other in (name.with_name(name.name.replace("_5_", "_05_")), copy / "_layer_1" / name.name):
         name.rename(other)
-        assert str(other) in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
+        assert other.name in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
         other.rename(name)
 
 
@@ -235,5 +235,5 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
         assert same(tensors(out), wanted)
         cli("verify", out, "--against", source)
     done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
-    assert f"layers differ in {'expert width' if what == 'widths' else 'experts'}" in done.stderr
+    assert "layers differ in experts x hidden size x expert width" in done.stderr
     assert "neither a manifest.json beside them nor --original-path" in done.stderr

@@ -97,7 +97,7 @@ def _written(target: Path, name: str, data: bytes) -> OutputFile:
 def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
     files = []
     for layer in layers:
-        for _, _, path in loose.files_in(output / loose.layer_folder(layer)):
+        for path in sorted((output / loose.layer_folder(layer)).glob("_numa_*/*.kt")):
             name = path.relative_to(output).as_posix()
             files.append(OutputFile(name, path.stat().st_size, publish.sha256_file(path)))
     return files

@@ -31,7 +31,7 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
-from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
+from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
@@ -136,10 +136,10 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
             f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
             "--threadpool-count."
         )
-    if problems or fmt is None:
-        first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"{root}: {first}{more}; convert it again.")
+    if fmt is None:
+        problems = problems or [f"its weights fit none of {', '.join(output.methods)}"]
+    require_sound(root, problems)
+    assert fmt is not None
     return output, measured, fmt
 
 
