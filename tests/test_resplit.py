@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs import rearrange
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.pipeline.stages.expert_files import Parts, empty_parts
 from ktconvert.quantizers import reference
 from rig import conversion, forks, killpoint
 from rig.safetensors import bits_of, read_folder
@@ -24,7 +24,6 @@ from rig.safetensors import bits_of, read_folder
 HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
 PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
 PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
-Linear = list[tuple[Part, Packed]]
 MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.conversion", "plans.resplit", "verify.verify"))
 
 
@@ -225,7 +224,7 @@ def test_what_is_as_good_is_said(tmp_path, cli, converted, source):
     assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5)
 
 
-def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
+def by_definition(bits: int, old: Parts, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
     """numerics.md, section 8: parts that are columns, by the NumPy definitions of packing and unpacking."""
     codes = np.hstack([reference.unpack(bits, stored[0], part.n, part.k) for part, stored in old])
     scales = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in old])
@@ -246,7 +245,7 @@ def test_parts_are_rearranged_by_the_definition(form, data):
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     old, new = (
-        [(part, empty_tensors(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection)]
+        empty_parts(form, ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection))
         for count in (old_count, new_count)
     )
     old, new = ([part for part in parts if part[0].backward == backward] for parts in (old, new))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.layouts.outputs.rearrange import rounds_again
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
@@ -33,7 +33,7 @@ from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
-from ktconvert.pipeline.stages.expert_files import Packed
+from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
@@ -250,7 +250,7 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
             read = equalized(model, work.fmt) if FACT in plan.facts else model
-            again = ExpertsWork(read, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
+            again = ExpertsWork(work.fmt, grid, work.sampled, work.sampled + 1, {}, read, choice)
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
             item = work.sampled, "down"
@@ -282,7 +282,7 @@ def _not_its_source(work: ResplitWork, against: str) -> InputError:
     )
 
 
-def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Packed]]) -> bool:
+def _equal(ours: Parts, theirs: Parts) -> bool:
     return all(
         np.array_equal(mine, other)
         for (part, a), (_, b) in zip(ours, theirs, strict=True)
