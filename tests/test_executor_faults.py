@@ -119,25 +119,6 @@ def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Clus
     assert len(begun) == UNITS + 1
 
 
-def test_a_worker_killed_while_several_outputs_are_made(
-    setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
-) -> None:
-    alone = tmp_path / "alone" / "out"
-    alone.parent.mkdir()
-    done = setting.run("cpu", "-i", setting.source, "-o", alone, "--quant-method", "int8")
-    assert done.returncode == 0, done.stderr
-    cluster.start("a", env=setting.stopping(output.with_name("out-int8")))
-    coordinator = setting.begin(output, cluster, "--quant-method", "int4,int8", "--json")
-    cluster.wait_until_stopped("a")
-    cluster.start("b")
-    cluster.send("a", signal.SIGKILL)
-    done = coordinator.result()
-    assert done.returncode == 0 and len(of(conversion.events(done.stderr), "lost")) == 1, done.stderr
-    assert conversion.names(output.parent) == ["out-int4", "out-int8"]
-    for name, wanted in (("out-int4", setting.wanted), ("out-int8", conversion.tree(alone))):
-        assert conversion.differing(conversion.tree(output.with_name(name)), wanted) == []
-
-
 @pytest.mark.parametrize("loose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["merged", "loose"])
 def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster, output: Path, loose: bool) -> None:
     words = ("--no-merge-safetensor",) if loose else ()

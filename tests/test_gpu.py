@@ -285,26 +285,6 @@ def test_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "shape", "code", "words"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "weight_scale_inv is missing"),
-        ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 5, "weight_scale is missing"),
-        ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 5, "q_proj.scales is missing"),
-        ("model.layers.0.self_attn.q_proj.qzeros", "I32", (2, 32), 3, "GPTQ or AWQ"),
-    ],
-)
-def test_others_that_are_packed_are_refused(
-    name: str, dtype: str, shape: tuple[int, ...], code: int, words: str, tmp_path: Path, gpu: Any, save: Any
-) -> None:
-    rng = np.random.default_rng(5)
-    tensors: Tensors = {f"{linear}.weight": ("BF16", bf16(rng, *shape)) for linear, shape in LINEARS.items()}
-    tensors[name] = (dtype, np.zeros(shape, np.int32 if dtype == "I32" else np.uint8))
-    folder = save(tensors, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I)
-    done = gpu(folder, code=code)
-    assert name in done.stderr and words in done.stderr
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
@@ -398,11 +378,3 @@ def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
     assert (report["experts"], report["tensors"]) == (8, 144) and "NUMA" not in cli("inspect", converted).stdout
     for command in (("bench", converted), ("verify", converted, "--run")):  # no weights for the CPU
         assert "W4A16" in cli(*command, code=3).stderr
-
-
-def test_another_option_is_refused_with_both_values(tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
-    gpu(example)
-    assert "nothing to do" in gpu(example, "--cpuinfer-threads", "1", "--tp-size", "2").stderr
-    assert "--quant-type was W8A16, is W4A16" in gpu(example, "--quant-type", "W4A16", code=7).stderr
-    gpu(example, "--quant-type", "W4A16", "--overwrite")
-    assert "command was gpu, is cpu" in cli("cpu", "-i", example, "-o", tmp_path / "out", code=7).stderr

@@ -1,15 +1,11 @@
-"""Pull the plug anywhere: killed before each call that changes a directory, once, twice, or at random; resumed, the
-output is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never
-written to."""
+"""Pull the plug anywhere: killed before each call that changes a directory, once or twice; resumed, the output is byte
+for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,50 +195,39 @@ class Matrix:
             assert re.search("no conversion into it was begun|nothing to do", done.stderr), where
             done = self.run(output, 0)
         assert done.returncode == 0, f"{where}: {done.stderr}"
-        self.check(output, where)
 
     def check(self, output: Path, where: str) -> None:
         for each in self.outputs(output):
             assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
         assert conversion.names(output.parent) == sorted(self.wanted), where
 
-    def killed(self, n: int) -> None:
-        """Killed before call n, then resumed."""
-        output = self.prepare(f"n{n}")
-        done = self.run(output, n)
-        if done.returncode == 0:  # threads may save a call or two
-            self.check(output, f"{n} was past the end")
-        else:
-            where = f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}"
+    def killed(self, *points: int) -> None:
+        """Killed before a call of the run, and of each resume; then resumed to the end."""
+        output, where = self.prepare("-".join(map(str, points))), ""
+        for number, n in enumerate(points):
+            begun = [each for each in self.outputs(output) if self.plan(each).exists()]
+            done = self.run(output, n, ["resume", str(begun[0])] if number and begun and n % 2 else None)
+            if done.returncode == 0:  # threads may save a call or two, and a resume has fewer
+                continue
+            where += f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}; "
             assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
             self.whole_or_absent(output, where)
-            self.finish(output, bool(n % 2), where)
+        self.finish(output, bool(sum(points) % 2), where)
+        self.check(output, where)
         shutil.rmtree(output.parent)
 
-    def killed_twice(self, n: int, m: int) -> None:
-        """Killed before call n, the resume before its call m, then resumed again."""
-        output = self.prepare(f"n{n}-{m}")
-        done = self.run(output, n)
-        if done.returncode == 0:
-            self.check(output, f"{n} was past the end")
-        else:
-            where = f"killed before call {n}, {killpoint.killed_before(self.log(output))}"
-            assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
-            begun = [each for each in self.outputs(output) if self.plan(each).exists()]
-            second = self.run(output, m, ["resume", str(begun[0])] if begun and m % 2 else None)
-            where += f", and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
-            assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
-            self.whole_or_absent(output, where)
-            self.finish(output, bool((n + m) % 2), where)
-        shutil.rmtree(output.parent)
+    def pairs(self, count: int) -> list[tuple[int, int]]:
+        return conversion.pairs(range(1, self.points + 1), range(1, self.points + 1), count)
 
     def sources_untouched(self) -> None:
         assert self.before == {name: conversion.identity(getattr(self.inputs, name)) for name in self.before}
 
 
-@contextlib.contextmanager
-def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
+@pytest.fixture
+def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+    case = CASES[request.param]
     with contextlib.ExitStack() as stack:
+        base = stack.enter_context(conversion.in_memory(tmp_path))
         mounts = stack.enter_context(conversion.Mounts()) if case.mounted else None
         if mounts is not None and mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
@@ -251,36 +236,13 @@ def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
         yield Matrix(case, inputs, base, servers, mounts)
 
 
-@pytest.fixture
-def matrix_on_disk(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with prepared(CASES[request.param], inputs, tmp_path) as case_matrix:
-        yield case_matrix
-
-
-@pytest.fixture
-def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with conversion.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as case_matrix:
-        yield case_matrix
-
-
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and wherever the output appears; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
     conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
-    pairs = some_pairs(matrix, 3)
-    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(3))
     matrix.sources_untouched()
-
-
-@pytest.mark.parametrize("matrix_on_disk", ["merged", "loose"], indirect=True)
-def test_killed_here_and_there_on_a_disk(matrix_on_disk):
-    conversion.in_parallel(matrix_on_disk.killed, conversion.thinned(matrix_on_disk.points, 8))
-
-
-def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
-    points = range(1, matrix.points + 1)
-    return conversion.pairs(points, points, count)
 
 
 @pytest.mark.parametrize("matrix", ["overwrite", "overwrite, no hard links"], indirect=True)
@@ -301,6 +263,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix):
     book = Path(f"{output}.work/journal.jsonl")
     book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
     matrix.finish(output, True, "with another inode")
+    matrix.check(output, "with another inode")
 
 
 @pytest.mark.long
@@ -314,41 +277,4 @@ def test_killed_before_every_call_then_resumed(matrix):
 @pytest.mark.long
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
 def test_killed_while_resuming_many_times(matrix):
-    pairs = some_pairs(matrix, 50)
-    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_killed_at_any_time(options, tmp_path):
-    """A larger conversion, its whole process group killed again and again after a random time,
-    until it gets through."""
-    source = conversion.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
-    before, command = conversion.identity(source), ["cpu", "-i", str(source), *options, "-o"]
-    begun = time.monotonic()
-    done = conversion.ktconvert(*command, tmp_path / "whole")
-    whole = time.monotonic() - begun
-    assert done.returncode == 0, done.stderr
-    wanted, chance, kills = conversion.tree(tmp_path / "whole"), conversion.chance(), 0
-    for run in range(20):
-        output = tmp_path / f"run{run}" / "out"
-        output.parent.mkdir()
-        for attempt in itertools.count():
-            again = ["resume", str(output)] if attempt % 2 and Path(f"{output}.work/plan.json").exists() else None
-            words = [*conversion.KTCONVERT, *(again or [*command, str(output)]), "-q"]
-            process = subprocess.Popen(words, start_new_session=True, stderr=subprocess.PIPE, text=True)
-            try:  # each may take a little longer, so that there is an end
-                _, errors = process.communicate(timeout=chance.uniform(0, whole * (0.8 + attempt / 10)))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                _, errors = process.communicate()
-            if process.returncode != killpoint.KILLED:
-                break
-            kills += 1
-        assert process.returncode == 0, errors
-        assert conversion.differing(conversion.tree(output), wanted) == []
-        assert conversion.names(output.parent) == ["out"]
-        shutil.rmtree(output.parent)
-        if run >= 2 and kills:
-            break
-    assert kills > 0 and before == conversion.identity(source)
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(50))

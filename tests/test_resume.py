@@ -93,19 +93,6 @@ def test_resumed_from_a_torn_journal(bench, stopped, what):
     bench.finished_as(expected)
 
 
-@pytest.mark.long
-def test_resumed_from_a_journal_torn_anywhere(bench, stopped):
-    expected, whole = bench.fresh(), stopped.read_bytes()
-    shutil.move(bench.work, bench.base / "kept")
-    for size in range(0, len(whole), 7):
-        shutil.copytree(bench.base / "kept", bench.work)
-        stopped.write_bytes(whole[:size])
-        done = bench.run("resume", bench.output)
-        assert done.returncode == 0, f"{size} bytes: {done.stderr}"
-        bench.finished_as(expected)
-        shutil.rmtree(bench.output)
-
-
 def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
     expected = bench.fresh()
     shard = min((bench.work / "store").iterdir())

@@ -55,28 +55,20 @@ class Attempts:
         assert done.returncode == 0, f"{where}: {done.stderr}"
         assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
 
-    def killed(self, n: int) -> None:
-        """Killed before call n, then resumed, by name or by the same command."""
-        output = self.output(f"n{n}")
-        where = f"killed before call {n} of {len(self.calls)}: {self.calls[n - 1]}"
-        done = self.run(output, kill=n)
-        assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+    def killed(self, *points: int) -> None:
+        """Killed before a call of the run, and of each resume; then resumed to the end. What was finished is not made
+        again.
+        """
+        output, where = self.output("-".join(map(str, points))), f"killed before {[self.calls[n - 1] for n in points]}"
+        ended = [self.run(output, kill=n).returncode for n in points]
+        assert ended[0] == killpoint.KILLED and {*ended} <= {0, killpoint.KILLED}, f"{where}: {ended}"
         begun = output.with_name("out.work").joinpath("plan.json").exists()
         assert begun or not output.exists() or conversion.differing(conversion.tree(output), self.made) == [], where
         finished = self.recorded(output)
-        self.finish(output, where, *(("resume", str(output)) if begun and n % 2 else ()))
+        self.finish(output, where, *(("resume", str(output)) if begun and points[0] % 2 else ()))
         again = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
         for unit in self.units if begun else ():
             assert any(f"store/{self.stage}.{unit}." in name for name in again) == (unit not in finished), (where, unit)
-        shutil.rmtree(output.parent)
-
-    def killed_twice(self, n: int, m: int) -> None:
-        """Killed before call n, the resume before its call m, then resumed again."""
-        output = self.output(f"n{n}-{m}")
-        assert self.run(output, kill=n).returncode == killpoint.KILLED
-        where = f"killed before call {n}, {self.calls[n - 1]}, and resumed, before its call {m}"
-        assert self.run(output, kill=m).returncode in (0, killpoint.KILLED), where
-        self.finish(output, where)
         shutil.rmtree(output.parent)
 
     def recorded_at(self, unit: str) -> int:
