@@ -37,7 +37,10 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         require_replaceable(plan)  # what was put there while the conversion ran
     deliver(plan, work)
     work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
-    appear(work, [f.name for f in files])
+    if work.paths.inside:
+        _move_in(work.paths, [f.name for f in files], work.may_replace)
+    else:
+        _rename(work.paths, work.may_replace)
     work.remove()
 
 
@@ -104,14 +107,6 @@ def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
 
 
 # The moment it appears: renamed as a whole, or moved into place file by file with the index last.
-def appear(work: WorkDir, names: list[str]) -> None:
-    """Let the synced folder with files of these names become the output. May be cut off and run again."""
-    if work.paths.inside:
-        _move_in(work.paths, names, work.may_replace)
-    else:
-        _rename(work.paths, work.may_replace)
-
-
 def _rename(paths: Paths, may_replace: bool) -> None:
     """One rename; what lies there is swapped out and removed last. OutputError where something new lies there."""
     output = paths.output

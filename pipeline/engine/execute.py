@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -207,39 +206,33 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
             publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Files of a unit that are about to count; discard: how to have it made again."""
-
-    unit: str
-    files: Sequence[File]
-    discard: Callable[[], None]
+# Files of a unit that are about to count: its name, the files, and how to have it made again.
+_Found = tuple[str, Sequence[File], Callable[[], None]]
 
 
 def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) -> None:
-    files = [(one, file) for one in found for file in one.files]
-    if not files:
+    total = sum(nbytes for _, files, _ in found for _, nbytes, _ in files)
+    if not any(files for _, files, _ in found):
         return
-    total = size(sum(nbytes for _, (_, nbytes, _) in files))
-    reporter.say(f"hashing what was finished before: {len(found)} units, {total}")
+    reporter.say(f"hashing what was finished before: {len(found)} units, {size(total)}")
 
-    def is_as_written(file: File) -> bool:
+    def is_damaged(file: File) -> bool:
         good = has_content(*file)
         reporter.hashed(file[1])
-        return good
+        return not good
 
     with ThreadPoolExecutor(threads, "hash", use_own_cpus) as pool:
-        good = list(pool.map(is_as_written, [file for _, file in files]))
-    damaged = {
-        id(one): (one, path) for (one, (path, *_)), as_written in zip(files, good, strict=True) if not as_written
-    }
-    for one, path in damaged.values():
-        reporter.warn(f"{one.unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
-        one.discard()
+        checks = [pool.map(is_damaged, files) for _, files, _ in found]  # all at once: most units have one file
+        damaged = [[*check] for check in checks]
+    for (unit, files, discard), wrong in zip(found, damaged, strict=True):
+        if any(wrong):
+            path = files[wrong.index(True)][0]
+            reporter.warn(f"{unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
+            discard()
 
 
 def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
-    store, found = work.paths.store, []
+    store, found = work.paths.store, list[_Found]()
     for unit in plan.units:
         if (record := work.finished.get(unit.fingerprint)) is None:
             continue
@@ -247,16 +240,12 @@ def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
         for w in record.for_chain:
             file = (store / w.path, w.nbytes, w.sha256)
             if w.path == unit.handed_on_name:  # without it the unit stays, and the chain starts again before it
-                found.append(_Found(unit.name, _present([file]), file[0].unlink))
+                found.append((unit.name, [file], file[0].unlink))
             elif w.path == unit.side_name:
                 files.append(file)
-        found.append(_Found(unit.name, _present(files), partial(work.forget, unit)))
-    return found
-
-
-def _present(files: Sequence[File]) -> list[File]:
-    """Those that there are: what was assembled without hard links lies elsewhere (done_reason)."""
-    return [file for file in files if file[0].exists()]
+        found.append((unit.name, files, partial(work.forget, unit)))
+    # What was assembled without hard links lies elsewhere (done_reason).
+    return [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in found]
 
 
 def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
@@ -273,4 +262,4 @@ def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
         attempts.forget(work.paths, attempt)
         work.journal.append(attempts.lost(attempt))
 
-    return _Found(attempt.unit, attempt.recorded_files(work.paths), discard)
+    return attempt.unit, attempt.recorded_files(work.paths), discard

@@ -20,7 +20,7 @@ from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
-from ktconvert.pipeline.engine.units import Status, Unit, statuses
+from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import done_reason
 from ktconvert.pipeline.options.declare import leaves, paths_read
 from ktconvert.pipeline.ui.progress import Reporter
@@ -72,10 +72,14 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
     made = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
     stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
 
-    def reason(unit: Unit[Any]) -> str | None:
-        return done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
 
-    return statuses(plan.stages, reason, stored)
+    def state(unit: Unit[Any]) -> Status:
+        done = done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+        left = "made from other inputs or options" if unit.name in others else "not made yet"
+        return Status(unit, done is not None, done or left)
+
+    return [state(unit) for unit in plan.units]
 
 
 def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:

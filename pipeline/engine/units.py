@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -199,17 +199,3 @@ class Status:
     unit: Unit[Any]
     done: bool
     reason: str
-
-
-def statuses(
-    stages: Iterable[Stage[Any]], is_done: Callable[[Unit[Any]], str | None], stored: Iterable[str] = ()
-) -> list[Status]:
-    """The state of every unit. is_done: why one is finished, or None; stored: names that lie in the store."""
-    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
-    states = []
-    for stage in stages:
-        for unit in stage.units:
-            done = is_done(unit)
-            left = "made from other inputs or options" if unit.name in others else "not made yet"
-            states.append(Status(unit, done is not None, done or left))
-    return states

@@ -17,7 +17,6 @@ from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 
-@checkpoint.collector_at_rest()
 def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them. Raises UnsupportedError, InputError or KtconvertError before any weight is read.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import re
@@ -37,18 +36,6 @@ A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
 ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts, where there are any
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
-
-
-@contextlib.contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Pause garbage collection, which takes a quarter of a large plan's time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def rows_for(arch_file: str | None) -> tuple[Arch, ...]:

@@ -27,7 +27,6 @@ FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
 
 
-@checkpoint.collector_at_rest()
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.

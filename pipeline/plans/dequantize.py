@@ -21,7 +21,6 @@ from ktconvert.pipeline.stages import copy_tensors
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
-@checkpoint.collector_at_rest()
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them. Raises UnsupportedError or InputError before any weight is read.

@@ -25,7 +25,6 @@ from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
-@checkpoint.collector_at_rest()
 def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.

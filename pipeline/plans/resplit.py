@@ -58,7 +58,6 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
     return plan if options.against is None else _advised(plan, options.against, options.revision)
 
 
-@checkpoint.collector_at_rest()
 def _plan(request: Request[ResplitOptions]) -> Plan:
     root, options = Path(request.input), request.options
     numa = options.threadpool_count

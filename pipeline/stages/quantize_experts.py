@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
-from ktconvert.layouts.outputs import Format, loose
+from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
@@ -82,7 +83,9 @@ class ExpertsWork(ExpertsToWrite):
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
-        return read_ahead(self.model, self.grid.layer, self.start, self.stop)
+        tensors = partial(self.model.expert_tensors, self.grid.layer)
+        experts = read_ahead(self.model.source, range(self.start, self.stop), tensors)
+        return ((expert, projection) for expert in experts for projection in PROJECTIONS)
 
     def made(self, item: Item, reporter: Reporter) -> None:
         taken(self.model, self.grid.layer, item, reporter)
