@@ -239,21 +239,6 @@ def test_what_is_no_executor(
     assert not (tmp_path / "o").exists()
 
 
-LOGS = """
-import logging, sys
-from ktconvert.pipeline.engine.dask_executor import connected
-with connected(sys.argv[1], print):
-    logging.getLogger("distributed.scheduler").critical("Closed comm while trying to write", exc_info=True)
-"""
-
-
-def test_dask_says_nothing(cluster: Cluster) -> None:
-    """Also of what it calls critical: that some client has left a scheduler of this process."""
-    command = [sys.executable, "-c", LOGS, str(cluster.file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 # The command line in a process where Dask cannot be imported.
 WITHOUT_DASK = """
 import sys

@@ -306,22 +306,17 @@ def _drop(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{NAME}.{suffix}"]
 
 
-def _other(suffix: str, change: Callable[[bytes], bytes]) -> Change:
-    name = f"{NAME}.{suffix}"
-    return lambda tensors: tensors.update({name: tensors[name]._replace(data=change(tensors[name].data))})
+def _no_number(tensors: dict[str, Tensor]) -> None:
+    name = f"{NAME}.weight_scale"
+    tensors[name] = tensors[name]._replace(data=tensors[name].data[:-2] + b"\xc0\x7f")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_drop, (f"{NAME}.weight_packed is missing", "47 linears are quantized, the plan had 48")),
-        (_other("weight_packed", lambda data: b"\x88" * len(data)), (f"{NAME}.weight_packed", "is all zeros")),
-        (
-            _other("weight_scale", lambda data: data[:-2] + b"\xc0\x7f"),
-            (f"{NAME}.weight_scale", "is not a positive number"),
-        ),
+        (_no_number, (f"{NAME}.weight_scale", "is not a positive number")),
     ],
-    ids=["an expert is gone", "all zeros", "scale NaN"],
 )
 def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: Path, cli: Any) -> None:
     """Where the manifest was made to fit, as another program's would."""
@@ -340,7 +335,6 @@ def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: P
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("ignore",), ["lm_head", "re:.*experts.*"], "which is quantized"),
         (("ignore",), ["lm_head"], "not named in the ignore list"),
         (("config_groups", "group_0", "weights", "actorder"), "static", "config_groups"),
         (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
@@ -357,18 +351,6 @@ def test_verify_sees_a_config_that_loaders_misread(
     report = json.loads(cli("verify", converted, "--json", code=6).stdout)
     quantization = next(c for c in report["checks"] if c["name"] == "quantization")
     assert any(words in problem for problem in quantization["problems"])
-
-
-def test_verify_against_another_source_and_another_output(
-    converted: Path, tmp_path: Path, cli: Any, gpu: Any, example: Path
-) -> None:
-    other = tmp_path / "w8"
-    gpu(example, to="w8")
-    assert "method is W4A16 here" in cli("verify", converted, "--against", other, code=6).stderr
-    cli("verify", converted, "--against", converted)
-    rounded = tmp_path / "float32"
-    gpu(example, "--quant-type", "W4A16", "--rounding", "float32", to="float32")
-    assert "weight_packed differs" in cli("verify", converted, "--against", rounded, code=6).stdout
 
 
 def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:

@@ -18,6 +18,10 @@ from rig import conversion, forks, killpoint, shims
 INDEX = "model.safetensors.index.json"
 
 
+# What a file system refuses -> how its calls fail.
+REFUSING = {"links": ("EPERM", "link", "linkat"), "swap": ("EINVAL", "renameat2"), "locks": ("ENOLCK", "flock")}
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What conversions read. small has 3 layers of 2 experts, tiny 2 of 1; loose is tiny, converted without merging."""
@@ -26,23 +30,18 @@ class Inputs:
     tiny: Path
     loose: Path
     shim: Path
-    no_links: Path
-    no_swap: Path
-    no_locks: Path
+    refusing: dict[str, Path]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     base = tmp_path_factory.mktemp("inputs")
-    shim = killpoint.build(base)
     small = conversion.checkpoint(base / "small")
     tiny = conversion.checkpoint(base / "tiny", layers=2, experts=1)
     done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
     assert done.returncode == 0, done.stderr
-    no_links = shims.refusing(base, "EPERM", "link", "linkat")
-    no_swap = shims.refusing(base, "EINVAL", "renameat2")
-    no_locks = shims.refusing(base, "ENOLCK", "flock")
-    return Inputs(small, tiny, base / "loose", shim, no_links, no_swap, no_locks)
+    refusing = {what: shims.refusing(base, *how) for what, how in REFUSING.items()}
+    return Inputs(small, tiny, base / "loose", killpoint.build(base), refusing)
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,7 @@ class Case:
     options: tuple[str, ...] = ()
     threads: int = 2
     over: bool = False  # another output of ours lies there and is to be overwritten
-    links: bool = True
-    swap: bool = True
-    locks: bool = True
+    without: tuple[str, ...] = ()  # what the file system refuses, of REFUSING
     mounted: bool = False  # the output is a mount point: it cannot be renamed, so files move into it one by one
     methods: tuple[str, ...] = ()  # several outputs
 
@@ -72,8 +69,7 @@ class Case:
         ]
 
     def preload(self, inputs: Inputs) -> list[Path]:
-        cannot = [(self.links, inputs.no_links), (self.swap, inputs.no_swap), (self.locks, inputs.no_locks)]
-        return [*(library for can, library in cannot if not can), inputs.shim]
+        return [*(inputs.refusing[what] for what in self.without), inputs.shim]
 
 
 CASES = {
@@ -86,16 +82,20 @@ CASES = {
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
     "several outputs": Case("cpu", "tiny", methods=("int4", "bf16")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
-    "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
-    "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),
-    "no hard links": Case("cpu", "tiny", links=False, threads=1),
-    "no locks": Case("cpu", "tiny", locks=False, threads=1),
-    "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, locks=False, links=False, threads=1),
+    "overwrite, no hard links": Case("cpu", "tiny", over=True, without=("links",), threads=1),
+    "overwrite, no swapping": Case("cpu", "tiny", over=True, without=("swap",), threads=1),
+    "no hard links": Case("cpu", "tiny", without=("links",), threads=1),
+    "no locks": Case("cpu", "tiny", without=("locks",), threads=1),
+    "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, without=("locks", "links"), threads=1),
     "mount point": Case("cpu", "tiny", mounted=True, threads=1),
-    "mounted, loose, no links": Case("cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1),
+    "mounted, loose, no links": Case(
+        "cpu", "tiny", ("--no-merge-safetensor",), mounted=True, without=("links",), threads=1
+    ),
     "mount point, overwrite": Case("cpu", "tiny", mounted=True, over=True, threads=1),
-    "mount point, overwrite, no hard links": Case("cpu", "tiny", mounted=True, over=True, links=False, threads=1),
-    "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), links=False, threads=1),
+    "mount point, overwrite, no hard links": Case(
+        "cpu", "tiny", mounted=True, over=True, without=("links",), threads=1
+    ),
+    "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), without=("links",), threads=1),
 }
 
 
@@ -172,7 +172,7 @@ class Matrix:
                 return  # neither index nor manifest: no one takes this for a model
         elif self.old is None and not output.exists():
             return
-        elif self.old is not None and not self.case.swap and not output.exists():
+        elif self.old is not None and "swap" in self.case.without and not output.exists():
             files = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
         allowed = {"manifest.json", INDEX} if self.case.mounted else set()
         assert any(set(conversion.differing(files, state)) <= allowed for state in states), where

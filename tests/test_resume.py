@@ -140,18 +140,6 @@ def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     assert conversion.tree(bench.work / "store") == store
 
 
-def test_the_next_start_says_where_the_last_one_died(bench):
-    bench.stop_after(1)
-    with (bench.work / "journal.jsonl").open("ab") as file:
-        file.write(b'{"event": "start", "unit": "experts.layer-001"}\n')
-    dry = bench.run("resume", bench.output, "--dry-run")
-    assert dry.returncode == 0
-    assert re.search(r"skip  layer-000 .*finished before", dry.stderr + dry.stdout)
-    done = bench.run("resume", bench.output)
-    assert re.search(r"process \d+\) died in experts.layer-001; 1 of 3 units are finished and kept", done.stderr)
-    assert bench.units_written() == 2
-
-
 def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
     """What the kernel counts cannot be raised here, so the count is another one."""
     bench.stop_after(1)
