@@ -46,7 +46,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
 
 def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
     """Put finished units and all that goes with them into a folder, synced, with nothing else in it; returns the files
-    that its manifest lists. Of the output only kept layers, and without hard links weights, are read.
+    that its manifest lists.
     """
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
@@ -126,10 +126,7 @@ def _rename(paths: Paths, may_replace: bool) -> None:
 
 
 def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
-    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
-    mixture. A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until
-    this has ended.
-    """
+    """File by file. Before the first the old index goes, after the last the new one comes: none names a mixture."""
     output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)

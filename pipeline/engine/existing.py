@@ -27,7 +27,6 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
-
 NAMED = 5  # files that a message names
 
 
@@ -83,9 +82,7 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
 
 
 def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
-    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done. Raises
-    OutputError or InputError where it would be refused.
-    """
+    """The same as a run will find them, which drops some or makes some again; raises what would refuse it."""
     states, old = unit_states(plan, paths), saved_plan(paths)
     if old is None:
         return states
@@ -159,7 +156,6 @@ def require_replaceable(plan: Plan) -> None:
 
 
 def nothing_to_do(output: Path, reporter: Reporter) -> None:
-    """Say so."""
     reporter.event("finished", output=str(output), nothing_to_do=True)
     reporter.say(f"{output} is finished: nothing to do")
 

@@ -171,10 +171,8 @@ def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ..
 
 
 def names_in_output(names: Collection[str]) -> dict[str, str]:
-    """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own, and so
-    are files that say how the source is quantized, which loaders would believe of the output.
-
-    README.md becomes README.source.md, an existing README.source.md (of a converted source) README.source.source.md.
+    """The names of companions in the output. What it has itself, or would be believed of it, is renamed:
+    README.md becomes README.source.md, and that of a converted source README.source.source.md.
     """
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME, *CONFIG_FILES):

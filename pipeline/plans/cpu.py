@@ -28,9 +28,7 @@ ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # fact
 
 
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = checkpoint.with_arch_row(request)
@@ -134,8 +132,8 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
-    where it has no such layout, no loose files or no backward matrices.
+    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError where
+    it has not what they ask for.
     """
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)

@@ -22,9 +22,7 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError or InputError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)

@@ -26,9 +26,7 @@ ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "
 
 
 def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     require_possible(request.options)
     request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
@@ -67,9 +65,7 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
 
 
 def require_possible(options: GpuOptions) -> None:
-    """Raise KtconvertError for what is not installed, UnsupportedError for what is made otherwise, UsageError for
-    options that contradict each other.
-    """
+    """Raise KtconvertError for what is not installed, made otherwise, or contradicts another option."""
     if options.calibrated:
         from ktconvert.pipeline.walk import environment
 

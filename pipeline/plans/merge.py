@@ -43,9 +43,7 @@ CHOOSE = "convert it again, or if they are left out on purpose, name those to me
 
 
 def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole merge from names and sizes only. Raises InputError for a missing, extra or cut-off file,
-    UnsupportedError where there is nothing to merge.
-    """
+    """Of names and sizes only. InputError for a missing, extra or cut-off file."""
     original = request.options.original_path
     request = replace(request, options=with_values(request.options, with_companions=original is not None))
     root, options = Path(request.input), request.options

@@ -144,9 +144,8 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it. Raises UnsupportedError where equalized experts would compute something
-    else, UsageError where no layer is rounded to a format that gains, and for options that need the experts as they
-    are.
+    """The model as --equalize asks for it. UnsupportedError where equalized experts would compute something else,
+    UsageError where no layer gains, and for options that need the experts as they are.
     """
     if not options.equalize:
         return model
@@ -181,19 +180,15 @@ def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
-    """Raise VerificationError for a whole model that is not what its manifest and loaders expect, by transformers where
-    it is in memory already.
-    """
+    """Look at a whole model as its loaders do, by transformers where it is in memory already."""
     from ktconvert.pipeline.verify.verify import require_sound
 
     require_sound(assembled, load=calibrated)
 
 
 def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
-    """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
-    one that takes them; None where there are none. Raises UsageError where they are named and not asked for, or the
-    other way round; InputError for those of another model, and for others than those with which the conversion was
-    begun.
+    """The importance matrix that the options name, or the second moments; None where there are none. Raises UsageError
+    where they are named and not asked for, or the other way round; InputError for those of another model or beginning.
     """
     given = options.importance
     path = given.file
@@ -253,9 +248,7 @@ def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """The format of --quant-method, or with --method-map the mix of it and others. Raises UsageError for a map that
-    cannot be read or leaves nothing to mix, for methods that cannot be mixed, and for options that a mix does not have.
-    """
+    """The format of --quant-method, or with --method-map the mix of it and others; UsageError for what is none."""
     if not options.method_map:
         return fmt
     can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}

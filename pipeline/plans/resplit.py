@@ -48,11 +48,8 @@ TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are
 
 
 def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole rearrangement from names, sizes and headers; only errors are measured, on SAMPLED experts: that of
-    another rounding, and with --against what is better, for a note.
-
-    Raises UnsupportedError for what is no such output or a number of parts that it cannot have, InputError for one that
-    is damaged or was not made from --against.
+    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes. UnsupportedError for what
+    is no such output, InputError for one that is damaged or was not made from --against.
     """
     plan, options = _plan(request), request.options
     return plan if options.against is None else _advised(plan, options.against, options.revision)
@@ -114,9 +111,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:
-    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError without NUMA
-    parts or where the bytes mean nothing to us.
-    """
+    """The output, its sizes and its format. InputError where it is not whole, UnsupportedError without parts."""
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
 
@@ -228,9 +223,7 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
 
 
 def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
-    """The plan with a note on what is better, from the errors of the down projections of a few experts. Raises
-    InputError for a checkpoint that the output was not made from, and what opening one raises.
-    """
+    """The plan with a note on what is better, from the errors of the down projections of a few experts."""
     works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
