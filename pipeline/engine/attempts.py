@@ -1,6 +1,6 @@
 """Attempts to make a unit away from the coordinator (resume.md): each has a file of its own in partial/, and a record
-in attempts/ that is whole at any time. Two may be made at the same time: they give the same bytes under different names,
-and nobody removes one whose process may still live.
+in attempts/ that is whole at any time. Two may be made at the same time: they give the same bytes under different
+names, and nobody removes one whose process may still live.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def is_dead(self) -> bool:
         return self.process.lives() is False
 
+    def written(self) -> Result:
+        assert self.result is not None
+        return self.result
+
     def is_whole(self, paths: Paths) -> bool:
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
         if self.result is None or not self.result.files:
@@ -70,8 +74,7 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return below and all(has_size(path, nbytes) for path, nbytes, _ in self.recorded_files(paths))
 
     def recorded_files(self, paths: Paths) -> list[File]:
-        files = () if self.result is None else self.result.files
-        return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in files]
+        return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
 
 
 def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:

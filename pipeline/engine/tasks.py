@@ -136,6 +136,6 @@ def made_of(paths: Paths, attempt: Attempt) -> Made:
             f"{paths.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
             "see that the file systems of both hosts are the same one, then resume."
         )
-    assert attempt.ended is not None and attempt.result is not None
+    assert attempt.ended is not None
     seconds = max(0.0, attempt.ended - attempt.began)  # clocks go wrong
-    return Made(paths.partial / attempt.name, attempt.result, seconds, attempt.who)
+    return Made(paths.partial / attempt.name, attempt.written(), seconds, attempt.who)
