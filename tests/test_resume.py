@@ -66,14 +66,10 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
 # What the journal's bytes become, the last line being the record of the second of three units -> units made again.
 GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
     "none of the last record": (lambda whole, last: whole[:-last], 2),
-    "a byte": (lambda whole, last: whole[: 1 - last], 2),
-    "all but a brace": (lambda whole, last: whole[:-2], 2),
-    "all but the end of line": (lambda whole, last: whole[:-1], 2),
     "zeros after it": (lambda whole, last: whole + bytes(4096), 1),
     "no UTF-8": (lambda whole, last: whole + b"\xff\xfe\n", 1),
     "another kind of JSON": (lambda whole, last: whole + b"[1, 2]\n17\nnull\n", 1),
     "nested without end": (lambda whole, last: whole + b"[" * 100_000 + b"\n", 1),
-    "half a record": (lambda whole, last: whole + b'{"event": "done", "unit": "cpu_exp', 1),
     "no file": (lambda whole, last: None, LAYERS),
     "empty": (lambda whole, last: b"", LAYERS),
     "another beginning": (lambda whole, last: b'{"ktconvert-jour', LAYERS),
@@ -327,27 +323,19 @@ def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
     assert done.returncode == 0, done.stderr
 
 
-def test_resume_layer_redoes_incomplete_layers(bench, kt_layers):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_resume_layer_redoes_incomplete_layers(bench, kt_layers, layers):
+    """Where layer 1 is there, it is kept; else there is none to be kept."""
     expected = weights(bench.fresh("--no-merge-safetensor"))
-    before = kt_layers(2)
+    before = kt_layers(layers)
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
     cut.write_bytes(cut.read_bytes()[:-1])
     next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", str(layers))
     assert done.returncode == 0, done.stderr
-    assert bench.units_written() == 2 and weights(conversion.tree(bench.output)) == expected
+    assert bench.units_written() == 4 - layers and weights(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
-    kept = [name for name in before if "_layer_1" in name]
-    assert kept and all(before[name] == after[name] for name in kept)
-
-
-def test_resume_layer_where_every_layer_is_incomplete(bench, kt_layers):
-    expected = weights(bench.fresh("--no-merge-safetensor"))
-    kt_layers(1)
-    next((bench.output / "_layer_0").rglob("*.kt")).unlink()
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "1")
-    assert done.returncode == 0, done.stderr
-    assert weights(conversion.tree(bench.output)) == expected
+    assert all(before[name] == after[name] for name in before if "_layer_1" in name)
 
 
 def test_killed_while_adding_to_kept_layers(bench, kt_layers):
