@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
@@ -21,7 +20,7 @@ from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
-from ktconvert.pipeline.engine.units import Runner, Unit
+from ktconvert.pipeline.engine.units import Runner
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
@@ -198,10 +197,18 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
     """Let what was finished count, after every byte of it was hashed (trusted: by its size): units in the store, and
     attempts that workers finished after the last coordinator had died, which are published and recorded.
     """
-    made = _made_elsewhere(plan, work)
-    found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
-    _discard_damaged(found, plan.request.options.execution.threads, reporter)
-    for attempt, unit in made:
+    missing = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
+    made = [a for a in attempts.read(work.paths) if a.fingerprint in missing and a.is_whole(work.paths)]
+
+    def discard(attempt: Attempt) -> None:
+        attempts.forget(work.paths, attempt)
+        work.journal.append(attempts.lost(attempt))
+
+    if not trusted:
+        found = _stored(plan, work) + [(a.unit, a.recorded_files(work.paths), partial(discard, a)) for a in made]
+        _discard_damaged(found, plan.request.options.execution.threads, reporter)
+    for attempt in made:
+        unit = missing[attempt.fingerprint]
         if attempt.is_whole(work.paths) and work.done_reason(unit) is None:
             publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
 
@@ -246,20 +253,3 @@ def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
         found.append((unit.name, files, partial(work.forget, unit)))
     # What was assembled without hard links lies elsewhere (done_reason).
     return [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in found]
-
-
-def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
-    units = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
-    return [
-        (attempt, units[attempt.fingerprint])
-        for attempt in attempts.read(work.paths)
-        if attempt.fingerprint in units and attempt.is_whole(work.paths)
-    ]
-
-
-def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
-    def discard() -> None:
-        attempts.forget(work.paths, attempt)
-        work.journal.append(attempts.lost(attempt))
-
-    return attempt.unit, attempt.recorded_files(work.paths), discard

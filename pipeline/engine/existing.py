@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -152,7 +153,11 @@ def to_replace(plan: Plan) -> list[Replaced]:
 def require_replaceable(plan: Plan) -> None:
     """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
     for replaced in to_replace(plan):
-        require_ours(replaced, delete_others=plan.request.options.existing.delete_others)
+        if replaced.others and not plan.request.options.existing.delete_others:
+            raise OutputError(
+                f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; move them away, or add "
+                "--delete-others."
+            )
 
 
 def nothing_to_do(output: Path, reporter: Reporter) -> None:
@@ -264,7 +269,8 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
     for name in names:
         was, now = old.settings.get(name), new.settings.get(name)
         if was != now:
-            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
+            before, after = ("not given" if value is None else value for value in (was, now))
+            differing.append(f"{flags.get(name, name)} was {before}, is {after}")
     if differing:
         raise OutputError(
             f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
@@ -302,10 +308,6 @@ def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> 
         )
 
 
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)
-
-
 # What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.
 @dataclass(frozen=True)
 class Replaced:
@@ -340,29 +342,13 @@ def look(folder: Path, kept: Collection[str] = ()) -> Replaced:
     """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads."""
     if folder.is_symlink() or not folder.is_dir():
         return Replaced(folder, (0, 0), {folder.name: folder.lstat().st_size})
-    known = _listed(folder)
+    known = set(statistics.listed(folder))
+    with contextlib.suppress(VerificationError):
+        if (listing := manifest.read(folder)) is not None:
+            known |= {manifest.NAME, *(file.name for file in listing.files)}
     files = dict(_walk(folder, kept))
     ours = [nbytes for name, nbytes in files.items() if name in known]
     return Replaced(folder, (len(ours), sum(ours)), {name: n for name, n in files.items() if name not in known})
-
-
-def require_ours(replaced: Replaced, *, delete_others: bool) -> None:
-    """Raise OutputError for files that no manifest lists, unless they may be deleted."""
-    if replaced.others and not delete_others:
-        raise OutputError(
-            f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; move them away, or add "
-            "--delete-others."
-        )
-
-
-def _listed(folder: Path) -> set[str]:
-    names: set[str] = set()
-    try:
-        if (listing := manifest.read(folder)) is not None:
-            names |= {manifest.NAME, *(file.name for file in listing.files)}
-    except VerificationError:
-        pass
-    return names | statistics.listed(folder)
 
 
 def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
