@@ -117,10 +117,8 @@ def _rename(paths: Paths, may_replace: bool) -> None:
             if error.errno not in TAKEN:
                 raise
             if not may_replace:
-                raise OutputError(
-                    f"{output}: something was put there while the conversion ran; "
-                    "move it away and resume, or run the same command with --overwrite."
-                ) from error
+                remedy = "move it away and resume, or run the same command with --overwrite"
+                raise OutputError(f"{output}: something was put there while the conversion ran; {remedy}.") from error
             publish.exchange(paths.assembly, output, aside=paths.old)
     publish.sync_folder(output.parent)
 

@@ -125,17 +125,13 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
         require_same_source(output, done.source, plan)
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
         if damaged:
-            raise VerificationError(
-                f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with "
-                "--overwrite."
-            )
+            remedy = "convert again with --overwrite"
+            raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
         return True
     strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
     if strangers and not adopts(plan) and not (own.inside and old is not None):
-        raise OutputError(
-            f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
-            "choose another --output, or --overwrite --delete-others to replace it."
-        )
+        remedy = "choose another --output, or --overwrite --delete-others to replace it"
+        raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); {remedy}.")
     if adopts(plan):
         _require_no_clash(plan)
     return False
@@ -154,10 +150,8 @@ def require_replaceable(plan: Plan) -> None:
     """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
     for replaced in to_replace(plan):
         if replaced.others and not plan.request.options.existing.delete_others:
-            raise OutputError(
-                f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; move them away, or add "
-                "--delete-others."
-            )
+            remedy = "move them away, or add --delete-others"
+            raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; {remedy}.")
 
 
 def nothing_to_do(output: Path, reporter: Reporter) -> None:
@@ -196,10 +190,8 @@ def guard_inputs(plan: Plan) -> None:
     for folder in folders:
         for place in written:
             if _lies_in(_real(place), folder):
-                raise UsageError(
-                    f"{place} is or lies inside {folder}, which is read; the input is never written to: choose another "
-                    "folder."
-                )
+                remedy = "the input is never written to: choose another folder"
+                raise UsageError(f"{place} is or lies inside {folder}, which is read; {remedy}.")
     removed = [*written, locate(request.output).root, *(() if side_output is None else (side_output.partial,))]
     removed = [place for place in removed if place.exists()]
     if not removed:
@@ -302,10 +294,8 @@ def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     other, _ = changed_files(old, plan)
     if other:
-        raise InputError(
-            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
-            "Put the old input back, or start over with --overwrite."
-        )
+        what = f"{'; '.join(other[:5])}. Put the old input back, or start over with --overwrite"
+        raise InputError(f"{plan.request.input} is not the input that {output} was begun with: {what}.")
 
 
 # What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.

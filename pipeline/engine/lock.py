@@ -148,10 +148,8 @@ def require_ours(root: Path) -> None:
     locks = {name for name in names if NAMES.fullmatch(name)}
     foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
     if foreign or (names and not locks) or (root.exists() and not root.is_dir()):
-        raise OutputError(
-            f"{root}: ktconvert works in a folder of this name, and something else lies there; "
-            "move it away or choose another --output."
-        )
+        remedy = "move it away or choose another --output"
+        raise OutputError(f"{root}: ktconvert works in a folder of this name, and something else lies there; {remedy}.")
 
 
 def unlock(root: Path, output: Path, part: ProcessPart | None = None) -> list[str]:

@@ -116,10 +116,8 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     assert old is not None
     dropped, touched = agree(plan, old, overwrite)
     if dropped:
-        raise OutputError(
-            f"{paths.output}: was begun with other options or input, and other parts may rely on them; remove "
-            f"{paths.root} to start over."
-        )
+        why = f"other parts may rely on them; remove {paths.root} to start over"
+        raise OutputError(f"{paths.output}: was begun with other options or input, and {why}.")
     if touched:
         raise InputError(
             f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began; remove "

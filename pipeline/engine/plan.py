@@ -173,10 +173,8 @@ def require_unchanged(plan: Plan) -> None:
         return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
 
     if changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]:
-        raise InputError(
-            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
-            "and resume."
-        )
+        remedy = "put the old file back and resume"
+        raise InputError(f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 
 
 def require_shareable(plan: Plan, option: str) -> None:

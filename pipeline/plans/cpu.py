@@ -118,10 +118,8 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
     unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
     if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
         able = ", ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
-        raise UsageError(
-            f"--scale {choice.name} is for --quant-method {able}; {unserved[0]} has one way to choose codes: leave "
-            "out --scale."
-        )
+        why = f"{unserved[0]} has one way to choose codes: leave out --scale"
+        raise UsageError(f"--scale {choice.name} is for --quant-method {able}; {why}.")
     for own in fmt.formats:
         if choice != ABSMAX and choice.serves(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
@@ -145,10 +143,8 @@ def _format(options: CpuOptions) -> Format:
     if loose_files and options.max_shard_size:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
     if method not in formats:
-        raise UsageError(
-            f"--layout {options.layout} is for {', '.join(formats)}; {method} has the layout "
-            f"{formats_of('cpu')[method].arrangement.layout}: leave out --layout."
-        )
+        why = f"{method} has the layout {formats_of('cpu')[method].arrangement.layout}: leave out --layout"
+        raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {why}.")
     fmt = formats[method]
     if not fmt.arrangement.parted and options.non_experts != "skip":
         raise UsageError(
@@ -157,10 +153,8 @@ def _format(options: CpuOptions) -> Format:
     alone = backward_alone(method) if fmt.arrangement.parted else None
     if alone is not None and backward:
         if not loose_files:
-            raise UsageError(
-                f"{fmt.name} has backward matrices in loose files only, without the experts; add "
-                "--no-merge-safetensor, or leave out --save-backward-weights."
-            )
+            remedy = "add --no-merge-safetensor, or leave out --save-backward-weights"
+            raise UsageError(f"{fmt.name} has backward matrices in loose files only, without the experts; {remedy}.")
         return alone
     if loose_files and fmt.loose is None:
         others = "" if alone is None else ", or add --save-backward-weights for kt-kernel's backward files"

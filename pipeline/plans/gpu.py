@@ -76,10 +76,8 @@ def require_possible(options: GpuOptions) -> None:
             "option out."
         )
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
-        raise UsageError(
-            "--save-statistics needs GPTQ's engine stream, which goes through the model; give it to that, or use "
-            "`ktconvert calibrate`."
-        )
+        remedy = "give it to that, or use `ktconvert calibrate`"
+        raise UsageError(f"--save-statistics needs GPTQ's engine stream, which goes through the model; {remedy}.")
 
 
 def _quantizing(

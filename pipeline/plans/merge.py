@@ -112,10 +112,8 @@ def _measured(output: Output, everything: bool) -> Measure:
 
     root = output.root
     if others := sorted(output.prefixes - {*MERGED}):
-        raise UnsupportedError(
-            f"{root}: there is nothing to merge in {' and '.join(others)} files: they are backward matrices alone, "
-            f"which stay loose; give {', '.join(MERGED)} files."
-        )
+        why = f"they are backward matrices alone, which stay loose; give {', '.join(MERGED)} files"
+        raise UnsupportedError(f"{root}: there is nothing to merge in {' and '.join(others)} files: {why}.")
     if len(output.prefixes) > 1:
         raise InputError(f"{root}: holds {' and '.join(sorted(output.prefixes))} files; merge one method at a time.")
     measured = measure(output)

@@ -157,16 +157,12 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
     if options.calibrated and options.engine == "oneshot":
         raise UsageError("--equalize: --engine oneshot reads the checkpoint as it is; leave out one of them.")
     if options.gptq.save_statistics is not None and options.calibrated:
-        raise UsageError(
-            "--equalize: --save-statistics would describe the equalized experts; leave out one of them, or gather "
-            "statistics with `ktconvert calibrate`."
-        )
+        remedy = "leave out one of them, or gather statistics with `ktconvert calibrate`"
+        raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
     found = equalized(model, fmt)
     if not found.equalized:
-        raise UsageError(
-            f"--equalize is for integers and MXFP4 that experts are rounded to: here {fmt.name} keeps every number, or "
-            "scales rows and columns together; leave out --equalize."
-        )
+        why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
+        raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
     return found
 
 

@@ -126,10 +126,8 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     if fmt is not None and fmt.forward and not fmt.arrangement.parted:
         raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
-        raise UnsupportedError(
-            f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
-            "--threadpool-count."
-        )
+        remedy = "convert the model again with --threadpool-count"
+        raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged here; {remedy}.")
     if fmt is None:
         problems = problems or [f"its weights fit none of {', '.join(output.methods)}"]
     require_sound(root, problems)
