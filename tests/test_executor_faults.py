@@ -169,20 +169,6 @@ def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, 
     setting.resumed(output)
 
 
-def test_a_source_that_becomes_shorter_under_a_worker(
-    setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
-) -> None:
-    source = shutil.copytree(setting.source, tmp_path / "source")
-    cluster.start("a", env=setting.stopping(output, call=1))
-    coordinator = setting.pool.submit(setting.run, "cpu", "-i", source, "-o", output, *at(cluster))
-    cluster.wait_until_stopped("a")
-    for path in source.glob("*.safetensors"):
-        os.truncate(path, 8192)
-    cluster.start("b")
-    cluster.send("a", signal.SIGCONT)
-    conversion.refused(coordinator.result(), 5, "safetensors", "host ")
-
-
 def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, output: Path, tmp_path: Path) -> None:
     full = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": "9", "LD_PRELOAD": str(full), "KTCONVERT_HOST": "tiny"}
@@ -265,41 +251,6 @@ def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) ->
         cluster.send(name, signal.SIGCONT)
     conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
-
-
-@pytest.mark.long
-def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
-    """Coordinators, and workers that are started again, after random times, until one coordinator gets through."""
-    source = conversion.checkpoint(tmp_path / "source", layers=6, experts=4, hidden=512, width=512)
-    wanted, takes, chance = {}, 0.0, conversion.chance()
-    with Cluster(tmp_path / "cluster", ttl="10s", env={"KTCONVERT_ISA": "scalar"}) as cluster:
-        cluster.start("a", "b", nanny=True)
-
-        def convert(output: Path, patience: float | None) -> tuple[int, str]:
-            begun = output.with_name("out.work").joinpath("plan.json").exists()
-            ways = [["cpu", "-i", source, "-o", output, *at(cluster)]]
-            ways += [["resume", output, *at(cluster)], ["resume", output]] if begun else []
-            command = [*conversion.KTCONVERT, *map(str, chance.choice(ways)), "-q"]
-            env = {**os.environ, "KTCONVERT_HOST": chance.choice("xyz")}
-            process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    said = process.communicate(timeout=patience and chance.uniform(0, patience))[1]
-                    return process.returncode, said
-                with contextlib.suppress(ProcessLookupError):  # just being started again
-                    victim = chance.choice(("coordinator", "a", "b"))
-                    process.kill() if victim == "coordinator" else cluster.send(victim, signal.SIGKILL)
-
-        for number in range(9):
-            output, began = tmp_path / f"run{number}" / "out", time.monotonic()
-            output.parent.mkdir()
-            while (ended := convert(output, number and 1.5 * takes))[0] != 0:
-                assert ended[0] == killpoint.KILLED or "3 processes that made it ended" in ended[1], ended
-            if number == 0:  # unharmed
-                wanted, takes = conversion.tree(output), time.monotonic() - began
-            assert conversion.differing(conversion.tree(output), wanted) == []
-            assert conversion.names(output.parent) == ["out"]
-            shutil.rmtree(output.parent)
 
 
 @pytest.mark.parametrize("times", [1, 2])
