@@ -221,7 +221,7 @@ def test_nothing_counts_before_it_is_durable(bench, which, over):
     if over:
         assert bench.begin(which).returncode == 0
     assert bench.begin(which, *(["--overwrite"] if over else [])).returncode == 0
-    disk, stored, recorded, appeared = Disk(), [], 0, 0
+    disk, stored, recorded, appeared, synced = Disk(), [], 0, 0, 0
     base = str(bench.output.parent)
     for call in bench.calls():
         call = call._replace(path="." if call.path == base else call.path)
@@ -229,6 +229,8 @@ def test_nothing_counts_before_it_is_durable(bench, which, over):
             assert disk.unsafe(call.path) <= {call.path, "out.work/partial"}, f"{call.path} is published, not synced"
             assert call.path not in disk.contents
             stored.append(call.second)
+            synced = 0
+        synced += call[:2] == ("fsync", "out.work/journal.jsonl")
         if call[:2] in (("pwrite", "out.work/journal.jsonl"), ("write", "out.work/journal.jsonl")):
             for unit in stored:
                 assert disk.unsafe(unit) == set(), f"{unit} may be recorded before it is durable"
@@ -236,6 +238,7 @@ def test_nothing_counts_before_it_is_durable(bench, which, over):
             if over and call.name == "rename":
                 continue  # refused, since something lies there; then the two are swapped
             assert disk.unsafe("out.work/out") - {"out.work/out"} == set()
+            assert synced == 2, "the last unit is recorded after it was published, and then that all is assembled"
             recorded, appeared = len(stored), appeared + 1
             call = call._replace(name="rename")
         if call.name in ("unlink", "unlinkat", "rmdir") and appeared:
