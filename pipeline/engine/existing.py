@@ -242,11 +242,9 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     require_same_settings(plan.request.output, old, plan)
     require_same_source(plan.request.output, old.source, plan)
     if touched and not plan.request.options.verify_inputs:
-        raise InputError(
-            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and "
-            "header); "
-            "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
-        )
+        what = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
+        remedy = "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over"
+        raise InputError(f"{plan.request.input}: {what}; {remedy}.")
     return False, touched
 
 

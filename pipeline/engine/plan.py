@@ -180,7 +180,6 @@ def require_unchanged(plan: Plan) -> None:
 def require_shareable(plan: Plan, option: str) -> None:
     """Raise UsageError, naming the option, for a plan whose units need each other."""
     if any(stage.chain for stage in plan.stages):
-        raise UsageError(
-            f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
-            f"made at the same time; leave out {option}."
-        )
+        what = "each layer's calibration needs what the layer before left, so several cannot be made at the same time"
+        remedy = f"leave out {option}"
+        raise UsageError(f"{plan.request.command}: {what}; {remedy}.")

@@ -74,10 +74,9 @@ def require_whole(source: TensorSource, what: str) -> None:
     """Raise UnsupportedError where nothing but the experts of a checkpoint can be read; `what` needs more."""
     if source.container.experts_only:
         title = source.container.title
-        raise UnsupportedError(
-            f"{source.root}: {title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside "
-            "the experts; use the model's safetensors release."
-        )
+        why = f"{title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside the experts"
+        remedy = "use the model's safetensors release"
+        raise UnsupportedError(f"{source.root}: {why}; {remedy}.")
 
 
 def require_complete(source: TensorSource, what: str, why: str) -> None:

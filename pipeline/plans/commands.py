@@ -97,10 +97,9 @@ def _require_together(options: ConversionOptions, given: str, flag: str) -> None
     if options.part is not None:
         raise UsageError(f"{given}: --part shares out the files of one output; give one {flag} after the other.")
     if isinstance(options, QuantizationOptions) and options.calibrated:
-        raise UsageError(
-            f"{given}: GPTQ walks through the model once for each output, with what its own layers gave; give one "
-            f"{flag} after the other."
-        )
+        what = "GPTQ walks through the model once for each output, with what its own layers gave"
+        remedy = f"give one {flag} after the other"
+        raise UsageError(f"{given}: {what}; {remedy}.")
 
 
 def plans_of(request: Request[Any], hashed: Callable[[int], None] | None = None) -> list[Plan]:

@@ -203,10 +203,9 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
     if expected in (None, model.source.container.input_type):
         return
     if not any(expected in row.input_types and row.name in dtypes for row in encodings.CHECKPOINT_ENCODINGS):
-        raise InputError(
-            f"{model.source.root}: --input-type {expected} was given, but the experts are {', '.join(dtypes)}; "
-            "leave the option out or correct it."
-        )
+        what = f"--input-type {expected} was given, but the experts are {', '.join(dtypes)}"
+        remedy = "leave the option out or correct it"
+        raise InputError(f"{model.source.root}: {what}; {remedy}.")
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:

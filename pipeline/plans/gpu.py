@@ -71,10 +71,9 @@ def require_possible(options: GpuOptions) -> None:
 
         environment.require("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":
-        raise UnsupportedError(
-            f"--torch-dtype {options.torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the "
-            "option out."
-        )
+        what = "experts are rounded from BF16 and their scales are BF16"
+        remedy = "leave the option out"
+        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {what}; {remedy}.")
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
         remedy = "give it to that, or use `ktconvert calibrate`"
         raise UsageError(f"--save-statistics needs GPTQ's engine stream, which goes through the model; {remedy}.")

@@ -78,10 +78,9 @@ def not_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
             continue
         key = CALLED[choice](name)
         if key in by_key:
-            raise InputError(
-                f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use "
-                "--non-experts keep."
-            )
+            what = f"tensors {by_key[key].reads[0].name} and {name} would both be called {key}"
+            remedy = "use --non-experts keep"
+            raise InputError(f"{source.root}: {what}; {remedy}.")
         by_key[key] = OtherTensor(key, info)
     return tuple(by_key.values())
 

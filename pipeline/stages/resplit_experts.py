@@ -98,10 +98,9 @@ class ResplitWork(ExpertsToWrite):
             return resplit(self.fmt.encoding, old, self.grid, item, place)
         except ValueError as error:
             key, high = self.names.key(old[0][0].place, suffixes(self.fmt.encoding)[0]), self.fmt.encoding.grid.high
-            raise InputError(
-                f"{self.output.root}: {key} or another part of this linear holds a code that is not in "
-                f"-{high}..{high}; convert it again."
-            ) from error
+            what = f"{key} or another part of this linear holds a code that is not in -{high}..{high}"
+            remedy = "convert it again"
+            raise InputError(f"{self.output.root}: {what}; {remedy}.") from error
 
     def _read(self, part: Part) -> Packed:
         stored = []
