@@ -172,13 +172,16 @@ def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for reason in REASONS:
         (base / reason).mkdir()
         found[reason] = shims.refusing(base / reason, reason, "flock")
-    return found
+    return found | {
+        "no locks": found["ENOLCK"],
+        "no links": shims.refusing(base, "EOPNOTSUPP", "flock", "link", "linkat"),
+    }
 
 
 @pytest.fixture(params=["locks", "no locks"])
 def system(request: pytest.FixtureRequest, preloads: dict[str, Path]) -> dict[str, str]:
-    """The environment of a process on a file system with locks, or without."""
-    return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads["ENOLCK"])}
+    """The environment of a process on a file system with locks, or without, and without hard links."""
+    return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads[request.param])}
 
 
 @pytest.fixture
@@ -208,7 +211,7 @@ def ran(script: str, *arguments: object, **env: str) -> str:
     return printed(script, *arguments, timeout=600, **env)
 
 
-RACES = [(system, before) for system in ("locks", "no locks") for before in ("nothing", "killed")]
+RACES = [(system, before) for system in ("locks", "no locks", "no links") for before in ("nothing", "killed")]
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
