@@ -16,7 +16,6 @@ from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
-from rig.bench import Bench
 from rig.files import edit_json
 
 UNIT: Unit[None] = Unit("stage", "layer-000", (1,), 1, None, final="model.safetensors", bytes_in=1)
@@ -71,20 +70,6 @@ def test_no_name_leads_out_of_the_folder(paths: Paths) -> None:
     attempts.sweep(paths)
     assert attempts.read(paths) == [attempt]
     assert attempt.is_whole(paths)
-
-
-def test_a_resume_among_such_records(bench: Bench) -> None:
-    expected = bench.fresh()
-    assert bench.cpu("--part", "0/2").returncode == 0
-    paths = sorted((bench.work / "attempts").glob("*.json"))
-    for path, wrong in zip(paths, ({"files": []}, {"files": [["", 1, "\ud800"]]}), strict=True):
-        edit_json(path, lambda record, wrong=wrong: record["result"].update(wrong))
-    for command in ("status", "resume"):
-        done = bench.run(command, bench.output)
-        assert done.returncode == (7 if command == "resume" else 0)
-        assert "Traceback" not in done.stderr
-    assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
-    bench.finished_as(expected)
 
 
 CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")

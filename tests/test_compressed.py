@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.stages.expert_files import empty_tensors
+from ktconvert.pipeline.stages.expert_files import empty_parts
 from rig import stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
@@ -90,7 +90,7 @@ def test_names(
 def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
     """Words, shape and scales of a linear, rounded to nearest."""
     n, k = linear.shape
-    out = empty_tensors(form, Part(0, 0, "gate", 0, n, k))
+    [(_, out)] = empty_parts(form, [Part(0, 0, "gate", 0, n, k)])
     form.quantize(linear, out)
     packed, shape, scale = out
     return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)

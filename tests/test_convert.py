@@ -16,35 +16,23 @@ from safetensors import safe_open
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
-from rig.safetensors import bits_of, data_start, read_file, read_folder
+from rig.safetensors import Tensors, data_start, read_file, read_folder
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.safetensors") if "backward" not in p.name)
-
-
-def merged(folder: Path) -> dict[str, Any]:
-    return bits_of(read_folder(folder))
-
-
-def same_bytes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Same names, dtypes, shapes and bits."""
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (expected.dtype, expected.shape), name
-        assert ours[name].tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
     golden, source, options = opened(case, tmp_path, write_qwen)
     cli("cpu", "-i", source, "-o", tmp_path / "out", *options)
-    same_bytes(merged(tmp_path / "out"), {k: v for k, v in golden.items() if k.startswith("blk.")})
+    assert read_folder(tmp_path / "out") == {k: v for k, v in golden.items() if k.startswith("blk.")}
 
 
-def opened(case: str, folder: Path, write_qwen: Any) -> tuple[dict[str, Any], Path, list[str]]:
+def opened(case: str, folder: Path, write_qwen: Any) -> tuple[Tensors, Path, list[str]]:
     """The tensors of a golden file, its source, and the options of its conversion."""
-    golden = bits_of(read_file(GOLDEN / f"{case}.safetensors"))
-    source = write_qwen(folder / "in", {0: {p: golden[f"in.{p}"] for p in ("gate", "up", "down")}})
+    golden = read_file(GOLDEN / f"{case}.safetensors")
+    source = write_qwen(folder / "in", {0: {p: golden[f"in.{p}"].bits for p in ("gate", "up", "down")}})
     return golden, source, ["--quant-method", "int4" if "int4" in case else "int8", "--threadpool-count", case[-1]]
 
 
@@ -54,7 +42,7 @@ def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli
     options.append("--save-backward-weights")
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
     ours = {str(p.relative_to(tmp_path / "loose")): p.read_bytes() for p in (tmp_path / "loose").rglob("*.kt")}
-    theirs = {k.removeprefix("file:"): v.tobytes() for k, v in golden.items() if k.startswith("file:")}
+    theirs = {k.removeprefix("file:"): v.data for k, v in golden.items() if k.startswith("file:")}
     backward = {name: data for name, data in ours.items() if "_bwd_" in name}
     assert theirs
     assert {name: ours[name] for name in theirs} == theirs
@@ -62,8 +50,8 @@ def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli
 
     cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
     cli("merge", "-i", tmp_path / "loose", "-o", tmp_path / "merged", "--max-tensors", 7)
-    same_bytes(merged(tmp_path / "merged"), merged(tmp_path / "direct"))
-    assert any("_bwd_exps" in name for name in merged(tmp_path / "direct"))
+    assert read_folder(tmp_path / "merged") == read_folder(tmp_path / "direct")
+    assert any("_bwd_exps" in name for name in read_folder(tmp_path / "direct"))
 
 
 def test_output_does_not_depend_on_how_it_is_made(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
@@ -102,7 +90,7 @@ def test_other_floats_are_rounded_to_bf16_first(dtype: str, tmp_path: Path, cli:
     stored = {p: x.view(np.uint16) if dtype == "F16" else x for p, x in wide.items()}
     cli("cpu", "-i", write_qwen(tmp_path / "a", {0: stored}, dtype), "-o", tmp_path / "oa", "--threadpool-count", 1)
     cli("cpu", "-i", write_qwen(tmp_path / "b", {0: rounded}), "-o", tmp_path / "ob", "--threadpool-count", 1)
-    same_bytes(merged(tmp_path / "oa"), merged(tmp_path / "ob"))
+    assert read_folder(tmp_path / "oa") == read_folder(tmp_path / "ob")
 
 
 def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path) -> None:
@@ -125,12 +113,10 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
     assert index["metadata"]["total_size"] == total
     sizes = {p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"}
     assert {f["name"]: f["size"] for f in manifest["files"]} == sizes
-    source = bits_of(read_file(example / "model.safetensors"))
-    others = {k: v for shard in shards for k, v in bits_of(read_file(out / shard)).items() if "_exps" not in k}
-    named = {
+    source = read_file(example / "model.safetensors")
+    assert {k: v for k, v in read_folder(out).items() if "_exps" not in k} == {
         n.replace("model.layers.", "blk.").replace("model.", ""): v for n, v in source.items() if ".experts." not in n
     }
-    same_bytes(others, named)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (example / name).read_bytes()
     assert all(p.stat().st_mode & 0o444 == 0o444 for p in out.iterdir())
@@ -139,8 +125,8 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
 def test_some_layers_keep_their_numbers(tmp_path: Path, cli: Any, example: Path) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "all")
     cli("cpu", "-i", example, "-o", tmp_path / "one", "--layers", "1")
-    whole = merged(tmp_path / "all")
-    same_bytes(merged(tmp_path / "one"), {k: v for k, v in whole.items() if k.startswith("blk.1.")})
+    whole = read_folder(tmp_path / "all")
+    assert read_folder(tmp_path / "one") == {k: v for k, v in whole.items() if k.startswith("blk.1.")}
     for layers, words in (("3-7", "3-7"), ("1-0", "1-0 runs backwards; write 0-1")):
         assert words in cli("cpu", "-i", example, "-o", tmp_path / "x", "--layers", layers, code=2).stderr
 
@@ -209,10 +195,10 @@ def test_a_source_of_experts_alone_is_converted(
     write_safetensors(source / "model.safetensors", tensors)
     cli("cpu", "-i", source, "-o", tmp_path / "skip")
     cli("cpu", "-i", source, "-o", tmp_path / "copy", "--non-experts", "copy")
-    same_bytes(merged(tmp_path / "copy"), merged(tmp_path / "skip"))
+    assert read_folder(tmp_path / "copy") == read_folder(tmp_path / "skip")
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
     cli("gpu", "-i", example, "-o", tmp_path / "whole", "--quant-method", "RTN")
-    whole = merged(tmp_path / "whole")
-    same_bytes(merged(tmp_path / "gpu"), {n: t for n, t in whole.items() if ".mlp.experts." in n})
+    whole = read_folder(tmp_path / "whole")
+    assert read_folder(tmp_path / "gpu") == {n: t for n, t in whole.items() if ".mlp.experts." in n}
     for folder in ("copy", "gpu"):
         cli("verify", tmp_path / folder, "--against", source, "--no-load")

@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
     command = "dequantize", source, tmp_path / "out", "--cpuinfer-threads", 2, "--json"
     plan = json.loads(cli(*command, "--dry-run").stdout.splitlines()[-1])
     finished = json.loads(cli(*command).stdout.splitlines()[-1])
-    assert finished["bytes"] == plan["bytes_out"] == 16 * 2 * 2048 * 4096
+    assert finished["bytes"] == plan["bytes_out"] == 16 * 2 * 2048 * 4096 and plan["model"]["decoded"] == {"FP8": 16}
     assert finished["peak_rss"] < plan["peak_memory"] < finished["bytes"]
 
 
@@ -246,14 +246,8 @@ def test_killed_and_resumed_to_the_same_bytes(blocks: Model, cli: Cli, tmp_path:
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
 
 
-def test_other_options_and_what_lies_there(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+def test_the_options_of_kt_kernel(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, release = blocks
-    out = tmp_path / "out"
-    assert "nothing to do" not in cli("dequantize", source, out).stderr
-    assert "nothing to do" in cli("dequantize", source, out).stderr
-    assert "--max-shard-size was not given" in cli("dequantize", source, out, "--max-shard-size", "1MB", code=7).stderr
-    cli("dequantize", source, out, "--max-shard-size", "1MB", "--overwrite")
-    assert read_folder(out) == release
     cli("dequantize", source, source / "inside", code=2)
     kt = ("--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
     assert "--config-path is accepted for kt-kernel's sake" in cli("dequantize", *kt).stderr
@@ -261,20 +255,6 @@ def test_other_options_and_what_lies_there(blocks: Model, cli: Cli, tmp_path: Pa
     assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
     assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
     assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
-
-
-def test_the_plan_and_its_events(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    source, release = blocks
-    plan = json.loads(cli("dequantize", source, tmp_path / "out", "--dry-run", "--json").stdout.splitlines()[-1])
-    assert plan["model"]["decoded"] == {"FP8": len(quantized_names())}
-    assert plan["bytes_out"] == sum(len(tensor.data) for tensor in release.values())
-    text = cli("dequantize", source, tmp_path / "out", "--dry-run").stdout
-    assert "decode what is quantized to BF16, copy all else; 1 units, 1 to run" in text
-    assert not (tmp_path / "out").exists()
-    assert "one thread needs" in cli("dequantize", source, tmp_path / "out", "--max-memory", "1MB", code=4).stderr
-    events = [json.loads(line) for line in cli("dequantize", source, tmp_path / "out", "--json").stdout.splitlines()]
-    assert events[-1]["event"] == "finished" and events[-1]["bytes"] == plan["bytes_out"]
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["command"] == "dequantize"
 
 
 def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
@@ -310,14 +290,21 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         # modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model
         (whole | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
     )
-    for number, (tensors, code, words) in enumerate(cases):
+    for number, (tensors, code, says) in enumerate(cases):
         source = written(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
         done = cli("dequantize", source, tmp_path / "out", code=code)
-        assert words in done.stderr and "routed experts" not in done.stderr, done.stderr
+        assert says in done.stderr and "routed experts" not in done.stderr, done.stderr
     both: dict[str, Any] = {"a.weight": ("I64", np.zeros((4, 8), np.int64))}
     pack = encodings.integers(4, 8, encodings.compressed("BF16"), zeros=False)
     both |= {f"a{end}": tensor for end, tensor in pack(np.random.default_rng(0), 4, 8)[0].items()}
-    source = written(tmp_path / "both", both, {})
-    assert "'a.weight' is stored twice" in cli("dequantize", source, tmp_path / "out", code=5).stderr
+    packed = np.zeros((32, 192), np.int32)
+    for name, tensors, code, says in (
+        ("both", both, 5, "'a.weight' is stored twice"),
+        ("packed", {"a.weight_packed": ("I32", packed)}, 5, "a.weight_scale is missing"),
+        ("words", {"a.qweight": ("I32", packed)}, 5, "a.scales is missing"),
+        ("zeros", {"a.qzeros": ("I32", packed)}, 3, "GPTQ or AWQ"),
+    ):
+        source = written(tmp_path / name, tensors, {})
+        assert says in cli("dequantize", source, tmp_path / "out", code=code).stderr
     (source / "config.json").unlink()
     assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr

@@ -186,23 +186,6 @@ def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Pat
     assert run(plan)
 
 
-def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -> None:
-    records: list[Any] = []
-
-    class Last(Events):
-        def event(self, kind: str, **fields: Any) -> None:
-            if kind == "done":
-                records[:] = conversion.events((tmp_path / "out.work" / "journal.jsonl").read_text())
-
-    with ThreadPoolExecutor(1) as executor:
-        run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), executor, Last())
-    begun, done = ([r for r in records if r.get("event") == event] for event in ("start", "done"))
-    assert len(begun) == len(done) == 3
-    assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in (*begun, *done))
-    at = {r["attempt"]: r["at"] for r in begun}
-    assert all(at[r["attempt"]] <= r["at"] for r in done)
-
-
 def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: dict[str, str], tmp_path: Path) -> None:
     plan = plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
     dead, lives = plan.units[:2]
@@ -254,30 +237,6 @@ def test_what_is_no_executor(
     done = servers.run(words_of, tmp_path / "said")
     conversion.refused(done, code, "--executor", *words)
     assert not (tmp_path / "o").exists()
-
-
-def test_a_chain_is_refused_before_anything_else(
-    inputs: dict[str, str], servers: forks.Forks, cluster: Cluster, tmp_path: Path
-) -> None:
-    words = ["gpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--quant-method", "GPTQ"]
-    done = servers.run([*words, "--executor", "dask:tcp://nowhere:1"], tmp_path / "said")
-    conversion.refused(done, 2, "gpu: each layer's calibration needs", "leave out --executor")
-    assert not (tmp_path / "o").exists()
-
-
-LOGS = """
-import logging, sys
-from ktconvert.pipeline.engine.dask_executor import connected
-with connected(sys.argv[1], print):
-    logging.getLogger("distributed.scheduler").critical("Closed comm while trying to write", exc_info=True)
-"""
-
-
-def test_dask_says_nothing(cluster: Cluster) -> None:
-    """Also of what it calls critical: that some client has left a scheduler of this process."""
-    command = [sys.executable, "-c", LOGS, str(cluster.file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # The command line in a process where Dask cannot be imported.

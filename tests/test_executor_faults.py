@@ -119,25 +119,6 @@ def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Clus
     assert len(begun) == UNITS + 1
 
 
-def test_a_worker_killed_while_several_outputs_are_made(
-    setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
-) -> None:
-    alone = tmp_path / "alone" / "out"
-    alone.parent.mkdir()
-    done = setting.run("cpu", "-i", setting.source, "-o", alone, "--quant-method", "int8")
-    assert done.returncode == 0, done.stderr
-    cluster.start("a", env=setting.stopping(output.with_name("out-int8")))
-    coordinator = setting.begin(output, cluster, "--quant-method", "int4,int8", "--json")
-    cluster.wait_until_stopped("a")
-    cluster.start("b")
-    cluster.send("a", signal.SIGKILL)
-    done = coordinator.result()
-    assert done.returncode == 0 and len(of(conversion.events(done.stderr), "lost")) == 1, done.stderr
-    assert conversion.names(output.parent) == ["out-int4", "out-int8"]
-    for name, wanted in (("out-int4", setting.wanted), ("out-int8", conversion.tree(alone))):
-        assert conversion.differing(conversion.tree(output.with_name(name)), wanted) == []
-
-
 @pytest.mark.parametrize("loose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["merged", "loose"])
 def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster, output: Path, loose: bool) -> None:
     words = ("--no-merge-safetensor",) if loose else ()
@@ -186,20 +167,6 @@ def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, 
     done = setting.begin(output, cluster).result()
     conversion.refused(done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://")
     setting.resumed(output)
-
-
-def test_a_source_that_becomes_shorter_under_a_worker(
-    setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
-) -> None:
-    source = shutil.copytree(setting.source, tmp_path / "source")
-    cluster.start("a", env=setting.stopping(output, call=1))
-    coordinator = setting.pool.submit(setting.run, "cpu", "-i", source, "-o", output, *at(cluster))
-    cluster.wait_until_stopped("a")
-    for path in source.glob("*.safetensors"):
-        os.truncate(path, 8192)
-    cluster.start("b")
-    cluster.send("a", signal.SIGCONT)
-    conversion.refused(coordinator.result(), 5, "safetensors", "host ")
 
 
 def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, output: Path, tmp_path: Path) -> None:
@@ -284,41 +251,6 @@ def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) ->
         cluster.send(name, signal.SIGCONT)
     conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
-
-
-@pytest.mark.long
-def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
-    """Coordinators, and workers that are started again, after random times, until one coordinator gets through."""
-    source = conversion.checkpoint(tmp_path / "source", layers=6, experts=4, hidden=512, width=512)
-    wanted, takes, chance = {}, 0.0, conversion.chance()
-    with Cluster(tmp_path / "cluster", ttl="10s", env={"KTCONVERT_ISA": "scalar"}) as cluster:
-        cluster.start("a", "b", nanny=True)
-
-        def convert(output: Path, patience: float | None) -> tuple[int, str]:
-            begun = output.with_name("out.work").joinpath("plan.json").exists()
-            ways = [["cpu", "-i", source, "-o", output, *at(cluster)]]
-            ways += [["resume", output, *at(cluster)], ["resume", output]] if begun else []
-            command = [*conversion.KTCONVERT, *map(str, chance.choice(ways)), "-q"]
-            env = {**os.environ, "KTCONVERT_HOST": chance.choice("xyz")}
-            process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    said = process.communicate(timeout=patience and chance.uniform(0, patience))[1]
-                    return process.returncode, said
-                with contextlib.suppress(ProcessLookupError):  # just being started again
-                    victim = chance.choice(("coordinator", "a", "b"))
-                    process.kill() if victim == "coordinator" else cluster.send(victim, signal.SIGKILL)
-
-        for number in range(9):
-            output, began = tmp_path / f"run{number}" / "out", time.monotonic()
-            output.parent.mkdir()
-            while (ended := convert(output, number and 1.5 * takes))[0] != 0:
-                assert ended[0] == killpoint.KILLED or "3 processes that made it ended" in ended[1], ended
-            if number == 0:  # unharmed
-                wanted, takes = conversion.tree(output), time.monotonic() - began
-            assert conversion.differing(conversion.tree(output), wanted) == []
-            assert conversion.names(output.parent) == ["out"]
-            shutil.rmtree(output.parent)
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -1,6 +1,7 @@
 """`ktconvert gpu`: every packed tensor is the definition's, every other one the source's; what cannot be loaded is refused."""
 
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -197,47 +198,31 @@ def test_fused_experts_are_split(turned: bool, tmp_path: Path, cli: Any, gpu: An
     cli("verify", tmp_path / "out", "--against", folder, "--no-load")
 
 
-def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:
-    """MTP experts too; no scale of the source and no word of its quantization is left."""
-    rng = np.random.default_rng(3)
-    plain = others(rng, "mlp.gate")
-    tensors, linears, expected = dict(plain), {}, dict(plain)
-
-    def add(name: str, *shape: int) -> Bits:
-        stored, bits = encodings.ENCODINGS["FP8 in blocks"].make(rng, *shape)
-        tensors.update({f"{name}{suffix}": tensor for suffix, tensor in stored.items()})
-        return bits
-
-    for layer in (1, 2):  # 2 is MTP
-        for expert in range(E):
-            for part, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
-                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
-                weights = add(name, *shape)
-                if layer == 1:
-                    linears[name] = weights
-                else:
-                    expected[f"{name}.weight"] = ("BF16", weights)
-    for name, shape in (
-        ("model.layers.1.self_attn.o_proj", (H, H)),
-        ("model.layers.1.mlp.shared_experts.up_proj", (8400, H)),
-    ):
-        expected[f"{name}.weight"] = ("BF16", add(name, *shape))
-    made = [encodings.ENCODINGS["FP8 in blocks"].make(rng, 128, H) for _ in range(2)]
+def test_experts_of_mtp_become_bf16(tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:
+    """As everything outside the routed experts does, stacks too; no word of the source's quantization is left."""
+    rng, make = np.random.default_rng(3), encodings.ENCODINGS["FP8 in blocks"].make
+    tensors, linears = others(rng, "mlp.gate"), {}
+    expected, shapes = dict(tensors), {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    for layer, expert, part in itertools.product((1, 2), range(E), shapes):  # 2 is MTP
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+        stored, bits = make(rng, *shapes[part])
+        tensors |= {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
+        linears |= {name: bits} if layer == 1 else {}
+        expected |= {f"{name}.weight": ("BF16", bits)} if layer == 2 else {}
+    made = [make(rng, 128, H) for _ in range(2)]
     for suffix in ("", "_scale_inv"):
         parts = [stored[f".weight{suffix}"] for stored, _ in made]
         tensors[f"mtp.layers.0.mlp.experts.up_proj{suffix}"] = (parts[0][0], np.stack([bits for _, bits in parts]))
     expected["mtp.layers.0.mlp.experts.up_proj"] = ("BF16", np.stack([bits for _, bits in made]))
     sizes = {"n_routed_experts": E, "moe_intermediate_size": I}
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    folder = save(tensors, model_type="deepseek_v3", **sizes, quantization_config=quant)
+    folder, out = save(tensors, model_type="deepseek_v3", **sizes, quantization_config=quant), tmp_path / "out"
     (folder / "hf_quant_config.json").write_text("{}")
-    out = tmp_path / "out"
     done = gpu(folder, "--quant-type", "W4A16")
     assert "MTP part (layer 2) are not quantized" in done.stderr
     assert "FP8 tensors outside the routed experts are written as BF16" in done.stderr
     check(expected, linears, read(out), "W4A16")
-    assert not (out / "hf_quant_config.json").exists()
-    assert "fp8" not in (out / "config.json").read_text()
+    assert not (out / "hf_quant_config.json").exists() and "fp8" not in (out / "config.json").read_text()
     assert any("layers" in p and "2" in p for p in config_of(out)["quantization_config"]["ignore"])
     cli("verify", out, "--against", folder, "--no-load")
 
@@ -285,26 +270,6 @@ def test_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "shape", "code", "words"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "weight_scale_inv is missing"),
-        ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 5, "weight_scale is missing"),
-        ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 5, "q_proj.scales is missing"),
-        ("model.layers.0.self_attn.q_proj.qzeros", "I32", (2, 32), 3, "GPTQ or AWQ"),
-    ],
-)
-def test_others_that_are_packed_are_refused(
-    name: str, dtype: str, shape: tuple[int, ...], code: int, words: str, tmp_path: Path, gpu: Any, save: Any
-) -> None:
-    rng = np.random.default_rng(5)
-    tensors: Tensors = {f"{linear}.weight": ("BF16", bf16(rng, *shape)) for linear, shape in LINEARS.items()}
-    tensors[name] = (dtype, np.zeros(shape, np.int32 if dtype == "I32" else np.uint8))
-    folder = save(tensors, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I)
-    done = gpu(folder, code=code)
-    assert name in done.stderr and words in done.stderr
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
@@ -326,22 +291,17 @@ def _drop(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{NAME}.{suffix}"]
 
 
-def _other(suffix: str, change: Callable[[bytes], bytes]) -> Change:
-    name = f"{NAME}.{suffix}"
-    return lambda tensors: tensors.update({name: tensors[name]._replace(data=change(tensors[name].data))})
+def _no_number(tensors: dict[str, Tensor]) -> None:
+    name = f"{NAME}.weight_scale"
+    tensors[name] = tensors[name]._replace(data=tensors[name].data[:-2] + b"\xc0\x7f")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_drop, (f"{NAME}.weight_packed is missing", "47 linears are quantized, the plan had 48")),
-        (_other("weight_packed", lambda data: b"\x88" * len(data)), (f"{NAME}.weight_packed", "is all zeros")),
-        (
-            _other("weight_scale", lambda data: data[:-2] + b"\xc0\x7f"),
-            (f"{NAME}.weight_scale", "is not a positive number"),
-        ),
+        (_no_number, (f"{NAME}.weight_scale", "is not a positive number")),
     ],
-    ids=["an expert is gone", "all zeros", "scale NaN"],
 )
 def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: Path, cli: Any) -> None:
     """Where the manifest was made to fit, as another program's would."""
@@ -360,7 +320,6 @@ def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: P
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("ignore",), ["lm_head", "re:.*experts.*"], "which is quantized"),
         (("ignore",), ["lm_head"], "not named in the ignore list"),
         (("config_groups", "group_0", "weights", "actorder"), "static", "config_groups"),
         (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
@@ -379,18 +338,6 @@ def test_verify_sees_a_config_that_loaders_misread(
     assert any(words in problem for problem in quantization["problems"])
 
 
-def test_verify_against_another_source_and_another_output(
-    converted: Path, tmp_path: Path, cli: Any, gpu: Any, example: Path
-) -> None:
-    other = tmp_path / "w8"
-    gpu(example, to="w8")
-    assert "method is W4A16 here" in cli("verify", converted, "--against", other, code=6).stderr
-    cli("verify", converted, "--against", converted)
-    rounded = tmp_path / "float32"
-    gpu(example, "--quant-type", "W4A16", "--rounding", "float32", to="float32")
-    assert "weight_packed differs" in cli("verify", converted, "--against", rounded, code=6).stdout
-
-
 def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
     report = json.loads(cli("inspect", converted, "--json").stdout)
     assert report["kind"] == "output" and report["complete"] and report["command"] == "gpu"
@@ -398,11 +345,3 @@ def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
     assert (report["experts"], report["tensors"]) == (8, 144) and "NUMA" not in cli("inspect", converted).stdout
     for command in (("bench", converted), ("verify", converted, "--run")):  # no weights for the CPU
         assert "W4A16" in cli(*command, code=3).stderr
-
-
-def test_another_option_is_refused_with_both_values(tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
-    gpu(example)
-    assert "nothing to do" in gpu(example, "--cpuinfer-threads", "1", "--tp-size", "2").stderr
-    assert "--quant-type was W8A16, is W4A16" in gpu(example, "--quant-type", "W4A16", code=7).stderr
-    gpu(example, "--quant-type", "W4A16", "--overwrite")
-    assert "command was gpu, is cpu" in cli("cpu", "-i", example, "-o", tmp_path / "out", code=7).stderr

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,7 @@ EXAMPLES = {
 OPTIONS: dict[str, Any] = {"model_id": None, "output_dir": None, "quant_method": "GPTQ", "quant_type": "W8A16"}
 OPTIONS |= {"num_calibration_samples": 512, "max_sequence_length": 2048, "dampening_frac": 0.1, "force_cpu": False}
 OPTIONS |= {"dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "torch_dtype": "bfloat16"}
-OPTIONS |= {
-    "ignore_patterns": (),
-    "trust_remote_code": False,
-    "random_seed": 42,
-}  # kt-kernel's own are always in the list
+OPTIONS |= {"ignore_patterns": (), "trust_remote_code": False, "random_seed": 42}  # its own are always in the list
 OPTIONS |= {"max_gpu_memory": None, "max_cpu_memory": None}
 
 
@@ -67,21 +62,6 @@ def parsed(*words: str) -> dict[str, Any]:
     assert command is not None
     parent = click.Context(group, info_name="ktconvert", **group.context_settings)
     return command.make_context("gpu", list(words), parent=parent).params
-
-
-def rounds(line: str) -> bool:
-    return "--quant_method RTN" in line
-
-
-def different(lines: list[str]) -> list[str]:
-    """Those that are other commands once their paths are the same; the method is written out."""
-    differences: dict[tuple[str, ...], str] = {}
-    for name in lines:
-        words = shlex.split(EXAMPLES[name].partition(" --")[2])
-        words[1] = words[3] = ""
-        key = words if "--quant_method" in words else [*words[:4], "--quant_method", "GPTQ", *words[4:]]
-        differences.setdefault(tuple(key), name)
-    return list(differences.values())
 
 
 def words_of(line: str, model: Path, output: Path) -> list[str]:
@@ -127,57 +107,32 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("name", [name for name, line in EXAMPLES.items() if rounds(line)])
-def test_rounding_to_nearest(name: str, tmp_path: Path, cli: Callable[..., Any], example: Path) -> None:
-    line, output = EXAMPLES[name], tmp_path / "out"
+def test_rounding_to_nearest(tmp_path: Path, cli: Callable[..., Any], example: Path) -> None:
+    line, output = EXAMPLES["example 2"], tmp_path / "out"
     done = cli("gpu", *words_of(line, example, output))
     assert check(output, line)["quant_method"] == "RTN"
-    for option in ("max_gpu_memory", "trust_remote_code"):
-        noted = f"--{option.replace('_', '-')} changes nothing here" in done.stderr
-        assert noted == (f"--{option}" in line)
+    for option in ("max-gpu-memory", "trust-remote-code"):
+        assert f"--{option} changes nothing here" in done.stderr
 
 
-GPTQ = different([name for name, line in EXAMPLES.items() if not rounds(line)])
-# One process for all, since importing the libraries takes longer than the work; on one CPU, whose caller may be one of
-# several.
-PROGRAM_OF_ALL = """
-import json, os, sys
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from ktconvert.pipeline.cli import main
-ended = {}
-for name, words in json.loads(sys.argv[1]).items():
-    sys.argv = ["ktconvert", "gpu", *words]
-    try:
-        main()
-    except SystemExit as end:
-        ended[name] = end.code
-print(json.dumps(ended))
-"""
+# On one CPU, whose caller may be one of several.
+ON_ONE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from ktconvert.pipeline.cli import main; main()"
 
 
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], example: Path) -> dict[str, Path]:
-    if missing := [name for name in ("llmcompressor", "datasets", "transformers") if find_spec(name) is None]:
-        pytest.skip(f"needs {', '.join(missing)}: pip install 'ktconvert[gpu]'")
-    folder = tmp_path_factory.mktemp("calibrated")
-    outputs = {name: folder / name.replace(" ", "-") for name in GPTQ}
-    words = {name: words_of(EXAMPLES[name], example, output) for name, output in outputs.items()}
-    command = [sys.executable, "-c", PROGRAM_OF_ALL, json.dumps(words)]
+@pytest.mark.parametrize(("name", "samples"), [("readme", 512), ("example 3", 256)])
+def test_gptq(name: str, samples: int, hub: dict[str, str], tmp_path: Path, example: Path) -> None:
+    """With either data set; the first line relies on the default method."""
+    for package in ("llmcompressor", "datasets", "transformers"):
+        pytest.importorskip(package)
+    line, output = EXAMPLES[name], tmp_path / "out"
+    command = [sys.executable, "-c", ON_ONE, "gpu", *words_of(line, example, output)]
     done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
-    assert not any(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr[-4000:]
-    for dataset, samples in (("HuggingFaceH4/ultrachat_200k", 512), ("tatsu-lab/alpaca", 256)):
-        assert f"{dataset}: 12 samples, {samples} were asked for" in done.stderr
-    return outputs
-
-
-@pytest.mark.parametrize("name", GPTQ)
-def test_gptq(name: str, calibrated: dict[str, Path]) -> None:
-    settings = check(calibrated[name], EXAMPLES[name])
-    assert settings["quant_method"] == "GPTQ"
-    alpaca = "alpaca" in EXAMPLES[name]
-    assert settings["dataset"] == ("tatsu-lab/alpaca" if alpaca else OPTIONS["dataset"])
-    assert settings["num_calibration_samples"] == (256 if alpaca else 512)
+    settings = check(output, line)
+    dataset = OPTIONS["dataset"] if name == "readme" else "tatsu-lab/alpaca"
+    assert (settings["quant_method"], settings["dataset"]) == ("GPTQ", dataset)
+    assert settings["num_calibration_samples"] == samples
+    assert f"{dataset}: 12 samples, {samples} were asked for" in done.stderr
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,15 +1,11 @@
-"""Pull the plug anywhere: killed before each call that changes a directory, once, twice, or at random; resumed, the
-output is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never
-written to."""
+"""Pull the plug anywhere: killed before each call that changes a directory, once or twice; resumed, the output is byte
+for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +18,10 @@ from rig import conversion, forks, killpoint, shims
 INDEX = "model.safetensors.index.json"
 
 
+# What a file system refuses -> how its calls fail.
+REFUSING = {"links": ("EPERM", "link", "linkat"), "swap": ("EINVAL", "renameat2"), "locks": ("ENOLCK", "flock")}
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What conversions read. small has 3 layers of 2 experts, tiny 2 of 1; loose is tiny, converted without merging."""
@@ -30,23 +30,18 @@ class Inputs:
     tiny: Path
     loose: Path
     shim: Path
-    no_links: Path
-    no_swap: Path
-    no_locks: Path
+    refusing: dict[str, Path]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     base = tmp_path_factory.mktemp("inputs")
-    shim = killpoint.build(base)
     small = conversion.checkpoint(base / "small")
     tiny = conversion.checkpoint(base / "tiny", layers=2, experts=1)
     done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
     assert done.returncode == 0, done.stderr
-    no_links = shims.refusing(base, "EPERM", "link", "linkat")
-    no_swap = shims.refusing(base, "EINVAL", "renameat2")
-    no_locks = shims.refusing(base, "ENOLCK", "flock")
-    return Inputs(small, tiny, base / "loose", shim, no_links, no_swap, no_locks)
+    refusing = {what: shims.refusing(base, *how) for what, how in REFUSING.items()}
+    return Inputs(small, tiny, base / "loose", killpoint.build(base), refusing)
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,7 @@ class Case:
     options: tuple[str, ...] = ()
     threads: int = 2
     over: bool = False  # another output of ours lies there and is to be overwritten
-    links: bool = True
-    swap: bool = True
-    locks: bool = True
+    without: tuple[str, ...] = ()  # what the file system refuses, of REFUSING
     mounted: bool = False  # the output is a mount point: it cannot be renamed, so files move into it one by one
     methods: tuple[str, ...] = ()  # several outputs
 
@@ -76,8 +69,7 @@ class Case:
         ]
 
     def preload(self, inputs: Inputs) -> list[Path]:
-        cannot = [(self.links, inputs.no_links), (self.swap, inputs.no_swap), (self.locks, inputs.no_locks)]
-        return [*(library for can, library in cannot if not can), inputs.shim]
+        return [*(inputs.refusing[what] for what in self.without), inputs.shim]
 
 
 CASES = {
@@ -90,16 +82,20 @@ CASES = {
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
     "several outputs": Case("cpu", "tiny", methods=("int4", "bf16")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
-    "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
-    "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),
-    "no hard links": Case("cpu", "tiny", links=False, threads=1),
-    "no locks": Case("cpu", "tiny", locks=False, threads=1),
-    "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, locks=False, links=False, threads=1),
+    "overwrite, no hard links": Case("cpu", "tiny", over=True, without=("links",), threads=1),
+    "overwrite, no swapping": Case("cpu", "tiny", over=True, without=("swap",), threads=1),
+    "no hard links": Case("cpu", "tiny", without=("links",), threads=1),
+    "no locks": Case("cpu", "tiny", without=("locks",), threads=1),
+    "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, without=("locks", "links"), threads=1),
     "mount point": Case("cpu", "tiny", mounted=True, threads=1),
-    "mounted, loose, no links": Case("cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1),
+    "mounted, loose, no links": Case(
+        "cpu", "tiny", ("--no-merge-safetensor",), mounted=True, without=("links",), threads=1
+    ),
     "mount point, overwrite": Case("cpu", "tiny", mounted=True, over=True, threads=1),
-    "mount point, overwrite, no hard links": Case("cpu", "tiny", mounted=True, over=True, links=False, threads=1),
-    "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), links=False, threads=1),
+    "mount point, overwrite, no hard links": Case(
+        "cpu", "tiny", mounted=True, over=True, without=("links",), threads=1
+    ),
+    "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), without=("links",), threads=1),
 }
 
 
@@ -176,7 +172,7 @@ class Matrix:
                 return  # neither index nor manifest: no one takes this for a model
         elif self.old is None and not output.exists():
             return
-        elif self.old is not None and not self.case.swap and not output.exists():
+        elif self.old is not None and "swap" in self.case.without and not output.exists():
             files = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
         allowed = {"manifest.json", INDEX} if self.case.mounted else set()
         assert any(set(conversion.differing(files, state)) <= allowed for state in states), where
@@ -199,50 +195,39 @@ class Matrix:
             assert re.search("no conversion into it was begun|nothing to do", done.stderr), where
             done = self.run(output, 0)
         assert done.returncode == 0, f"{where}: {done.stderr}"
-        self.check(output, where)
 
     def check(self, output: Path, where: str) -> None:
         for each in self.outputs(output):
             assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
         assert conversion.names(output.parent) == sorted(self.wanted), where
 
-    def killed(self, n: int) -> None:
-        """Killed before call n, then resumed."""
-        output = self.prepare(f"n{n}")
-        done = self.run(output, n)
-        if done.returncode == 0:  # threads may save a call or two
-            self.check(output, f"{n} was past the end")
-        else:
-            where = f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}"
+    def killed(self, *points: int) -> None:
+        """Killed before a call of the run, and of each resume; then resumed to the end."""
+        output, where = self.prepare("-".join(map(str, points))), ""
+        for number, n in enumerate(points):
+            begun = [each for each in self.outputs(output) if self.plan(each).exists()]
+            done = self.run(output, n, ["resume", str(begun[0])] if number and begun and n % 2 else None)
+            if done.returncode == 0:  # threads may save a call or two, and a resume has fewer
+                continue
+            where += f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}; "
             assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
             self.whole_or_absent(output, where)
-            self.finish(output, bool(n % 2), where)
+        self.finish(output, bool(sum(points) % 2), where)
+        self.check(output, where)
         shutil.rmtree(output.parent)
 
-    def killed_twice(self, n: int, m: int) -> None:
-        """Killed before call n, the resume before its call m, then resumed again."""
-        output = self.prepare(f"n{n}-{m}")
-        done = self.run(output, n)
-        if done.returncode == 0:
-            self.check(output, f"{n} was past the end")
-        else:
-            where = f"killed before call {n}, {killpoint.killed_before(self.log(output))}"
-            assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
-            begun = [each for each in self.outputs(output) if self.plan(each).exists()]
-            second = self.run(output, m, ["resume", str(begun[0])] if begun and m % 2 else None)
-            where += f", and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
-            assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
-            self.whole_or_absent(output, where)
-            self.finish(output, bool((n + m) % 2), where)
-        shutil.rmtree(output.parent)
+    def pairs(self, count: int) -> list[tuple[int, int]]:
+        return conversion.pairs(range(1, self.points + 1), range(1, self.points + 1), count)
 
     def sources_untouched(self) -> None:
         assert self.before == {name: conversion.identity(getattr(self.inputs, name)) for name in self.before}
 
 
-@contextlib.contextmanager
-def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
+@pytest.fixture
+def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+    case = CASES[request.param]
     with contextlib.ExitStack() as stack:
+        base = stack.enter_context(conversion.in_memory(tmp_path))
         mounts = stack.enter_context(conversion.Mounts()) if case.mounted else None
         if mounts is not None and mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
@@ -251,36 +236,13 @@ def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
         yield Matrix(case, inputs, base, servers, mounts)
 
 
-@pytest.fixture
-def matrix_on_disk(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with prepared(CASES[request.param], inputs, tmp_path) as case_matrix:
-        yield case_matrix
-
-
-@pytest.fixture
-def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with conversion.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as case_matrix:
-        yield case_matrix
-
-
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and wherever the output appears; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
     conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
-    pairs = some_pairs(matrix, 3)
-    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(3))
     matrix.sources_untouched()
-
-
-@pytest.mark.parametrize("matrix_on_disk", ["merged", "loose"], indirect=True)
-def test_killed_here_and_there_on_a_disk(matrix_on_disk):
-    conversion.in_parallel(matrix_on_disk.killed, conversion.thinned(matrix_on_disk.points, 8))
-
-
-def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
-    points = range(1, matrix.points + 1)
-    return conversion.pairs(points, points, count)
 
 
 @pytest.mark.parametrize("matrix", ["overwrite", "overwrite, no hard links"], indirect=True)
@@ -301,6 +263,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix):
     book = Path(f"{output}.work/journal.jsonl")
     book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
     matrix.finish(output, True, "with another inode")
+    matrix.check(output, "with another inode")
 
 
 @pytest.mark.long
@@ -314,41 +277,4 @@ def test_killed_before_every_call_then_resumed(matrix):
 @pytest.mark.long
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
 def test_killed_while_resuming_many_times(matrix):
-    pairs = some_pairs(matrix, 50)
-    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_killed_at_any_time(options, tmp_path):
-    """A larger conversion, its whole process group killed again and again after a random time,
-    until it gets through."""
-    source = conversion.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
-    before, command = conversion.identity(source), ["cpu", "-i", str(source), *options, "-o"]
-    begun = time.monotonic()
-    done = conversion.ktconvert(*command, tmp_path / "whole")
-    whole = time.monotonic() - begun
-    assert done.returncode == 0, done.stderr
-    wanted, chance, kills = conversion.tree(tmp_path / "whole"), conversion.chance(), 0
-    for run in range(20):
-        output = tmp_path / f"run{run}" / "out"
-        output.parent.mkdir()
-        for attempt in itertools.count():
-            again = ["resume", str(output)] if attempt % 2 and Path(f"{output}.work/plan.json").exists() else None
-            words = [*conversion.KTCONVERT, *(again or [*command, str(output)]), "-q"]
-            process = subprocess.Popen(words, start_new_session=True, stderr=subprocess.PIPE, text=True)
-            try:  # each may take a little longer, so that there is an end
-                _, errors = process.communicate(timeout=chance.uniform(0, whole * (0.8 + attempt / 10)))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                _, errors = process.communicate()
-            if process.returncode != killpoint.KILLED:
-                break
-            kills += 1
-        assert process.returncode == 0, errors
-        assert conversion.differing(conversion.tree(output), wanted) == []
-        assert conversion.names(output.parent) == ["out"]
-        shutil.rmtree(output.parent)
-        if run >= 2 and kills:
-            break
-    assert kills > 0 and before == conversion.identity(source)
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(50))

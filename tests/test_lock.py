@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.errors import OutputError
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.lock import unlock
 from rig import conversion, killpoint, shims
 from rig.programs import printed
 
@@ -170,13 +172,16 @@ def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for reason in REASONS:
         (base / reason).mkdir()
         found[reason] = shims.refusing(base / reason, reason, "flock")
-    return found
+    return found | {
+        "no locks": found["ENOLCK"],
+        "no links": shims.refusing(base, "EOPNOTSUPP", "flock", "link", "linkat"),
+    }
 
 
 @pytest.fixture(params=["locks", "no locks"])
 def system(request: pytest.FixtureRequest, preloads: dict[str, Path]) -> dict[str, str]:
-    """The environment of a process on a file system with locks, or without."""
-    return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads["ENOLCK"])}
+    """The environment of a process on a file system with locks, or without, and without hard links."""
+    return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads[request.param])}
 
 
 @pytest.fixture
@@ -206,7 +211,7 @@ def ran(script: str, *arguments: object, **env: str) -> str:
     return printed(script, *arguments, timeout=600, **env)
 
 
-RACES = [(system, before) for system in ("locks", "no locks") for before in ("nothing", "killed")]
+RACES = [(system, before) for system in ("locks", "no locks", "no links") for before in ("nothing", "killed")]
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
@@ -332,13 +337,8 @@ def test_one_with_locks_respects_one_without(tmp_path, no_locks):
     second.end()
 
 
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    return conversion.larger(tmp_path_factory.mktemp("larger"))
-
-
-def test_a_killed_conversion_on_another_host(larger, tmp_path, no_locks):
-    source, expected = larger
+def test_a_killed_conversion_on_another_host(tmp_path, no_locks):
+    source, expected = conversion.larger(tmp_path / "larger")
     output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
     on = {name: {**no_locks, "KTCONVERT_HOST": name} for name in "ab"}
@@ -362,18 +362,12 @@ def test_a_killed_conversion_on_another_host(larger, tmp_path, no_locks):
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_what_the_file_system_locks_cannot_be_taken_away(larger, tmp_path):
-    source, _ = larger
-    output = tmp_path / "made/out"
-    output.parent.mkdir()
-    with conversion.held(source, output, prefix=["env", "KTCONVERT_HOST=a"]) as process:
-        before = conversion.identity(output.parent)
-        for words in (("cpu", "-i", source, "-o", output, "--force-unlock"), ("resume", output, "--force-unlock")):
-            done = conversion.ktconvert(*words, env={"KTCONVERT_HOST": "b"})
-            name = f"process {process.pid} on host a is converting into it"
-            conversion.refused(done, 7, name, "--force-unlock cannot take it away")
-        assert conversion.identity(output.parent) == before
-    assert conversion.ktconvert("resume", output, "-q").returncode == 0
+def test_what_the_file_system_locks_cannot_be_taken_away(tmp_path):
+    first = Process(tmp_path / "out", KTCONVERT_HOST="a")
+    name = f"process {first.process.pid} on host a is converting into it"
+    with pytest.raises(OutputError, match=f"{name}.*--force-unlock cannot take it away"):
+        unlock(tmp_path / "out.work", tmp_path / "out")
+    first.end()
 
 
 def test_a_part_takes_away_what_bars_its_own_way(tmp_path, no_locks):

@@ -3,13 +3,14 @@ damaged is refused."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rig.safetensors import bits_of, read_folder
+from rig.safetensors import Tensor, Tensors, read_folder
 
 
 @pytest.fixture(scope="module")
@@ -24,41 +25,24 @@ def loose(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> dict[str, Any]:
+def wanted(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Tensors:
     """The tensors that converting to safetensors directly gives."""
     folder = tmp_path_factory.mktemp("direct") / "out"
     cli("cpu", "-i", example, "-o", folder)
-    return tensors(folder)
+    return read_folder(folder)
 
 
-def tensors(folder: Path) -> dict[str, Any]:
-    """All tensors of all shards."""
-    return bits_of(read_folder(folder))
-
-
-def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        ours[k].dtype == v.dtype and ours[k].shape == v.shape and ours[k].tobytes() == v.tobytes()
-        for k, v in theirs.items()
-    )
-
-
-@pytest.mark.parametrize("most", [1, 96, 191, 192, 3000])
+@pytest.mark.parametrize("most", [1, 191, 3000])
 def test_any_shard_size_holds_every_tensor_once(most, tmp_path, cli, loose, wanted):
-    cli("merge", "-i", loose, "-o", tmp_path / "out", "--max-tensors", most)
-    assert same(tensors(tmp_path / "out"), wanted)
+    """kt-kernel's script writes another dtype where the folder's name has "scale" in it."""
+    cli("merge", "-i", shutil.copytree(loose, tmp_path / "my_scale_dir"), "-o", tmp_path / "out", "--max-tensors", most)
+    assert read_folder(tmp_path / "out") == wanted
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) == -(-192 // most)
     assert shards[-1].name == f"model-{len(shards):05d}-of-{len(shards):05d}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in wanted.values())
+    assert index["metadata"]["total_size"] == sum(len(t.data) for t in wanted.values())
     assert index["weight_map"].keys() == wanted.keys()
-
-
-def test_a_folder_called_scale_changes_no_dtype(tmp_path, cli, loose, wanted):
-    shutil.copytree(loose, tmp_path / "my_scale_dir")
-    cli("merge", "-i", tmp_path / "my_scale_dir", "-o", tmp_path / "out")
-    assert same(tensors(tmp_path / "out"), wanted)
 
 
 def test_config_and_tokenizer_come_from_the_original(tmp_path, cli, loose, example):
@@ -82,34 +66,33 @@ def test_moe_kernel_files_are_carried_unchanged(prefix, tmp_path, cli):
                     (folder / f"{prefix}_{projection}_{expert}_{len(data)}Byte_{what}_.kt").write_bytes(data)
                 key = f"blk.3.ffn_{projection}_exps.{expert}.numa.{node}"
                 expected |= {
-                    f"{key}.weight": np.frombuffer(weight, np.int8),
-                    f"{key}.scale": np.frombuffer(scale, np.float32),
+                    f"{key}.weight": Tensor("I8", (len(weight),), weight),
+                    f"{key}.scale": Tensor("F32", (16,), scale),
                 }
     cli("merge", "-i", tmp_path / "in", "-o", tmp_path / "out")
-    assert same(tensors(tmp_path / "out"), expected)
+    assert read_folder(tmp_path / "out") == expected
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path, cli, loose):
-    victim = next((loose / "_layer_1" / "_numa_1").glob("INT4_up_5_*_quant_.kt")).relative_to(loose)
+def other_method(file: Path) -> None:
+    shutil.copy(file, file.with_name(file.name.replace("INT4", "INT8")))
 
-    def spoiled(name: str) -> Path:
-        shutil.copytree(loose, tmp_path / name)
-        return tmp_path / name
 
-    gone = spoiled("gone")
-    (gone / victim).unlink()
-    assert "expert 5, up_proj, NUMA node 1" in cli("merge", "-i", gone, "-o", tmp_path / "o", code=5).stderr
-    short = spoiled("short")
-    (short / victim).write_bytes(b"x")
-    assert victim.name in cli("merge", "-i", short, "-o", tmp_path / "o", code=5).stderr
-    mixed = spoiled("mixed")
-    other = mixed / victim.parent / victim.name.replace("INT4", "INT8")
-    other.write_bytes((mixed / victim).read_bytes())
-    assert cli("merge", "-i", mixed, "-o", tmp_path / "o", code=5).stderr
-    fewer = spoiled("fewer")
-    shutil.rmtree(fewer / "_layer_1" / "_numa_1")
-    assert cli("merge", "-i", fewer, "-o", tmp_path / "o", code=5).stderr
-    assert not (tmp_path / "o").exists()
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (Path.unlink, "expert 5, up_proj, NUMA part 1"),
+    "cut off": (lambda file: file.write_bytes(b"x"), "INT4_up_5_"),
+    "of two methods": (other_method, "INT4 and INT8 files"),
+    "a part less": (lambda file: shutil.rmtree(file.parent), "NUMA part 1"),
+    "a zero before the number": (lambda file: file.rename(file.with_name(file.name.replace("_5_", "_05_"))), "_05_"),
+    "out of its folder": (lambda file: file.rename(file.parents[1] / file.name), "INT4_up_5_"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_missing_or_damaged_is_named(what, tmp_path, cli, loose):
+    copy, (spoil, words) = Path(shutil.copytree(loose, tmp_path / "in")), DAMAGE[what]
+    spoil(next((copy / "_layer_1" / "_numa_1").glob("INT4_up_5_*_quant_.kt")))
+    assert words in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +113,18 @@ def copied(folder: Path, where: Path, manifest: bool = False) -> Path:
     return Path(shutil.copytree(folder, where, ignore=left_out))
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
-@pytest.mark.parametrize("original", [True, False], ids=["with the original", "without"])
-@pytest.mark.parametrize("gone", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("gone", "manifest", "original"),
+    [(1, True, False), (4, True, False), (1, False, True), (4, False, True), (2, False, False)],
+)
 def test_a_missing_layer_is_named(gone, manifest, original, tmp_path, cli, four):
+    """By the manifest beside them, by the original's config, or between two that are there."""
     source, whole = four
     loose = copied(whole, tmp_path / "loose", manifest)
     shutil.rmtree(loose / f"_layer_{gone}")
-    words = ["merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else [])]
-    if gone == 2 or manifest or original:
-        done = cli(*words, code=5)
-        assert f"layer {gone} is missing" in done.stderr and "--layers" in done.stderr
-        assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+    done = cli("merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else []), code=5)
+    assert f"layer {gone} is missing" in done.stderr and "--layers" in done.stderr
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
@@ -152,7 +135,7 @@ def test_layers_are_left_out_where_others_are_named(manifest, tmp_path, cli, fou
     words = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
     assert "layer 2 has no experts here" in cli(*words, "--layers", "1-2", code=2).stderr
     cli(*words, "--layers", "1,3")
-    assert {int(name.split(".")[1]) for name in tensors(tmp_path / "out")} == {1, 3}
+    assert {int(name.split(".")[1]) for name in read_folder(tmp_path / "out")} == {1, 3}
     cli("verify", tmp_path / "out", "--against", source)
 
 
@@ -198,12 +181,6 @@ def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, lo
     done = cli("merge", "-i", copy, "-o", tmp_path / "out", code=5)
     assert f"{odd}: not a name that kt-kernel reads" in done.stderr
     assert Path(odd).name in cli("verify", copy, code=6).stdout
-    name = next((copy / "_layer_1" / "_numa_0").glob("INT4_up_5_*_quant_.kt"))
-    shutil.rmtree(copy / odd)
-    for other in (name.with_name(name.name.replace("_5_", "_05_")), copy / "_layer_1" / name.name):
-        name.rename(other)
-        assert str(other) in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
-        other.rename(name)
 
 
 @pytest.mark.parametrize("what", ["widths", "experts"])
@@ -226,14 +203,14 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
     cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
     bare = copied(tmp_path / "loose", tmp_path / "bare")
-    wanted = tensors(tmp_path / "direct")
+    wanted = read_folder(tmp_path / "direct")
     for at, (folder, original) in enumerate(
         ((tmp_path / "loose", []), (tmp_path / "loose", ["-r", source]), (bare, ["-r", source]))
     ):
         out = tmp_path / f"out-{at}"
         cli("merge", "-i", folder, "-o", out, *original)
-        assert same(tensors(out), wanted)
+        assert read_folder(out) == wanted
         cli("verify", out, "--against", source)
     done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
-    assert f"layers differ in {'expert width' if what == 'widths' else 'experts'}" in done.stderr
+    assert "layers differ in experts x hidden size x expert width" in done.stderr
     assert "neither a manifest.json beside them nor --original-path" in done.stderr

@@ -100,12 +100,6 @@ def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench, how):
     assert conversion.differing(conversion.tree(bench.output), bench.fresh(*how[1:])) == []
 
 
-def test_a_plan_is_not_shown_where_it_would_be_refused(bench):
-    for wrong in (("--part", "9/2"), ("--executor", "mpi"), ("--part", "0/2", "--executor", "dask:local:1")):
-        refused = bench.cpu(*wrong, "--dry-run")
-        assert (refused.returncode, wrong[0] in refused.stderr) == (2, True)
-
-
 def test_any_other_count_goes_on(bench):
     """What no part has made can be made here."""
     expected = bench.fresh()

@@ -126,20 +126,3 @@ def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
     assert report["bytes_out"] == 3 * EXPERTS * each
     assert len(report["units"]) == 3 * -(-EXPERTS // (5_000_000_000 // each))
     assert all(unit["bytes_out"] <= 5_000_000_000 for unit in report["units"])
-
-
-scale_hosts, models = benchmark("scale_hosts"), benchmark("models")
-MODELS = {model.name: model for model in scale_hosts.MODELS}
-
-
-@pytest.mark.parametrize(("name", "method", "bits"), [("DeepSeek-V3.1", "int8", 8), ("Kimi-K2", "int4", 4)])
-def test_the_sizes_are_those_of_the_plan(name, method, bits, tmp_path, cli):
-    """Of headers and holes with two layers of experts in that model's shape."""
-    model = MODELS[name]
-    tensors, config = models.deepseek(5, model.experts)  # the first three are dense
-    models.write_model(tmp_path / "model", tensors, config, 4)
-    arguments = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
-    reported = cli("cpu", *arguments, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
-    [plan] = [event for line in reported if (event := json.loads(line))["event"] == "plan"]
-    assert len(plan["units"]) == 2
-    assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))

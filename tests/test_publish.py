@@ -99,25 +99,6 @@ def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path, read_tr
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
 
 
-NEW = """
-import sys
-from pathlib import Path
-from ktconvert.layouts.files import publish
-
-root = Path(sys.argv[1])
-for name in "ab":
-    publish.write_file(root / name, name.encode())
-assert publish.publish_new(root / "a", root / "final")
-assert not publish.publish_new(root / "b", root / "final")
-assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b")
-"""
-
-
-@pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
-def test_a_name_is_given_once(tmp_path, missing):
-    runs(NEW, tmp_path, shims.refusing(tmp_path, "EPERM", *missing) if missing else None)
-
-
 # Another process makes a file in a folder, and takes one away, when all that was there before has been seen.
 MEANWHILE = """
     #define _GNU_SOURCE

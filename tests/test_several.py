@@ -1,6 +1,5 @@
 """Several outputs of one reading: each is what it would be alone, all or none are begun, the source is read once."""
 
-import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -156,33 +155,3 @@ def test_the_disk_has_to_hold_all(source, tmp_path, monkeypatch):
     assert conversion.names(tmp_path) == []
     done = conversion.here(*command, "--quant-method", "int4")
     assert done.exit_code == 0
-
-
-def read_from_disk() -> int:
-    """Bytes that the kernel has read from disks for this process."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["read_bytes"])
-
-
-def forget(folder: Path) -> int:
-    """Drop the files of a folder from the page cache; how many bytes they have."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return sum(path.stat().st_size for path in files)
-
-
-def test_the_source_is_read_from_disk_once(tmp_path):
-    source = conversion.checkpoint(tmp_path / "source", layers=2, experts=4, hidden=512, width=1024)
-    nbytes, before = forget(source), read_from_disk()
-    for path in source.glob("*.safetensors"):
-        path.read_bytes()
-    if read_from_disk() - before < nbytes * 0.9:
-        pytest.skip("files here do not leave the page cache, or the kernel does not count what is read")
-    forget(source)
-    before = read_from_disk()
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
-    assert done.exit_code == 0, done.output
-    assert read_from_disk() - before <= 1.1 * nbytes

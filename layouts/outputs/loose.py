@@ -50,27 +50,3 @@ def require_plain_numbers(root: Path) -> None:
         if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
             what = "not a name that kt-kernel reads (no zeros before a number)"
             raise InputError(f"{folder}: {what}; rename the folder, or move it away.")
-
-
-def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
-    """(NUMA node, parsed name, path) of a layer's .kt files. InputError for a wrong size or name."""
-    files = []
-    for node_dir in sorted(layer_dir.iterdir()):
-        node = NUMA.fullmatch(node_dir.name)
-        if not node or not node_dir.is_dir():
-            if node_dir.suffix == ".kt":
-                raise InputError(f"{node_dir}: kt-kernel reads .kt files in _numa_N folders only; move the file away.")
-            continue
-        for path in sorted(node_dir.iterdir()):
-            match = FILE.fullmatch(path.name)
-            if match is None:
-                if path.suffix == ".kt":
-                    remedy = "move the file away or convert this layer again."
-                    raise InputError(f"{path}: not a name that kt-kernel writes; {remedy}")
-                continue
-            size = path.stat().st_size
-            if size != int(match["nbytes"]):
-                what = f"holds {size} bytes where its name says {match['nbytes']}"
-                raise InputError(f"{path}: {what}; convert layer {layer_dir.name} again.")
-            files.append((int(node[1]), match, path))
-    return files

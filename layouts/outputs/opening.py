@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,9 +62,11 @@ def _readable_manifest(path: Path) -> Manifest | None:
         return None
 
 
-def open_output(root: Path) -> Output:
+def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
     """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where
     no experts are in one of our formats, VerificationError for an unreadable manifest.
+
+    layers  of loose folders those that are opened, whatever else lies there
     """
     if not is_output(root):
         with contextlib.suppress(InputError):
@@ -81,6 +83,8 @@ def open_output(root: Path) -> Output:
         kinds = _by_names(about.model, _format_of(about))
     folders, shards = loose.layers_in(root), _shards(root)
     is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
+    if layers is not None:
+        folders, is_loose = {layer: folders[layer] for layer in layers}, True
     output = _opened(root, about, shards, kinds, is_loose)
     if is_loose:
         _walk_loose(output, folders)
@@ -168,8 +172,8 @@ def _require_trusted(root: Path, about: Manifest) -> None:
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
     for layer, folder in folders.items():
         before = len(output.tensors)
-        below = (path for node in folder.iterdir() if node.is_dir() for path in node.iterdir() if path.is_file())
-        for path in sorted(below):
+        below = (path for entry in folder.iterdir() for path in (entry.iterdir() if entry.is_dir() else (entry,)))
+        for path in sorted(path for path in below if path.is_file()):
             name = path.relative_to(output.root).as_posix()
             node = loose.NUMA.fullmatch(path.parent.name)
             match = loose.FILE.fullmatch(path.name)

@@ -19,7 +19,7 @@ from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.journal import Done
 from ktconvert.pipeline.engine.paths import Paths, has_content, locate
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Assembly, Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -30,20 +30,23 @@ NOT_OURS = {"lost+found"}
 def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
     target, units = work.paths.assembly, [unit for unit in plan.units if unit.kept]
-    files = fill(target, plan, plan.assembly, units, work)
+    files = fill(target, plan, units, work)
     if all((target / file.name).exists() for unit in units for file in _files_of(unit, work)):
-        plan.conversion.check(target)
+        plan.check(target)
     if work.may_replace and journal.assembled(work.journal.records) is None:
         require_replaceable(plan)  # what was put there while the conversion ran
     deliver(plan, work)
     work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
-    appear(work, [f.name for f in files])
+    if work.paths.inside:
+        _move_in(work.paths, [f.name for f in files], work.may_replace)
+    else:
+        _rename(work.paths, work.may_replace)
     work.remove()
 
 
-def fill(target: Path, plan: Plan, assembly: Assembly, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
+def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
     """Put finished units and all that goes with them into a folder, synced, with nothing else in it; returns the files
-    that its manifest lists. Of the output only kept layers, and without hard links weights, are read.
+    that its manifest lists.
     """
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
@@ -52,17 +55,17 @@ def fill(target: Path, plan: Plan, assembly: Assembly, units: list[Unit[Any]], w
         stored = work.paths.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
-    files = [*weights.values(), *_kept(work.paths.output, assembly.kept_layers or ())]
-    for name, source in assembly.companions:
+    files = [*weights.values(), *_kept(work.paths.output, plan.kept_layers or ())]
+    for name, source in plan.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         files.append(OutputFile(name, *publish.copy_file(source, target / name)))
     require_unchanged(plan)
-    if assembly.config is not None:
-        files.append(_written(target, CONFIG, assembly.config))
+    if plan.config is not None:
+        files.append(_written(target, CONFIG, plan.config))
     finished = (work.finished.get(unit.fingerprint) for unit in plan.units)
     stats = [record.result.stats for record in finished if record is not None and record.result.stats]
-    files.append(_written(target, CARD, plan.conversion.card(stats)))
-    if not assembly.loose:
+    files.append(_written(target, CARD, plan.card(stats)))
+    if not plan.loose:
         shards = []
         for unit in units:
             path = next(path for folder in (target, work.paths.output) if (path := folder / unit.final).exists())
@@ -97,21 +100,13 @@ def _written(target: Path, name: str, data: bytes) -> OutputFile:
 def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
     files = []
     for layer in layers:
-        for _, _, path in loose.files_in(output / loose.layer_folder(layer)):
+        for path in sorted((output / loose.layer_folder(layer)).glob("_numa_*/*.kt")):
             name = path.relative_to(output).as_posix()
             files.append(OutputFile(name, path.stat().st_size, publish.sha256_file(path)))
     return files
 
 
 # The moment it appears: renamed as a whole, or moved into place file by file with the index last.
-def appear(work: WorkDir, names: list[str]) -> None:
-    """Let the synced folder with files of these names become the output. May be cut off and run again."""
-    if work.paths.inside:
-        _move_in(work.paths, names, work.may_replace)
-    else:
-        _rename(work.paths, work.may_replace)
-
-
 def _rename(paths: Paths, may_replace: bool) -> None:
     """One rename; what lies there is swapped out and removed last. OutputError where something new lies there."""
     output = paths.output
@@ -122,19 +117,14 @@ def _rename(paths: Paths, may_replace: bool) -> None:
             if error.errno not in TAKEN:
                 raise
             if not may_replace:
-                raise OutputError(
-                    f"{output}: something was put there while the conversion ran; "
-                    "move it away and resume, or run the same command with --overwrite."
-                ) from error
+                remedy = "move it away and resume, or run the same command with --overwrite"
+                raise OutputError(f"{output}: something was put there while the conversion ran; {remedy}.") from error
             publish.exchange(paths.assembly, output, aside=paths.old)
     publish.sync_folder(output.parent)
 
 
 def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
-    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
-    mixture. A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until
-    this has ended.
-    """
+    """File by file. Before the first the old index goes, after the last the new one comes: none names a mixture."""
     output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
@@ -160,7 +150,7 @@ Finished = Mapping[str, Done]  # the journal's records of finished units, by fin
 
 def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
     """Raise UsageError if the folder would be, hold or lie in the output, OutputError if something else lies there."""
-    if (side_output := plan.assembly.side_output) is None:
+    if (side_output := plan.side_output) is None:
         return
     folder = Path(os.path.realpath(side_output.folder))
     for path in (plan.request.output, locate(plan.request.output).root):
@@ -177,7 +167,7 @@ def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
 
 def require_delivered(plan: Plan) -> None:
     """Raise OutputError where an output is finished, and the folder that was filled with it is gone."""
-    side_output = plan.assembly.side_output
+    side_output = plan.side_output
     if side_output is not None and not all((side_output.folder / unit.final).is_file() for unit in plan.side_units):
         raise OutputError(
             f"{plan.request.output} is finished, but {side_output.folder} does not have what was gathered with it; "
@@ -187,7 +177,7 @@ def require_delivered(plan: Plan) -> None:
 
 def deliver(plan: Plan, work: WorkDir) -> None:
     """Let the folder appear, with copies of its files. May be cut off and run again."""
-    if (side_output := plan.assembly.side_output) is None:
+    if (side_output := plan.side_output) is None:
         return
     partial = side_output.partial
     publish.remove_tree(partial)  # left by a kill
@@ -210,7 +200,7 @@ def deliver(plan: Plan, work: WorkDir) -> None:
 
 
 def _delivered(plan: Plan, finished: Finished) -> bool:
-    side_output = plan.assembly.side_output
+    side_output = plan.side_output
     assert side_output is not None
     for unit in plan.side_units:
         if (record := finished.get(unit.fingerprint)) is None:

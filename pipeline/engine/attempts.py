@@ -1,8 +1,6 @@
-"""Attempts to make a unit away from the coordinator: each has a file of its own in partial/, and a record in attempts/
-that is whole at any time and can be read by whoever sees the work directory.
-
-Every engine runs a unit at least once, and two attempts may be made at the same time, on different hosts: they give the
-same bytes under different names, and nobody removes one whose process may still live.
+"""Attempts to make a unit away from the coordinator (resume.md): each has a file of its own in partial/, and a record
+in attempts/ that is whole at any time. Two may be made at the same time: they give the same bytes under different
+names, and nobody removes one whose process may still live.
 """
 
 from __future__ import annotations
@@ -116,9 +114,8 @@ def _save(paths: Paths, attempt: Attempt) -> Attempt:
 
 
 def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
-    """The attempts on record, of one unit or of all, the oldest first; what cannot be understood does not count.
-
-    known  names of those that are not to be read: a record of loose files is long
+    """The attempts on record, of one unit or of all, the oldest first; what cannot be understood does not count. known:
+    names of those that are not to be read, since a record of loose files is long.
     """
     prefix = "" if unit is None else f"{unit.stored_name}."
     found = []
@@ -185,9 +182,7 @@ _speaking = threading.Lock()
 
 @contextlib.contextmanager
 def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
-    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is. One
-    attempt of a process at a time: Python has one place for it.
-    """
+    """Where a fatal signal ends the process within, Python's trace is left beside the record, for one at a time."""
     if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
         yield
         return

@@ -77,7 +77,7 @@ def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], paths: Pat
             f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
             f"size limit of {size(limit)} (ulimit -f); raise it{smaller}."
         )
-    for _, path in plan.assembly.companions:
+    for _, path in plan.companions:
         if path.stat().st_size > limit:
             raise ResourceError(
                 f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and "
@@ -105,7 +105,7 @@ def disk_sentence(needed: Mapping[str, int]) -> str:
 
 def peak_memory(plans: Sequence[Plan], threads: int) -> int:
     """Bytes that so many packing threads need; outputs made together take no more units at a time than one."""
-    return max(plan.conversion.peak_memory(threads) for plan in plans)
+    return max(plan.peak_memory(threads) for plan in plans)
 
 
 def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:

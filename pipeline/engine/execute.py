@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
@@ -22,7 +20,7 @@ from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
-from ktconvert.pipeline.engine.units import Runner, Unit
+from ktconvert.pipeline.engine.units import Runner
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
@@ -59,7 +57,7 @@ def execute(
     finished = [_is_finished(plan, overwrite) for plan in plans]
     left = [plan for plan, done in zip(plans, finished, strict=True) if not done]
     for plan in left:
-        plan.conversion.require_ready()
+        plan.require_ready()
     if len(left) > 1:
         _require_possible(left, overwrite)
         if executor is None:
@@ -199,47 +197,49 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
     """Let what was finished count, after every byte of it was hashed (trusted: by its size): units in the store, and
     attempts that workers finished after the last coordinator had died, which are published and recorded.
     """
-    made = _made_elsewhere(plan, work)
-    found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
-    _discard_damaged(found, plan.request.options.execution.threads, reporter)
-    for attempt, unit in made:
+    missing = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
+    made = [a for a in attempts.read(work.paths) if a.fingerprint in missing and a.is_whole(work.paths)]
+
+    def discard(attempt: Attempt) -> None:
+        attempts.forget(work.paths, attempt)
+        work.journal.append(attempts.lost(attempt))
+
+    if not trusted:
+        found = _stored(plan, work) + [(a.unit, a.recorded_files(work.paths), partial(discard, a)) for a in made]
+        _discard_damaged(found, plan.request.options.execution.threads, reporter)
+    for attempt in made:
+        unit = missing[attempt.fingerprint]
         if attempt.is_whole(work.paths) and work.done_reason(unit) is None:
             publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Files of a unit that are about to count; discard: how to have it made again."""
-
-    unit: str
-    files: Sequence[File]
-    discard: Callable[[], None]
+# Files of a unit that are about to count: its name, the files, and how to have it made again.
+_Found = tuple[str, Sequence[File], Callable[[], None]]
 
 
 def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) -> None:
-    files = [(one, file) for one in found for file in one.files]
-    if not files:
+    total = sum(nbytes for _, files, _ in found for _, nbytes, _ in files)
+    if not any(files for _, files, _ in found):
         return
-    total = size(sum(nbytes for _, (_, nbytes, _) in files))
-    reporter.say(f"hashing what was finished before: {len(found)} units, {total}")
+    reporter.say(f"hashing what was finished before: {len(found)} units, {size(total)}")
 
-    def is_as_written(file: File) -> bool:
+    def is_damaged(file: File) -> bool:
         good = has_content(*file)
         reporter.hashed(file[1])
-        return good
+        return not good
 
     with ThreadPoolExecutor(threads, "hash", use_own_cpus) as pool:
-        good = list(pool.map(is_as_written, [file for _, file in files]))
-    damaged = {
-        id(one): (one, path) for (one, (path, *_)), as_written in zip(files, good, strict=True) if not as_written
-    }
-    for one, path in damaged.values():
-        reporter.warn(f"{one.unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
-        one.discard()
+        checks = [pool.map(is_damaged, files) for _, files, _ in found]  # all at once: most units have one file
+        damaged = [[*check] for check in checks]
+    for (unit, files, discard), wrong in zip(found, damaged, strict=True):
+        if any(wrong):
+            path = files[wrong.index(True)][0]
+            reporter.warn(f"{unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
+            discard()
 
 
 def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
-    store, found = work.paths.store, []
+    store, found = work.paths.store, list[_Found]()
     for unit in plan.units:
         if (record := work.finished.get(unit.fingerprint)) is None:
             continue
@@ -247,30 +247,9 @@ def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
         for w in record.for_chain:
             file = (store / w.path, w.nbytes, w.sha256)
             if w.path == unit.handed_on_name:  # without it the unit stays, and the chain starts again before it
-                found.append(_Found(unit.name, _present([file]), file[0].unlink))
+                found.append((unit.name, [file], file[0].unlink))
             elif w.path == unit.side_name:
                 files.append(file)
-        found.append(_Found(unit.name, _present(files), partial(work.forget, unit)))
-    return found
-
-
-def _present(files: Sequence[File]) -> list[File]:
-    """Those that there are: what was assembled without hard links lies elsewhere (done_reason)."""
-    return [file for file in files if file[0].exists()]
-
-
-def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
-    units = {unit.fingerprint: unit for unit in plan.units if work.done_reason(unit) is None}
-    return [
-        (attempt, units[attempt.fingerprint])
-        for attempt in attempts.read(work.paths)
-        if attempt.fingerprint in units and attempt.is_whole(work.paths)
-    ]
-
-
-def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
-    def discard() -> None:
-        attempts.forget(work.paths, attempt)
-        work.journal.append(attempts.lost(attempt))
-
-    return _Found(attempt.unit, attempt.recorded_files(work.paths), discard)
+        found.append((unit.name, files, partial(work.forget, unit)))
+    # What was assembled without hard links lies elsewhere (done_reason).
+    return [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -20,14 +21,13 @@ from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
-from ktconvert.pipeline.engine.units import Status, Unit, statuses
+from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import done_reason
 from ktconvert.pipeline.options.declare import leaves, paths_read
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
-
 NAMED = 5  # files that a message names
 
 
@@ -72,16 +72,18 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
     made = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
     stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
 
-    def reason(unit: Unit[Any]) -> str | None:
-        return done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
 
-    return statuses(plan.stages, reason, stored)
+    def state(unit: Unit[Any]) -> Status:
+        done = done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+        left = "made from other inputs or options" if unit.name in others else "not made yet"
+        return Status(unit, done is not None, done or left)
+
+    return [state(unit) for unit in plan.units]
 
 
 def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
-    """The same as a run will find them: what it drops, or makes again since an input was modified, is not done. Raises
-    OutputError or InputError where it would be refused.
-    """
+    """The same as a run will find them, which drops some or makes some again; raises what would refuse it."""
     states, old = unit_states(plan, paths), saved_plan(paths)
     if old is None:
         return states
@@ -123,17 +125,13 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
         require_same_source(output, done.source, plan)
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
         if damaged:
-            raise VerificationError(
-                f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with "
-                "--overwrite."
-            )
+            remedy = "convert again with --overwrite"
+            raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
         return True
     strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
     if strangers and not adopts(plan) and not (own.inside and old is not None):
-        raise OutputError(
-            f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
-            "choose another --output, or --overwrite --delete-others to replace it."
-        )
+        remedy = "choose another --output, or --overwrite --delete-others to replace it"
+        raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); {remedy}.")
     if adopts(plan):
         _require_no_clash(plan)
     return False
@@ -141,8 +139,8 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
 
 def to_replace(plan: Plan) -> list[Replaced]:
     """What --overwrite removes, folder by folder; none where nothing lies."""
-    output, side_output = plan.request.output, plan.assembly.side_output
-    kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers or ())} if locate(output).inside else set()
+    output, side_output = plan.request.output, plan.side_output
+    kept = {*IGNORED, *map(loose.layer_folder, plan.kept_layers or ())} if locate(output).inside else set()
     found = [look(output, kept)] if output.is_dir() else []
     found += [look(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
     return [replaced for replaced in found if replaced.listed[0] or replaced.others]
@@ -151,11 +149,12 @@ def to_replace(plan: Plan) -> list[Replaced]:
 def require_replaceable(plan: Plan) -> None:
     """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
     for replaced in to_replace(plan):
-        require_ours(replaced, delete_others=plan.request.options.existing.delete_others)
+        if replaced.others and not plan.request.options.existing.delete_others:
+            remedy = "move them away, or add --delete-others"
+            raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; {remedy}.")
 
 
 def nothing_to_do(output: Path, reporter: Reporter) -> None:
-    """Say so."""
     reporter.event("finished", output=str(output), nothing_to_do=True)
     reporter.say(f"{output} is finished: nothing to do")
 
@@ -163,7 +162,7 @@ def nothing_to_do(output: Path, reporter: Reporter) -> None:
 def _require_no_clash(plan: Plan) -> None:
     """Raise OutputError where a file beside the layers that are kept would be replaced by another one."""
     output = plan.request.output
-    copies = dict(plan.assembly.companions)
+    copies = dict(plan.companions)
     for name in (*copies, CONFIG, CARD):
         own = output / name
         if os.path.lexists(own) and not (
@@ -174,7 +173,7 @@ def _require_no_clash(plan: Plan) -> None:
 
 def adopts(plan: Plan) -> bool:
     """Whether the output already holds loose layer folders that --resume-layer builds upon."""
-    return plan.assembly.kept_layers is not None
+    return plan.kept_layers is not None
 
 
 def _assembled(paths: Paths) -> int | None:
@@ -185,16 +184,14 @@ def guard_inputs(plan: Plan) -> None:
     """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
     Files count where they really lie, whatever links lead to them.
     """
-    request, side_output = plan.request, plan.assembly.side_output
+    request, side_output = plan.request, plan.side_output
     folders = [path for path in paths_read(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:
         for place in written:
             if _lies_in(_real(place), folder):
-                raise UsageError(
-                    f"{place} is or lies inside {folder}, which is read; the input is never written to: choose another "
-                    "folder."
-                )
+                remedy = "the input is never written to: choose another folder"
+                raise UsageError(f"{place} is or lies inside {folder}, which is read; {remedy}.")
     removed = [*written, locate(request.output).root, *(() if side_output is None else (side_output.partial,))]
     removed = [place for place in removed if place.exists()]
     if not removed:
@@ -245,11 +242,9 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     require_same_settings(plan.request.output, old, plan)
     require_same_source(plan.request.output, old.source, plan)
     if touched and not plan.request.options.verify_inputs:
-        raise InputError(
-            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and "
-            "header); "
-            "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
-        )
+        what = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
+        remedy = "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over"
+        raise InputError(f"{plan.request.input}: {what}; {remedy}.")
     return False, touched
 
 
@@ -264,7 +259,8 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
     for name in names:
         was, now = old.settings.get(name), new.settings.get(name)
         if was != now:
-            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
+            before, after = ("not given" if value is None else value for value in (was, now))
+            differing.append(f"{flags.get(name, name)} was {before}, is {after}")
     if differing:
         raise OutputError(
             f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
@@ -296,14 +292,8 @@ def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     other, _ = changed_files(old, plan)
     if other:
-        raise InputError(
-            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
-            "Put the old input back, or start over with --overwrite."
-        )
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)
+        what = f"{'; '.join(other[:5])}. Put the old input back, or start over with --overwrite"
+        raise InputError(f"{plan.request.input} is not the input that {output} was begun with: {what}.")
 
 
 # What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.
@@ -340,29 +330,13 @@ def look(folder: Path, kept: Collection[str] = ()) -> Replaced:
     """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads."""
     if folder.is_symlink() or not folder.is_dir():
         return Replaced(folder, (0, 0), {folder.name: folder.lstat().st_size})
-    known = _listed(folder)
+    known = set(statistics.listed(folder))
+    with contextlib.suppress(VerificationError):
+        if (listing := manifest.read(folder)) is not None:
+            known |= {manifest.NAME, *(file.name for file in listing.files)}
     files = dict(_walk(folder, kept))
     ours = [nbytes for name, nbytes in files.items() if name in known]
     return Replaced(folder, (len(ours), sum(ours)), {name: n for name, n in files.items() if name not in known})
-
-
-def require_ours(replaced: Replaced, *, delete_others: bool) -> None:
-    """Raise OutputError for files that no manifest lists, unless they may be deleted."""
-    if replaced.others and not delete_others:
-        raise OutputError(
-            f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; move them away, or add "
-            "--delete-others."
-        )
-
-
-def _listed(folder: Path) -> set[str]:
-    names: set[str] = set()
-    try:
-        if (listing := manifest.read(folder)) is not None:
-            names |= {manifest.NAME, *(file.name for file in listing.files)}
-    except VerificationError:
-        pass
-    return names | statistics.listed(folder)
 
 
 def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:

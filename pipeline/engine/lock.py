@@ -148,15 +148,13 @@ def require_ours(root: Path) -> None:
     locks = {name for name in names if NAMES.fullmatch(name)}
     foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
     if foreign or (names and not locks) or (root.exists() and not root.is_dir()):
-        raise OutputError(
-            f"{root}: ktconvert works in a folder of this name, and something else lies there; "
-            "move it away or choose another --output."
-        )
+        remedy = "move it away or choose another --output"
+        raise OutputError(f"{root}: ktconvert works in a folder of this name, and something else lies there; {remedy}.")
 
 
 def unlock(root: Path, output: Path, part: ProcessPart | None = None) -> list[str]:
-    """Take away locks that are files and bar the way to us, of processes of which nobody here can tell whether they
-    still run. Returns what was taken away, in words. Raises OutputError where the file system itself holds a lock.
+    """Take away locks that are files, bar our way, and may be of processes that have ended; returns which, in words.
+    Raises OutputError where the file system itself holds a lock.
     """
     if not root.is_dir():
         return []
@@ -230,7 +228,7 @@ def _locks(root: Path) -> set[Path]:
 
 
 def _flocks_of_parts(root: Path) -> list[Path]:
-    return [path for path in sorted(_locks(root)) if (of := OF_PART.fullmatch(path.name)) and not of[1]]
+    return sorted(path for path in _locks(root) if (of := OF_PART.fullmatch(path.name)) and not of[1])
 
 
 def _others(lock: Lock, part: ProcessPart | None) -> Holders:
@@ -275,10 +273,8 @@ def lives(content: bytes) -> bool | None:
 # Locks that are files.
 def _take(path: Path, own: bytes) -> bytes | None:
     """Make the lock at `path` ours and return None, or return what it contains if another process has it that may live.
-
-    The lock of a process that has ended is replaced. The right to do that is a lock of its own, whose name follows from
-    what is to be replaced, and is taken in the same way: so of several that try at once one replaces it, and one that
-    had looked before that finds another content, and looks again.
+    The right to replace that of one that has ended is a lock of its own, whose name follows from what is to be
+    replaced: of several that try at once one replaces it, and one that had looked before finds another content.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:

@@ -180,9 +180,8 @@ def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
-    """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is
-    removed. A chain starts again at the last unit whose forerunner's file is still there: units after it are made once
-    more.
+    """The units of a stage that are to be made, in order. A chain starts again at the last unit whose forerunner's file
+    is still there; what earlier ones left and nothing needs is removed.
     """
     undone = [n for n, u in enumerate(stage.units) if work.done_reason(u) is None]
     if not stage.chain:

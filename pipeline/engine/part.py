@@ -60,7 +60,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     require_shareable(plan, "--part")
     if already_finished(plan, overwrite):
         return nothing_to_do(plan.request.output, reporter)
-    plan.conversion.require_ready()
+    plan.require_ready()
     paths = locate(plan.request.output, adopt=adopts(plan))
     held = lock.acquire(paths.root, paths.output, part)
     try:
@@ -94,10 +94,9 @@ def require_all_parts(plan: Plan, paths: Paths) -> None:
     numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
     names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
     parts = ", ".join(f"{number}/{count}" for number in numbers)
-    raise OutputError(
-        f"{paths.output}: {len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}; "
-        f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`."
-    )
+    what = f"{len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}"
+    remedy = f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`"
+    raise OutputError(f"{paths.output}: {what}; {remedy}.")
 
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
@@ -116,15 +115,12 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     assert old is not None
     dropped, touched = agree(plan, old, overwrite)
     if dropped:
-        raise OutputError(
-            f"{paths.output}: was begun with other options or input, and other parts may rely on them; remove "
-            f"{paths.root} to start over."
-        )
+        why = f"other parts may rely on them; remove {paths.root} to start over"
+        raise OutputError(f"{paths.output}: was begun with other options or input, and {why}.")
     if touched:
-        raise InputError(
-            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began; remove "
-            f"{paths.root} to start over."
-        )
+        what = f"{', '.join(touched[:3])} was modified since the conversion began"
+        remedy = f"remove {paths.root} to start over"
+        raise InputError(f"{plan.request.input}: {what}; {remedy}.")
 
 
 @contextlib.contextmanager

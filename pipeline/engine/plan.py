@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 
 S = TypeVar("S", bound=ConversionOptions, covariant=True)
+Stats = Sequence[Mapping[str, Any]]  # the figures of units (Result.stats)
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -72,74 +73,56 @@ class SideOutput:
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """What goes beside the weights.
+class Plan:
+    """Everything that will be done, before anything is.
 
-    companions   (path below the output, file to copy); config: config.json, to be written, if there is one
-    loose        whether there is no index: weights are loose folders, or there are none
-    kept_layers  loose layer folders that were in the output before and stay as they are; None where it must hold none
-    """
-
-    companions: tuple[tuple[str, Path], ...]
-    config: bytes | None
-    loose: bool
-    kept_layers: tuple[int, ...] | None = None
-    side_output: SideOutput | None = None
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a command knows of its own work beyond the units.
-
-    changed        the names of the files that changed since they were opened or listed
-    read_by        unit -> the names of the files that it reads
+    files          the input's, as they were when they were opened or listed; reads: all that are read, others too
+    facts          what the output is (method, sizes, layers ...), for manifest, card and people
     peak_memory    packing threads -> bytes that so many may need, with everything else
     card           figures of the units -> README.md of the output
+    found          figures of the units -> facts that are known only when these are done, for the manifest
+    companions     (path below the output, file to copy); config: config.json, to be written, if there is one
+    loose          whether there is no index: weights are loose folders, or there are none
+    kept_layers    loose layer folders that were in the output before and stay as they are; None where it must hold none
+    scratch_bytes  of files that exist while it runs, beside the units
+    advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
     require_ready  raises KtconvertError where this machine must not run what is left to do
     check          looks at the complete folder before it appears: VerificationError where it is not what it should be
     """
 
-    changed: Callable[[], list[str]]
-    read_by: Callable[[Unit[Any]], set[str]]
-    peak_memory: Callable[[int], int]
-    card: Callable[[Sequence[Mapping[str, Any]]], bytes]
-    require_ready: Callable[[], None] = lambda: None
-    check: Callable[[Path], object] = lambda assembled: None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that will be done, before anything is.
-
-    source         the identity of the input's files; reads: every file that is read, the input's and others'
-    facts          what the output is (method, sizes, layers ...), for manifest, card and people
-    scratch_bytes  of files that exist while it runs, beside the units
-    advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
-    found          figures of the units -> facts that are known only when these are done, for the manifest
-    """
-
     request: Request[ConversionOptions]
-    source: tuple[SourceFile, ...]
+    files: Mapping[Path, SourceFile]
     reads: tuple[Path, ...]
     stages: tuple[Stage[Any], ...]
     facts: dict[str, Any]
     notes: tuple[str, ...]
-    assembly: Assembly
-    conversion: Conversion
+    peak_memory: Callable[[int], int]
+    card: Callable[[Stats], bytes]
+    found: Callable[[Stats], Mapping[str, Any]] = lambda stats: {}
+    companions: tuple[tuple[str, Path], ...] = ()
+    config: bytes | None = None
+    loose: bool = False
+    kept_layers: tuple[int, ...] | None = None
+    side_output: SideOutput | None = None
     scratch_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
-    found: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda stats: {}
+    require_ready: Callable[[], None] = lambda: None
+    check: Callable[[Path], object] = lambda assembled: None
+
+    @property
+    def source(self) -> tuple[SourceFile, ...]:
+        return tuple(self.files.values())
 
     @property
     def side_units(self) -> tuple[Unit[Any], ...]:
-        side_output = self.assembly.side_output
-        return () if side_output is None else tuple(unit for unit in self.units if unit.key in side_output.keys)
+        side = self.side_output
+        return () if side is None else tuple(unit for unit in self.units if unit.key in side.keys)
 
     @functools.cached_property
     def extra_bytes(self) -> int:
         """Of companion files."""
-        return sum(path.stat().st_size for _, path in self.assembly.companions)
+        return sum(path.stat().st_size for _, path in self.companions)
 
     @property
     def units(self) -> tuple[Unit[Any], ...]:
@@ -147,9 +130,15 @@ class Plan:
 
     def units_reading(self, files: Collection[str]) -> set[Unit[Any]]:
         """The units that read one of these files, and those that follow them in a chain."""
+        headers = {(file.header_sha256, file.size) for file in self.source if file.name in files}
         reading: set[Unit[Any]] = set()
         for stage in self.stages:
-            hit = [n for n, unit in enumerate(stage.units) if self.conversion.read_by(unit) & set(files)]
+            hit = [
+                n
+                for n, unit in enumerate(stage.units)
+                if not unit.files.isdisjoint(files)
+                or (not unit.files and any(content[:2] in headers for *_, content in unit.inputs))
+            ]
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
 
@@ -167,32 +156,30 @@ class Plan:
         )
 
 
-def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
-    """The names of those files in a folder whose size or time of change is another by now."""
-
-    def now(name: str) -> tuple[int, int] | None:
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            return None
-        return status.st_size, status.st_mtime_ns
-
-    return [file.name for file in files if now(file.name) != (file.size, file.mtime_ns)]
+def seen(path: Path, name: str) -> SourceFile:
+    """What tells a file without a header from another, now."""
+    status = path.stat()
+    return SourceFile(name, status.st_size, None, status.st_mtime_ns)
 
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    if changed := plan.conversion.changed():
-        raise InputError(
-            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
-            "and resume."
-        )
+
+    def is_same(path: Path, file: SourceFile) -> bool:
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
+
+    if changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]:
+        remedy = "put the old file back and resume"
+        raise InputError(f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 
 
 def require_shareable(plan: Plan, option: str) -> None:
     """Raise UsageError, naming the option, for a plan whose units need each other."""
     if any(stage.chain for stage in plan.stages):
-        raise UsageError(
-            f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
-            f"made at the same time; leave out {option}."
-        )
+        what = "each layer's calibration needs what the layer before left, so several cannot be made at the same time"
+        remedy = f"leave out {option}"
+        raise UsageError(f"{plan.request.command}: {what}; {remedy}.")

@@ -131,10 +131,8 @@ def in_order(
     pool: ThreadPoolExecutor, items: Iterable[Item], slots: list[Slot], make: Callable[[Item, Slot], Result]
 ) -> Iterator[tuple[Item, Slot, Result]]:
     """Run make(item, slot) in the pool and yield (item, slot, what it gave) in the order of the items: a file is hashed
-    front to back while parts are computed.
-
-    At most len(slots) items are under way or waiting to be taken; a slot (a buffer, say) is used again once its item
-    was taken. The first failure is raised here, after the calls that already run have ended.
+    front to back while parts are computed. A slot (a buffer, say) is used again once its item was taken. The first
+    failure is raised here, after the calls that already run have ended.
     """
     free = deque(slots)
     flying: deque[tuple[Item, Slot, Future[Result]]] = deque()

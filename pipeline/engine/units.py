@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,8 @@ class Unit(Generic[Work]):
 
     versions   (stage, quantizer, layout ...) integers, raised when bytes change
     params     (name, value) of every option that can change a byte
-    inputs     (tensor name, dtype, shape, content id) of everything it reads
+    inputs     (tensor name, dtype, shape, content id) of everything it reads; files: their names, where a content
+               id is none of a checkpoint's file, which begins with the hash of its header and its size
     final      path below the output, where the finished thing will appear (not part of the fingerprint)
     kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
@@ -43,6 +44,7 @@ class Unit(Generic[Work]):
     work: Work = field(compare=False, repr=False)
     params: tuple[tuple[str, Any], ...] = ()
     inputs: tuple[tuple[Any, ...], ...] = ()
+    files: frozenset[str] = frozenset()
     final: str = ""
     bytes_in: int = 0
     folder: bool = False
@@ -197,17 +199,3 @@ class Status:
     unit: Unit[Any]
     done: bool
     reason: str
-
-
-def statuses(
-    stages: Iterable[Stage[Any]], is_done: Callable[[Unit[Any]], str | None], stored: Iterable[str] = ()
-) -> list[Status]:
-    """The state of every unit. is_done: why one is finished, or None; stored: names that lie in the store."""
-    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
-    states = []
-    for stage in stages:
-        for unit in stage.units:
-            done = is_done(unit)
-            left = "made from other inputs or options" if unit.name in others else "not made yet"
-            states.append(Status(unit, done is not None, done or left))
-    return states

@@ -20,9 +20,8 @@ from ktconvert.pipeline.engine.units import Made, Unit
 
 
 class WorkDir:
-    """The work directory, locked by this process, to be used as a context manager. Raises OutputError when another
-    process works on this output, or the folder is not ours. may_replace: whether what lies at the output may be
-    replaced.
+    """The work directory, locked by this process, to be used as a context manager; OutputError where another process
+    has it, or it is not ours. may_replace: whether what lies at the output may be replaced.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -56,7 +55,6 @@ class WorkDir:
                     self.journal.append(record)
 
     def done_reason(self, unit: Unit[Any]) -> str | None:
-        """Why a unit counts as finished; None where it does not."""
         return done_reason(self.paths, self.finished, unit)
 
     def save_plan(self, document: SavedPlan) -> None:
@@ -92,7 +90,7 @@ class WorkDir:
             publish.remove_tree(self.paths.store / name)
 
     def drop(self) -> None:
-        """Let everything be made again: it was begun with other options or another input."""
+        """Let everything be made again."""
         self.journal.append(Dropped(), sync=True)
         self.finished.clear()
         for attempt in attempts.read(self.paths):

@@ -149,7 +149,7 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
     attempts.free(paths)
     count = threads_here(threads)
     plan = reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
-    plan.conversion.require_ready()
+    plan.require_ready()
     count = fit_threads([plan])
     return Opened(plan, paths, packing_pool(count), window_of(count, 1))
 

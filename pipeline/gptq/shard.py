@@ -67,7 +67,7 @@ class GptqWork:
 def nearest(work: GptqWork) -> Nearest:
     """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
     count = work.model.shape(work.layer)[0]
-    rtn = quantize_experts.ExpertsWork(work.model, work.fmt, work.choice, work.grid, 0, count, work.metadata)
+    rtn = quantize_experts.ExpertsWork(work.fmt, work.grid, 0, count, work.metadata, work.model, work.choice)
 
     def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
         return replace(rtn, importance=lambda *_: importance).make((expert, projection))

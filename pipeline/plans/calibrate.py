@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
-from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import Plan, Request, tool_version
 from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walking
 from ktconvert.pipeline.plans.quantizing import machine_notes
@@ -18,7 +17,6 @@ from ktconvert.pipeline.walk import environment, footprint
 from ktconvert.pipeline.walk.calibration_data import Calibration, WalkSettings
 
 
-@checkpoint.collector_at_rest()
 def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them. Raises UnsupportedError, InputError or KtconvertError before any weight is read.
@@ -41,10 +39,9 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
     )
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = walking.describe(model, request)
-    files = checkpoint.source_files(source, options, hashed)
     return Plan(
         request=request,
-        source=files,
+        files=checkpoint.source_files(source, options, hashed),
         reads=(*source.paths(), *checkpoint.files_named(options)),
         stages=(
             gather_statistics.stage(
@@ -57,15 +54,11 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
             "data": dict(about["data"]),
         },
         notes=(*_notes(model), *machine_notes(options)),
-        assembly=Assembly(companions=(), config=None, loose=True),
-        conversion=Conversion(
-            changed=lambda: checkpoint.changed_files_of(source, files),
-            read_by=partial(checkpoint.shards_read_by, source),
-            peak_memory=lambda threads: footprint.footprint(shape).host,
-            card=lambda stats: walking.card(about, list(stats), tool_version()),
-            require_ready=lambda: walking.require_same_machine(request, environment.WALK_PACKAGES),
-            check=read_statistics,
-        ),
+        loose=True,
+        peak_memory=lambda threads: footprint.footprint(shape).host,
+        card=lambda stats: walking.card(about, list(stats), tool_version()),
+        require_ready=lambda: walking.require_same_machine(request, environment.WALK_PACKAGES),
+        check=read_statistics,
         scratch_bytes=footprint.footprint(shape).disk,
         advice=tuple(footprint.advice(shape)),
         remedies=footprint.REMEDIES_TO_CALIBRATE,

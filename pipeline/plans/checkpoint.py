@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import re
@@ -26,8 +25,8 @@ from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
@@ -37,18 +36,6 @@ A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
 ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts, where there are any
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
-
-
-@contextlib.contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Pause garbage collection, which takes a quarter of a large plan's time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
@@ -87,10 +74,9 @@ def require_whole(source: TensorSource, what: str) -> None:
     """Raise UnsupportedError where nothing but the experts of a checkpoint can be read; `what` needs more."""
     if source.container.experts_only:
         title = source.container.title
-        raise UnsupportedError(
-            f"{source.root}: {title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside "
-            "the experts; use the model's safetensors release."
-        )
+        why = f"{title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside the experts"
+        remedy = "use the model's safetensors release"
+        raise UnsupportedError(f"{source.root}: {why}; {remedy}.")
 
 
 def require_complete(source: TensorSource, what: str, why: str) -> None:
@@ -141,19 +127,20 @@ def source_identity(source: TensorSource) -> str:
 
 def source_files(
     source: TensorSource, options: ConversionOptions, hashed: Callable[[int], None] | None
-) -> tuple[SourceFile, ...]:
+) -> dict[Path, SourceFile]:
     """Every file that is read, weights first; with --verify-inputs their sha256 too."""
     digests: list[str | None] = [None] * len(source.shards)
     if options.verify_inputs and hashed is not None:
         digests = list(_hash_inputs([s.path for s in source.shards], options.execution.threads, hashed))
-    files = [
-        SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
+    files = {
+        s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
         for s, digest in zip(source.shards, digests, strict=True)
-    ]
-    for name in source.companions():
-        status = (source.companion_root / name).stat()
-        files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
-    return tuple(files)
+    }
+    return files | files_below(source.companion_root, source.companions())
+
+
+def files_below(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
+    return {root / name: seen(root / name, name) for name in names}
 
 
 def files_named(options: ConversionOptions) -> Iterator[Path]:
@@ -183,10 +170,8 @@ def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ..
 
 
 def names_in_output(names: Collection[str]) -> dict[str, str]:
-    """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own, and so
-    are files that say how the source is quantized, which loaders would believe of the output.
-
-    README.md becomes README.source.md, an existing README.source.md (of a converted source) README.source.source.md.
+    """The names of companions in the output. What it has itself, or would be believed of it, is renamed:
+    README.md becomes README.source.md, and that of a converted source README.source.source.md.
     """
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME, *CONFIG_FILES):
@@ -195,16 +180,6 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
             renamed[name] = f"{stem}.source.{ending}"
             name = renamed[name]
     return renamed
-
-
-def changed_files_of(source: TensorSource, files: Iterable[SourceFile]) -> list[str]:
-    others = [file for file in files if file.header_sha256 is None]
-    return source.changed() + changed_since(others, source.companion_root)
-
-
-def shards_read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
-    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 
 
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:

@@ -27,11 +27,8 @@ FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
 
 
-@checkpoint.collector_at_rest()
 def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = checkpoint.with_arch_row(request)
@@ -121,10 +118,8 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
     unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
     if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
         able = ", ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
-        raise UsageError(
-            f"--scale {choice.name} is for --quant-method {able}; {unserved[0]} has one way to choose codes: leave "
-            "out --scale."
-        )
+        why = f"{unserved[0]} has one way to choose codes: leave out --scale"
+        raise UsageError(f"--scale {choice.name} is for --quant-method {able}; {why}.")
     for own in fmt.formats:
         if choice != ABSMAX and choice.serves(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
@@ -136,7 +131,7 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 def _format(options: CpuOptions) -> Format:
     """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
-    where it has no such layout, no loose files or no backward matrices.
+    where it has not what they ask for.
     """
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
@@ -148,10 +143,8 @@ def _format(options: CpuOptions) -> Format:
     if loose_files and options.max_shard_size:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
     if method not in formats:
-        raise UsageError(
-            f"--layout {options.layout} is for {', '.join(formats)}; {method} has the layout "
-            f"{formats_of('cpu')[method].arrangement.layout}: leave out --layout."
-        )
+        why = f"{method} has the layout {formats_of('cpu')[method].arrangement.layout}: leave out --layout"
+        raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {why}.")
     fmt = formats[method]
     if not fmt.arrangement.parted and options.non_experts != "skip":
         raise UsageError(
@@ -160,10 +153,8 @@ def _format(options: CpuOptions) -> Format:
     alone = backward_alone(method) if fmt.arrangement.parted else None
     if alone is not None and backward:
         if not loose_files:
-            raise UsageError(
-                f"{fmt.name} has backward matrices in loose files only, without the experts; add "
-                "--no-merge-safetensor, or leave out --save-backward-weights."
-            )
+            remedy = "add --no-merge-safetensor, or leave out --save-backward-weights"
+            raise UsageError(f"{fmt.name} has backward matrices in loose files only, without the experts; {remedy}.")
         return alone
     if loose_files and fmt.loose is None:
         others = "" if alone is None else ", or add --save-backward-weights for kt-kernel's backward files"
@@ -212,10 +203,9 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
     if expected in (None, model.source.container.input_type):
         return
     if not any(expected in row.input_types and row.name in dtypes for row in encodings.CHECKPOINT_ENCODINGS):
-        raise InputError(
-            f"{model.source.root}: --input-type {expected} was given, but the experts are {', '.join(dtypes)}; "
-            "leave the option out or correct it."
-        )
+        what = f"--input-type {expected} was given, but the experts are {', '.join(dtypes)}"
+        remedy = "leave the option out or correct it"
+        raise InputError(f"{model.source.root}: {what}; {remedy}.")
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Conversion, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.options.quantization import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
@@ -22,11 +21,8 @@ from ktconvert.pipeline.stages import copy_tensors
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
-@checkpoint.collector_at_rest()
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError or InputError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
@@ -38,27 +34,20 @@ def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int],
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
-    files, base = checkpoint.source_files(source, request.options, hashed), checkpoint.base_model(source)
+    base = checkpoint.base_model(source)
     return Plan(
         request=request,
-        source=files,
+        files=checkpoint.source_files(source, request.options, hashed),
         reads=tuple(source.paths()),
         stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
-        assembly=Assembly(
-            companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
-            config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
-            loose=False,
-        ),
-        conversion=Conversion(
-            changed=lambda: checkpoint.changed_files_of(source, files),
-            read_by=partial(checkpoint.shards_read_by, source),
-            # A few windows of each shard in flight, whatever the number of threads.
-            peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
-            card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
-            check=_check,
-        ),
+        companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
+        config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
+        # A few windows of each shard in flight, whatever the number of threads.
+        peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
+        card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
+        check=_check,
     )
 
 

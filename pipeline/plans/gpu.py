@@ -25,11 +25,8 @@ from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
-@checkpoint.collector_at_rest()
 def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
-    --verify-inputs reads them. Raises UnsupportedError, InputError or UsageError before any weight is read.
-    """
+    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
     require_possible(request.options)
     request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
@@ -68,23 +65,18 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
 
 
 def require_possible(options: GpuOptions) -> None:
-    """Raise KtconvertError for what is not installed, UnsupportedError for what is made otherwise, UsageError for
-    options that contradict each other.
-    """
+    """Raise KtconvertError for what is not installed, made otherwise, or contradicts another option."""
     if options.calibrated:
         from ktconvert.pipeline.walk import environment
 
         environment.require("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":
-        raise UnsupportedError(
-            f"--torch-dtype {options.torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the "
-            "option out."
-        )
+        what = "experts are rounded from BF16 and their scales are BF16"
+        remedy = "leave the option out"
+        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {what}; {remedy}.")
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
-        raise UsageError(
-            "--save-statistics needs GPTQ's engine stream, which goes through the model; give it to that, or use "
-            "`ktconvert calibrate`."
-        )
+        remedy = "give it to that, or use `ktconvert calibrate`"
+        raise UsageError(f"--save-statistics needs GPTQ's engine stream, which goes through the model; {remedy}.")
 
 
 def _quantizing(

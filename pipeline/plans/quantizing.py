@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.plan import Assembly, Conversion, Plan, Request, SideOutput, tool_version
+from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
@@ -32,7 +32,7 @@ MAP = "--method-map"
 
 @dataclass(frozen=True)
 class Quantizing:
-    """The stage that makes the experts, and what it takes; fields as of Plan and Conversion."""
+    """The stage that makes the experts, and what it takes; fields as of Plan."""
 
     stage: Stage[Any]
     peak_memory: Callable[[int], int]
@@ -96,7 +96,6 @@ def plan_of(
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
-    files = checkpoint.source_files(source, options, hashed)
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
@@ -107,27 +106,21 @@ def plan_of(
 
     return Plan(
         request=request,
-        source=files,
+        files=checkpoint.source_files(source, options, hashed),
         reads=(*source.paths(), *checkpoint.files_named(options), *reads),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
         notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
-        assembly=Assembly(
-            companions=checkpoint.companions(source.companion_root, copied),
-            config=config,
-            loose=loose_files,
-            kept_layers=kept_layers,
-            side_output=side_output,
-        ),
-        conversion=Conversion(
-            changed=lambda: checkpoint.changed_files_of(source, files),
-            read_by=partial(checkpoint.shards_read_by, source),
-            # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
-            peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
-            card=readme,
-            require_ready=quantizing.require_ready,
-            check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
-        ),
+        companions=checkpoint.companions(source.companion_root, copied),
+        config=config,
+        loose=loose_files,
+        kept_layers=kept_layers,
+        side_output=side_output,
+        # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
+        peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
+        card=readme,
+        require_ready=quantizing.require_ready,
+        check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
@@ -151,9 +144,8 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it. Raises UnsupportedError where equalized experts would compute something
-    else, UsageError where no layer is rounded to a format that gains, and for options that need the experts as they
-    are.
+    """The model as --equalize asks for it. UnsupportedError where equalized experts would compute something else,
+    UsageError where no layer gains, and for options that need the experts as they are.
     """
     if not options.equalize:
         return model
@@ -165,16 +157,12 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
     if options.calibrated and options.engine == "oneshot":
         raise UsageError("--equalize: --engine oneshot reads the checkpoint as it is; leave out one of them.")
     if options.gptq.save_statistics is not None and options.calibrated:
-        raise UsageError(
-            "--equalize: --save-statistics would describe the equalized experts; leave out one of them, or gather "
-            "statistics with `ktconvert calibrate`."
-        )
+        remedy = "leave out one of them, or gather statistics with `ktconvert calibrate`"
+        raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
     found = equalized(model, fmt)
     if not found.equalized:
-        raise UsageError(
-            f"--equalize is for integers and MXFP4 that experts are rounded to: here {fmt.name} keeps every number, or "
-            "scales rows and columns together; leave out --equalize."
-        )
+        why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
+        raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
     return found
 
 
@@ -188,19 +176,15 @@ def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
-    """Raise VerificationError for a whole model that is not what its manifest and loaders expect, by transformers where
-    it is in memory already.
-    """
+    """Look at a whole model as its loaders do, by transformers where it is in memory already."""
     from ktconvert.pipeline.verify.verify import require_sound
 
     require_sound(assembled, load=calibrated)
 
 
 def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
-    """The importance matrix that the options name, for a choice of codes that asks for one, or the second moments, for
-    one that takes them; None where there are none. Raises UsageError where they are named and not asked for, or the
-    other way round; InputError for those of another model, and for others than those with which the conversion was
-    begun.
+    """The importance matrix that the options name, or the second moments; None where there are none. Raises UsageError
+    where they are named and not asked for, or the other way round; InputError for those of another model or beginning.
     """
     given = options.importance
     path = given.file
@@ -260,9 +244,7 @@ def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """The format of --quant-method, or with --method-map the mix of it and others. Raises UsageError for a map that
-    cannot be read or leaves nothing to mix, for methods that cannot be mixed, and for options that a mix does not have.
-    """
+    """The format of --quant-method, or with --method-map the mix of it and others; UsageError for what is none."""
     if not options.method_map:
         return fmt
     can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}

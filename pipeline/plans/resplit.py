@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,17 @@ from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.layouts.outputs.rearrange import rounds_again
-from ktconvert.pipeline.engine.plan import (
-    CARD,
-    CONFIG,
-    Assembly,
-    Conversion,
-    Plan,
-    Request,
-    changed_since,
-    tool_version,
-)
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
-from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
+from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
-from ktconvert.pipeline.stages.expert_files import Packed
+from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
@@ -58,17 +48,13 @@ TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are
 
 
 def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole rearrangement from names, sizes and headers; only errors are measured, on SAMPLED experts: that of
-    another rounding, and with --against what is better, for a note.
-
-    Raises UnsupportedError for what is no such output or a number of parts that it cannot have, InputError for one that
-    is damaged or was not made from --against.
+    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes. UnsupportedError for what
+    is no such output, InputError for one that is damaged or was not made from --against.
     """
     plan, options = _plan(request), request.options
     return plan if options.against is None else _advised(plan, options.against, options.revision)
 
 
-@checkpoint.collector_at_rest()
 def _plan(request: Request[ResplitOptions]) -> Plan:
     root, options = Path(request.input), request.options
     numa = options.threadpool_count
@@ -81,14 +67,14 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
-    files = tuple(_files(output, source, copied))
+    files = _files(output, source, copied)
     request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
         fmt,
         [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
         numa,
-        {file.name: file for file in files},
+        {file.name: file for file in files.values()},
         max_shard_size=options.max_shard_size,
         metadata=metadata,
     )
@@ -106,41 +92,26 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
         request=request,
-        source=files,
-        reads=(*source.paths(), *(root / file.name for file in files)),
+        files=files,
+        reads=(*source.paths(), *files),
         stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
         facts=facts,
         notes=notes,
-        assembly=Assembly(
-            companions=checkpoint.companions(root, copied),
-            config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
-            loose=output.loose,
+        companions=checkpoint.companions(root, copied),
+        config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
+        loose=output.loose,
+        # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
+        peak_memory=lambda threads: (
+            checkpoint.BASE_MEMORY
+            + TENSOR * len(output.tensors)
+            + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
         ),
-        conversion=Conversion(
-            changed=lambda: changed_since(files, root),
-            read_by=partial(_read_by, source),
-            # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
-            peak_memory=lambda threads: (
-                checkpoint.BASE_MEMORY
-                + TENSOR * len(output.tensors)
-                + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
-            ),
-            card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
-        ),
+        card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
     )
 
 
-def _read_by(source: TensorSource, unit: Unit[Any]) -> set[str]:
-    """The files that hold a unit's tensors. source: the output as named tensors, for those that are no experts."""
-    if unit.stage == resplit_experts.NAME:
-        return {content[0] for *_, content in unit.inputs}
-    return checkpoint.shards_read_by(source, unit)
-
-
 def _open(root: Path) -> tuple[Output, Measure, Format]:
-    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError without NUMA
-    parts or where the bytes mean nothing to us.
-    """
+    """The output, its sizes and its format. InputError where it is not whole, UnsupportedError without parts."""
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
 
@@ -155,14 +126,12 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     if fmt is not None and fmt.forward and not fmt.arrangement.parted:
         raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
-        raise UnsupportedError(
-            f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
-            "--threadpool-count."
-        )
-    if problems or fmt is None:
-        first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"{root}: {first}{more}; convert it again.")
+        remedy = "convert the model again with --threadpool-count"
+        raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged here; {remedy}.")
+    if fmt is None:
+        problems = problems or [f"its weights fit none of {', '.join(output.methods)}"]
+    require_sound(root, problems)
+    assert fmt is not None
     return output, measured, fmt
 
 
@@ -217,13 +186,10 @@ def _config_before(output: Output) -> dict[str, Any]:
     return config
 
 
-def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Iterator[SourceFile]:
-    for shard in source.shards:
-        yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
+def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> dict[Path, SourceFile]:
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    for name in (*loose_files, *copied):
-        status = (output.root / name).stat()
-        yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
+    shards = {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
+    return shards | checkpoint.files_below(output.root, (*loose_files, *copied))
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
@@ -255,9 +221,7 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
 
 
 def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
-    """The plan with a note on what is better, from the errors of the down projections of a few experts. Raises
-    InputError for a checkpoint that the output was not made from, and what opening one raises.
-    """
+    """The plan with a note on what is better, from the errors of the down projections of a few experts."""
     works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
@@ -276,7 +240,7 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
             read = equalized(model, work.fmt) if FACT in plan.facts else model
-            again = ExpertsWork(read, work.fmt, choice, grid, work.sampled, work.sampled + 1, {})
+            again = ExpertsWork(work.fmt, grid, work.sampled, work.sampled + 1, {}, read, choice)
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
             item = work.sampled, "down"
@@ -308,7 +272,7 @@ def _not_its_source(work: ResplitWork, against: str) -> InputError:
     )
 
 
-def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Packed]]) -> bool:
+def _equal(ours: Parts, theirs: Parts) -> bool:
     return all(
         np.array_equal(mine, other)
         for (part, a), (_, b) in zip(ours, theirs, strict=True)

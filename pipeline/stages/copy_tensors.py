@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
-from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
+from ktconvert.pipeline.stages.expert_stream import read_ahead
 
 NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"
@@ -79,10 +78,9 @@ def not_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
             continue
         key = CALLED[choice](name)
         if key in by_key:
-            raise InputError(
-                f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use "
-                "--non-experts keep."
-            )
+            what = f"tensors {by_key[key].reads[0].name} and {name} would both be called {key}"
+            remedy = "use --non-experts keep"
+            raise InputError(f"{source.root}: {what}; {remedy}.")
         by_key[key] = OtherTensor(key, info)
     return tuple(by_key.values())
 
@@ -183,7 +181,7 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
             if window.nbytes % ALIGNMENT == 0:
                 file.write_at(len(plan.header) + number * WINDOW, buffer[: window.nbytes])
 
-        todo = enumerate(windows(read_ahead(work.source, spans)))
+        todo = enumerate(windows(read_ahead(work.source, spans, lambda span: span.reads)))
         for (_, window), buffer, _ in in_order(context.pool, todo, buffers, make):
             (file.append if window.nbytes % ALIGNMENT else file.skip)(buffer[: window.nbytes])
             for span in window.ended:
@@ -212,21 +210,6 @@ def windows(spans: Iterable[Span]) -> Iterator[Window]:
             window = Window()
     if window.ended:
         yield window
-
-
-def read_ahead(source: TensorSource, spans: Iterable[Span]) -> Iterator[Span]:
-    """The spans, while the kernel is asked to prefetch the next ones: on a cold cache the disk is never idle."""
-    ahead: deque[Span] = deque()
-    waiting = 0
-    for span in spans:
-        for info in span.reads:
-            source.prefetch(info)
-        ahead.append(span)
-        waiting += span.nbytes
-        while waiting > READ_AHEAD:
-            waiting -= ahead[0].nbytes
-            yield ahead.popleft()
-    yield from ahead
 
 
 def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:

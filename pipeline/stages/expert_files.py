@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.threads import in_order
@@ -27,6 +30,7 @@ BATCH = 2 << 20
 
 Item = tuple[int, str]  # expert, projection
 Packed = list[Bytes]  # the tensors of one part, in the encoding's order
+Parts = list[tuple[Part, Packed]]
 
 
 class Batch(NamedTuple):
@@ -37,33 +41,35 @@ class Batch(NamedTuple):
     nbytes: int
 
 
-class ExpertsToWrite(Protocol):
-    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about. names: of
-    the tensors; metadata: of the shard.
+@dataclass(frozen=True)
+class ExpertsToWrite(ABC):
+    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about. metadata:
+    of the shard.
     """
 
+    fmt: Format
+    grid: ExpertGrid
+    start: int
+    stop: int
+    metadata: Mapping[str, str]
+
     @property
-    def fmt(self) -> Format: ...
-    @property
-    def grid(self) -> ExpertGrid: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def metadata(self) -> Mapping[str, str]: ...
-    @property
+    @abstractmethod
     def names(self) -> Names: ...
 
-    def make(self, item: Item, buffer: Bytes | None = None) -> list[tuple[Part, Packed]]:
+    @abstractmethod
+    def make(self, item: Item, place: Bytes | None = None) -> Parts:
         """All parts of a projection of an expert, in many threads; first tensors into `place`, one after another."""
 
     def coming(self) -> Iterator[Item]:
         """The items in file order; what they are made of may be prefetched meanwhile."""
+        return items(self.start, self.stop)
 
+    @abstractmethod
     def made(self, item: Item, reporter: Reporter) -> None:
         """An item was written: let go of what it was made of, and report progress."""
 
+    @abstractmethod
     def figures(self) -> dict[str, object]:
         """What is reported of the unit's numbers."""
 
@@ -71,11 +77,25 @@ class ExpertsToWrite(Protocol):
 Work = TypeVar("Work", bound=ExpertsToWrite)
 
 
-def empty_tensors(encoding: Encoding, part: Part, buffer: Bytes | None = None) -> Packed:
-    """Memory for the tensors of a part; the first tensor lies at the start of `place`, if that is not None."""
-    first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
-    own = np.empty(first, np.uint8) if buffer is None else buffer[:first]
-    return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
+def empty_parts(encoding: Encoding, parts: Iterable[Part], place: Bytes | None = None) -> Parts:
+    """Memory for the tensors of parts; the first ones lie in `place`, one after another, if that is not None."""
+    made, at = [], 0
+    for part in parts:
+        first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
+        own = np.empty(first, np.uint8) if place is None else place[at : at + first]
+        made.append((part, [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]))
+        at += first
+    return made
+
+
+def cuts(fmt: Format, grid: ExpertGrid, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
+    """The units of a layer, of at most `limit` bytes each: key, first expert, the one after the last, bytes."""
+    each = expert_bytes(fmt.encoding, grid)
+    found = group_by_limit([each] * experts, limit)
+    return [
+        (f"layer-{grid.layer:03d}" + (f"-{number:03d}" if len(found) > 1 else ""), start, stop, each * (stop - start))
+        for number, (start, stop) in enumerate(found)
+    ]
 
 
 def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
@@ -106,7 +126,7 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(batch: Batch, buffer: Bytes) -> list[tuple[Part, Packed]]:
+        def make(batch: Batch, buffer: Bytes) -> Parts:
             packed, at = [], 0
             for expert, projection in batch.items:
                 packed += _checked(work, (expert, projection), buffer[at:], context)
@@ -162,7 +182,7 @@ def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterat
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> Parts:
     """Make one item; warn where the result is all zeros."""
     packed = work.make(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):

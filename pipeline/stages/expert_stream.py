@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.equalizing import Exponents
 from ktconvert.quantizers.reference import F32
 
+Thing = TypeVar("Thing")
 FACT = "equalized"  # of the manifest: which experts are; empty where none is, absent where it was not asked for
 READ_AHEAD = 64 << 20  # bytes of input that are prefetched
 SAMPLED = 8  # experts per layer that stand for all of them
@@ -26,22 +31,26 @@ SAMPLED = 8  # experts per layer that stand for all of them
 
 def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
     """(expert, projection) of the experts start..stop-1, in file order."""
-    for expert in range(start, stop):
-        for projection in PROJECTIONS:
-            yield expert, projection
+    return itertools.product(range(start, stop), PROJECTIONS)
 
 
-def read_ahead(model: MoeModel, layer: int, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The items, while the next experts are prefetched: on a cold cache the disk is never idle."""
-    each = sum(t.nbytes for t in model.expert_tensors(layer, start))
-    ahead = max(1, READ_AHEAD // each)
-    prefetched = start
-    for expert, projection in items(start, stop):
-        while prefetched < min(expert + ahead + 1, stop):
-            for info in model.expert_tensors(layer, prefetched):
-                model.source.prefetch(info)
-            prefetched += 1
-        yield expert, projection
+def read_ahead(
+    source: TensorSource, things: Iterable[Thing], reads: Callable[[Thing], Sequence[TensorInfo]]
+) -> Iterator[Thing]:
+    """The things, while what the next ones read is prefetched: on a cold cache the disk is never idle."""
+    ahead: deque[tuple[Thing, int]] = deque()
+    waiting = 0
+    for thing in things:
+        tensors = reads(thing)
+        for info in tensors:
+            source.prefetch(info)
+        ahead.append((thing, sum(info.nbytes for info in tensors)))
+        waiting += ahead[-1][1]
+        while waiting > READ_AHEAD and len(ahead) > 1:
+            done, nbytes = ahead.popleft()
+            waiting -= nbytes
+            yield done
+    yield from (thing for thing, _ in ahead)
 
 
 def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter) -> None:

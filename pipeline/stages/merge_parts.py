@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
-from ktconvert.layouts.outputs import loose
-from ktconvert.layouts.outputs.numa import NumaNames
-from ktconvert.layouts.outputs.parts import Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
@@ -21,28 +18,15 @@ CHUNK = 4 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
-class LooseFile:
-    """One .kt file: its matrix, "weight" or "scale", where it is, its size in bytes and time of change."""
-
-    part: Part
-    what: str
-    path: Path
-    nbytes: int
-    mtime_ns: int
-
-    @property
-    def entry(self) -> TensorInfo:
-        tensor = loose.tensor(self.what, self.nbytes)
-        return replace(tensor, name=NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.name))
-
-
-@dataclass(frozen=True)
 class MergeWork:
-    files: tuple[LooseFile, ...]
+    """Loose files as tensors of a shard: each has its name there, and its file below root."""
+
+    root: Path
+    files: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
 
 
-def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
+def stage(files: list[TensorInfo], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
     """The stage that packs these files, in this order, into shards of at most max_tensors tensors."""
     units = []
     for number, start in enumerate(range(0, len(files), max_tensors)):
@@ -54,12 +38,11 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
                 key=f"{number:04d}",
                 versions=(VERSION,),
                 params=(("metadata", tuple(sorted(metadata.items()))),),
-                inputs=tuple(
-                    (f.path.relative_to(root).as_posix(), f.entry.dtype, f.entry.shape, f.nbytes) for f in group
-                ),
+                inputs=tuple((f.file, f.dtype, f.shape, f.nbytes) for f in group),
+                files=frozenset(f.file for f in group),
                 bytes_in=nbytes,
                 bytes_out=nbytes,
-                work=MergeWork(group, metadata),
+                work=MergeWork(root, group, metadata),
             )
         )
     return Stage(NAME, "loose files into safetensors", tuple(units), write_shard)
@@ -68,23 +51,21 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
 def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Result:
     """One shard: weights first, each file streamed into its place."""
     work = unit.work
-    files = sorted(work.files, key=lambda f: f.what != "weight")
-    plan = plan_shard([f.entry for f in files], work.metadata)
+    files = sorted(work.files, key=lambda f: not f.name.endswith(".weight"))
+    plan = plan_shard([TensorInfo(f.name, f.dtype, f.shape, f.nbytes) for f in files], work.metadata)
     with DirectFile(partial, plan.size) as out:
         out.append(plan.header)
         for loose_file in files:
+            path, rest = work.root / loose_file.file, loose_file.nbytes
             try:
-                with loose_file.path.open("rb") as source:
-                    rest = loose_file.nbytes
+                with path.open("rb") as source:
                     while rest and (chunk := source.read(min(CHUNK, rest))):
                         out.append(chunk)
                         rest -= len(chunk)
             except FileNotFoundError as error:
-                raise InputError(f"{loose_file.path}: is gone; put it back and resume.") from error
+                raise InputError(f"{path}: is gone; put it back and resume.") from error
             if rest:
-                raise InputError(
-                    f"{loose_file.path}: became shorter while it was read; convert its layer again and resume."
-                )
+                raise InputError(f"{path}: became shorter while it was read; convert its layer again and resume.")
             context.reporter.advance(loose_file.nbytes)
         digest = out.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,8 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
-from ktconvert.layouts.files.shards import group_by_limit
-from ktconvert.layouts.outputs import Format, loose
-from ktconvert.layouts.outputs.format import expert_bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
+from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
@@ -22,9 +21,11 @@ from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages import expert_stream
 from ktconvert.pipeline.stages.expert_files import (
+    ExpertsToWrite,
     Item,
-    Packed,
-    empty_tensors,
+    Parts,
+    cuts,
+    empty_parts,
     waiting_bytes,
     write_folder,
     write_shard,
@@ -42,36 +43,26 @@ NAME = "experts"
 
 
 @dataclass(frozen=True)
-class ExpertsWork:
-    """What one unit converts: experts [start, stop) of one layer. importance: (expert, projection) -> of each column of
-    the linear, float32 [k] or [k, k], or None, for a choice that asks.
+class ExpertsWork(ExpertsToWrite):
+    """Experts that are quantized. importance: (expert, projection) -> of each column of the linear, float32 [k] or
+    [k, k], or None, for a choice that asks.
     """
 
     model: MoeModel
-    fmt: Format
     choice: Quantizer
-    grid: ExpertGrid
-    start: int
-    stop: int
-    metadata: Mapping[str, str]
     importance: Callable[[int, str], F32 | None] | None = None
 
     @property
     def names(self) -> Names:
         return self.fmt.names_in(self.model)
 
-    def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
-        """All parts of one projection of one expert, quantized; the first tensor of each part goes into `place`, one
-        after the other. Raises InputError, naming the place, for a value that is not finite.
-        """
+    def make(self, item: Item, place: Bytes | None = None) -> Parts:
+        """Raises InputError, naming the place, for a value that is not finite."""
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
-        packed = []
-        at = 0
-        for part in self.grid.parts(expert, projection):
-            out = empty_tensors(self.fmt.encoding, part, None if place is None else place[at:])
-            at += out[0].size
+        packed = empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
+        for part, out in packed:
             matrix = part.of(linear)
             try:
                 quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
@@ -79,7 +70,6 @@ class ExpertsWork:
                 row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
                 where = (column, row) if part.backward else (row, column)
                 raise non_finite(self.model, self.grid.layer, expert, projection, where) from error
-            packed.append((part, out))
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
@@ -93,11 +83,11 @@ class ExpertsWork:
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
-        """The items in file order, while the kernel is asked to prefetch the next experts."""
-        return read_ahead(self.model, self.grid.layer, self.start, self.stop)
+        tensors = partial(self.model.expert_tensors, self.grid.layer)
+        experts = read_ahead(self.model.source, range(self.start, self.stop), tensors)
+        return ((expert, projection) for expert in experts for projection in PROJECTIONS)
 
     def made(self, item: Item, reporter: Reporter) -> None:
-        """Release the mapped pages of an expert once its last projection has been written."""
         taken(self.model, self.grid.layer, item, reporter)
 
     def figures(self) -> dict[str, object]:
@@ -152,17 +142,15 @@ def stage(
         importance = None if chosen == ABSMAX else importance_of(model, statistics, layer)
         experts, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
-        each = expert_bytes(own.encoding, grid)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
-        cuts = group_by_limit([each] * experts, limit)
-        for number, (start, stop) in enumerate(cuts):
+        about = layer_metadata(own, layer, model.shape(layer), metadata)
+        for key, start, stop, nbytes in cuts(own, grid, experts, limit):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
-            about = layer_metadata(own, layer, model.shape(layer), metadata)
             ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
                 Unit(
                     stage=NAME,
-                    key=f"layer-{layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
+                    key=key,
                     versions=(VERSION, own.encoding.grid.version, own.encoding.version),
                     params=(
                         ("format", own.name),
@@ -176,9 +164,9 @@ def stage(
                     inputs=tuple(map(model.source.identity, tensors)),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
-                    bytes_out=each * (stop - start),
+                    bytes_out=nbytes,
                     folder=loose_files,
-                    work=ExpertsWork(model, own, chosen, grid, start, stop, about, importance),
+                    work=ExpertsWork(own, grid, start, stop, about, model, chosen, importance),
                 )
             )
     return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write_folder if loose_files else write_shard)

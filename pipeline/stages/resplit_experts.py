@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,6 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs import rearrange as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
@@ -20,15 +20,18 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import (
+    ExpertsToWrite,
     Item,
     Packed,
-    empty_tensors,
+    Parts,
+    cuts,
+    empty_parts,
     tensor_bytes,
     waiting_bytes,
     write_folder,
     write_shard,
 )
-from ktconvert.pipeline.stages.expert_stream import error_figures, items
+from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
@@ -39,25 +42,18 @@ SCRATCH = 32  # bytes for each code of a row block: codes, float32 and float64 o
 
 
 @dataclass(frozen=True)
-class ResplitWork:
-    """What one unit rearranges: experts [start, stop) of one layer, from `old` parts to those of `grid`."""
+class ResplitWork(ExpertsToWrite):
+    """Experts that are rearranged, from the parts of `old` to those of `grid`."""
 
     output: Output
-    fmt: Format
     old: ExpertGrid
-    grid: ExpertGrid
-    start: int
-    stop: int
-    metadata: Mapping[str, str]
 
     @property
     def names(self) -> Names:
         return self.output.names
 
-    def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
-        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
-        other. Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
-        """
+    def make(self, item: Item, place: Bytes | None = None) -> Parts:
+        """Raises InputError, naming the tensor, for a scale or a code that no finite weight has."""
         return self._rearranged(self.stored(item), item, place)
 
     def change(self, item: Item) -> npt.NDArray[np.float64]:
@@ -70,11 +66,8 @@ class ResplitWork:
                 sums += parts_of.change_sums(self.fmt.encoding, before, after)
         return sums
 
-    def stored(self, item: Item) -> list[tuple[Part, Packed]]:
+    def stored(self, item: Item) -> Parts:
         return [(part, self._read(part)) for part in self.old.parts(*item)]
-
-    def coming(self) -> Iterator[Item]:
-        return items(self.start, self.stop)
 
     def made(self, item: Item, reporter: Reporter) -> None:
         reporter.advance(self.read_bytes(item))
@@ -100,17 +93,14 @@ class ResplitWork:
     def sampled(self) -> int:
         return self.start + self.grid.layer % (self.stop - self.start)
 
-    def _rearranged(
-        self, old: Sequence[tuple[Part, Packed]], item: Item, place: Bytes | None = None
-    ) -> list[tuple[Part, Packed]]:
+    def _rearranged(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
         try:
             return resplit(self.fmt.encoding, old, self.grid, item, place)
         except ValueError as error:
             key, high = self.names.key(old[0][0].place, suffixes(self.fmt.encoding)[0]), self.fmt.encoding.grid.high
-            raise InputError(
-                f"{self.output.root}: {key} or another part of this linear holds a code that is not in "
-                f"-{high}..{high}; convert it again."
-            ) from error
+            what = f"{key} or another part of this linear holds a code that is not in -{high}..{high}"
+            remedy = "convert it again"
+            raise InputError(f"{self.output.root}: {what}; {remedy}.") from error
 
     def _read(self, part: Part) -> Packed:
         stored = []
@@ -127,24 +117,17 @@ class ResplitWork:
         return stored
 
 
-def resplit(
-    encoding: Encoding, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
-) -> list[tuple[Part, Packed]]:
+def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
     """The parts of `grid` of one projection of one expert, from its old parts; forward, then backward; place: as of
     ResplitWork.make. Raises ValueError for a code that is not one of the encoding's.
     """
-    new = []
-    at = 0
-    for part in grid.parts(*item):
-        out = empty_tensors(encoding, part, None if place is None else place[at:])
-        at += out[0].size
-        new.append((part, out))
+    new = empty_parts(encoding, grid.parts(*item), place)
     for before, after in zip(_linears(old), _linears(new), strict=True):
         parts_of.rearrange(encoding, before, after)
     return new
 
 
-def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Packed]]]:
+def _linears(parts: Parts) -> list[Parts]:
     """The parts of the linear, and those of its transpose where it is there."""
     both = ([part for part in parts if part[0].backward == backward] for backward in (False, True))
     return [linear for linear in both if linear]
@@ -164,15 +147,13 @@ def stage(
     units = []
     for old, experts in grids:
         own, grid = fmt.of_layer(old.layer), replace(old, numa=numa)
-        each = expert_bytes(own.encoding, grid)
-        cuts = group_by_limit([each] * experts, None if output.loose else max_shard_size)
         about = layer_metadata(own, old.layer, (experts, old.hidden, old.intermediate), metadata)
-        for number, (start, stop) in enumerate(cuts):
-            work = ResplitWork(output, own, old, grid, start, stop, about)
+        for key, start, stop, nbytes in cuts(own, grid, experts, None if output.loose else max_shard_size):
+            work = ResplitWork(own, grid, start, stop, about, output, old)
             units.append(
                 Unit(
                     stage=NAME,
-                    key=f"layer-{old.layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
+                    key=key,
                     versions=(VERSION, own.encoding.version),
                     params=(
                         ("layout", own.name),
@@ -182,10 +163,11 @@ def stage(
                         ("experts", (start, stop)),
                         ("merged", not output.loose),
                     ),
-                    inputs=tuple(_inputs(work, files)),
+                    inputs=(inputs := tuple(_inputs(work, files))),
+                    files=frozenset(content[0] for *_, content in inputs),
                     final=loose.layer_folder(old.layer) if output.loose else "",
                     bytes_in=expert_bytes(own.encoding, old) * (stop - start),
-                    bytes_out=each * (stop - start),
+                    bytes_out=nbytes,
                     folder=output.loose,
                     work=work,
                 )
@@ -194,7 +176,7 @@ def stage(
     return Stage(NAME, title, tuple(units), write_folder if output.loose else write_shard)
 
 
-def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
+def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
     for part in work.old.all_parts(range(work.start, work.stop)):
         for tensor in work.fmt.encoding.tensors(part.n, part.k):
             here = work.output.tensors[part.place, tensor.name]

@@ -82,7 +82,7 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
         "",
         f"read          {size(document['bytes_in'])}",
         f"write         {size(document['bytes_out'])} in {document['shards']} "
-        f"{'folders' if document['loose'] else 'files' if plan.assembly.loose else 'shards'}, "
+        f"{'folders' if document['loose'] else 'files' if plan.loose else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
         *(f"remove        {replaced['text']}" for replaced in document["replaces"]),
         f"disk          {disk_sentence(document['disk'])}, {size(document['disk_free'])} free",
@@ -153,6 +153,6 @@ def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bo
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),
         "threads": threads,
-        "peak_memory": plan.conversion.peak_memory(threads),
+        "peak_memory": plan.peak_memory(threads),
         "finished": finished,
     }

@@ -82,7 +82,7 @@ class Comparison:
         choice = self.choice.where_it_serves(fmt.encoding.grid)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
         importance = None if choice == ABSMAX else importance_of(self.model, self.inputs.imatrix, layer)
-        work = ExpertsWork(self.model, fmt, choice, grid, expert, expert + 1, {}, importance)
+        work = ExpertsWork(fmt, grid, expert, expert + 1, {}, self.model, choice, importance)
         return _compare_expert(self, work, measured=self.inputs.options.full or expert in sample(count))
 
     @cached_property

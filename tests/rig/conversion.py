@@ -248,7 +248,7 @@ def differing(actual: Tree, expected: Tree) -> list[str]:
     return sorted(n for n in actual.keys() | expected.keys() if actual.get(n, b"-") != expected.get(n, b"-"))
 
 
-def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:
+def in_parallel(job: Callable[[Any], Any], numbers: Iterable[Any]) -> list[Any]:
     """job(n) for every n, a few at a time; processes do the work. The first failure is raised."""
     with ThreadPoolExecutor(CORES) as pool:
         return list(pool.map(job, numbers))
