@@ -22,7 +22,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
-uvicorn_server = pytest.importorskip("ktconvert.pipeline.models.serving.uvicorn_server")
+server_module = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 application = pytest.importorskip("ktconvert.pipeline.models.serving.application")
 
 CONTEXT = 1024  # of the bundled model
@@ -348,20 +348,20 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_clients_that_send_nothing_lock_nobody_out(server, monkeypatch):
     """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
-    monkeypatch.setattr(uvicorn_server, "KEPT", 30)
+    monkeypatch.setattr(server_module, "KEPT", 30)
     stream = text(stream=True, max_tokens=CONTEXT // 4)
-    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * uvicorn_server.KEPT):
+    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * server_module.KEPT):
         server.passes.clear()
         silent: list[socket.socket] = []
         with ThreadPoolExecutor(1) as other:
             answer = other.submit(post, server, TEXT, stream)
             server.until(lambda: len(server.passes) == 4)
-            for _ in range(3 * uvicorn_server.KEPT):
+            for _ in range(3 * server_module.KEPT):
                 silent.append(opened.enter_context(connect(server)))
                 assert send(f"{server.url}/health").status_code == 200
             assert post(server, TEXT, text()).status_code == 200
             assert answer.result().text.endswith("data: [DONE]\n\n")
-        assert all(map(is_closed, silent[: uvicorn_server.KEPT]))
+        assert all(map(is_closed, silent[: server_module.KEPT]))
 
 
 REQUEST = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
@@ -378,7 +378,7 @@ SLOW = {
 def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
     """The connection is closed, whatever was answered on it before."""
     for limit in ("HEADERS", "BODY"):
-        monkeypatch.setattr(uvicorn_server, limit, 0.5)
+        monkeypatch.setattr(server_module, limit, 0.5)
     connection = connect(server)
     *whole, part = sent
     for request in whole:
@@ -390,7 +390,7 @@ def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
 
 def test_a_client_that_reads_nothing(server, monkeypatch):
     """Its answer ends, and its connection is closed."""
-    monkeypatch.setattr(uvicorn_server, "READING", 0.5)
+    monkeypatch.setattr(server_module, "READING", 0.5)
     body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
     with connect(server) as connection:
         head = REQUEST.replace("100", str(len(body))).encode()

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.models.loading import ModelChoice
-from ktconvert.pipeline.models.serving import clients
 from ktconvert.pipeline.models.serving.server import load
 
 PATIENCE = 300  # seconds; only what never happens takes so long
@@ -101,8 +100,10 @@ class Served:
             handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ktconvert.pipeline.models.serving.application import Call
+
         model = self.scheduler.model
-        generate, left = model.generate, clients.Client.left
+        generate, leave = model.generate, Call.leave
 
         def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
             shape = tuple(named["input_ids"].shape)
@@ -115,19 +116,19 @@ class Served:
             finally:
                 self.running -= 1
 
-        def noticed(client: clients.Client) -> None:
-            left(client)
+        def noticed(call: Call) -> None:
+            leave(call)
             self.left += bool(self.running)
 
         model.register_forward_hook(note, with_kwargs=True)
         monkeypatch.setattr(model, "generate", counted)
-        monkeypatch.setattr(clients.Client, "left", noticed)
+        monkeypatch.setattr(Call, "leave", noticed)
 
 
 @contextmanager
 def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
     """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of server.load."""
-    from ktconvert.pipeline.models.serving.uvicorn_server import Server
+    from ktconvert.pipeline.models.serving.server import Server
 
     choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
     application, scheduler = load(choice, **more)

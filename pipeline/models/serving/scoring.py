@@ -1,4 +1,4 @@
-"""Completions with the logarithms of probabilities, of the prompt's tokens too, which transformers' server lacks."""
+"""Completions in one piece, with the logarithms of probabilities, of the prompt's tokens too, if they are asked for."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ class Scores:
 
 
 async def completion(
-    manager: OneModel, scheduler: Scheduler, request: Completion, ids: list[int], config: dict[str, Any], name: str
+    manager: OneModel, scheduler: Scheduler, request: Completion, prompt: Any, config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
-    more. The one likeliest token, for which lm-eval asks, comes of the same pass. Raises Refused for a text so long
-    that its logits would not fit.
+    """One prompt's answer in one piece, but for how it ended: what is generated after the ids that are noted under
+    `name`, if anything, and with logprobs all of it read once more. The one likeliest token, for which lm-eval asks,
+    comes of the same pass. prompt: as it was sent. Raises Refused for a text so long that its logits would not fit.
     """
+    options = noted_for(name)
+    ids = list(options.ids or ())
     model, prompts, count, top = manager.model, manager.prompts, config["max_new_tokens"], request.logprobs
     most = MOST // prompts.vocabulary
     if top is not None and len(ids) + count > most:
@@ -59,12 +61,11 @@ async def completion(
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
-        # The ids are noted under this name.
         text, _, new = await scheduler.generate_non_streaming(model, manager.processor, {}, settings(**config), name)
     logprobs = None
     if top is not None:
         try:
-            scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_more))
+            scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_more), options)
         except Ended:
             raise ending() from None
         logprobs = await prompts.in_thread(_logprobs, prompts.tokenizer, scores, 0 if request.echo else len(ids))
@@ -72,9 +73,9 @@ async def completion(
             new = scores.ids[len(ids) :]
             decoder = StreamDecoder(prompts.tokenizer, None, scheduler.ends(settings(**config)), ())
             text = "".join(await prompts.in_thread(decode_all, decoder, new))
-            noted_for(name).cut = not decoder.ended
+            options.cut = not decoder.ended
     if request.echo:
-        text = await prompts.decode(ids) + text
+        text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": manager.name}
