@@ -43,19 +43,16 @@ def policy() -> Policy:
 
 
 def place(block: Bytes, nodes: Sequence[int]) -> None:
-    """Let the pages that a block gets from now on lie on a node, in turns on several; on others where these are full.
-
-    block: bytes from the beginning of a page on. Raises OSError where the kernel refuses: a container forbids it, a
-    node has no memory.
+    """Let the pages that a block, from the beginning of a page on, gets from now on lie on a node, in turns on several;
+    on others where these are full. Raises OSError where the kernel refuses: a container forbids it, a node has no
+    memory.
     """
     _require(lib.ktq_place_memory(ffi.from_buffer(block), block.nbytes, len(nodes), list(nodes)))
 
 
 def gather(block: Bytes, node: int) -> None:
-    """Move the pages of a block from other nodes to this one, as far as there is space.
-
-    For this the kernel takes memory back from the node's page cache; for new pages it goes to another node instead.
-    Raises OSError where the kernel refuses or cannot move a page.
+    """Move the pages of a block from other nodes to this one, as far as there is space: for this, not for new pages,
+    the kernel takes memory back from the node's page cache. Raises OSError where it refuses or cannot move a page.
     """
     _require(lib.ktq_gather_memory(ffi.from_buffer(block), block.nbytes, node))
 

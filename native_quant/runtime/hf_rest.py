@@ -107,10 +107,9 @@ def _load_the_original(root: Path, why: str) -> str:
 
 
 def give_way(config: Any, model: str) -> None:
-    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it.
-
-    What is quantized is seen to when the files are there: dequantizer, require_plain. Raises UnsupportedError at once
-    for experts that compressed-tensors packed in another format than `ktconvert gpu`.
+    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it;
+    dequantizer and require_plain see to what is quantized. Raises UnsupportedError at once for another format of
+    compressed-tensors than that of `ktconvert gpu`.
     """
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
@@ -126,10 +125,8 @@ def give_way(config: Any, model: str) -> None:
 
 
 def dequantizer(root: Path) -> Any:
-    """transformers' quantizer whose conversions dequantize a checkpoint's weights; None where nothing but routed
-    experts is quantized.
-
-    Raises UnsupportedError for what transformers cannot dequantize so, whose codes would be taken for numbers.
+    """transformers' quantizer whose conversions dequantize a checkpoint's weights; None where nothing but experts is
+    quantized. Raises UnsupportedError for what it cannot dequantize so, whose codes would be taken for numbers.
     """
     quantization = read_quantization(root)
     if quantization.method == FP8:

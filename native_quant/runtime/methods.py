@@ -137,10 +137,6 @@ class Method:
             assert self.encoding is not None, self.name
             self.encoding.quantize(stored.part, out)
 
-    def bytes_per_weight(self, n: int, k: int) -> float:
-        """Codes and scales of a part [n, k]."""
-        return sum(tensor.nbytes for tensor in self.tensors(n, k)) / (n * k)
-
     def swiglu_of(self, config: dict[str, Any], activation: str, layer: int) -> Swiglu:
         """The settings of a layer by config.json, as far as the method has them."""
         limit, alpha = in_config(config, activation, layer) or PLAIN

@@ -69,10 +69,8 @@ def capturing() -> bool:
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens of one model: two sets, used in turn by its layers.
-
-    hidden, out: BF16 [tokens, H]; ids, late_ids: int64 [tokens, k]; weights: float32 [tokens, k]. A set's `readers` are
-    the jobs that may still read or write it: those not waited for yet.
+    """Pinned memory for `tokens` tokens of one model: two sets, used in turn by its layers. A set's `readers` are the
+    jobs that may still read or write it: those not waited for yet.
     """
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
