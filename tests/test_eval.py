@@ -17,6 +17,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
+from ktconvert.pipeline.options.queries import EvalOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import tokens
 from rig.files import edit_json
@@ -144,7 +145,7 @@ def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, 
     original, converted = evaluate.load_pair(choice)
     progress: list[int] = []
     same = evaluate.evaluate(original, original, windows, progress.append)
-    figures = evaluate.document("it", None, None, text, windows, same, "none")
+    figures = evaluate.document(EvalOptions(model="it", text=text), windows, same, "none")
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
     assert figures["layers"] == [] and progress == [64, 64]

@@ -24,6 +24,8 @@ from ktconvert.pipeline.models import loading
 if TYPE_CHECKING:
     import torch
 
+    from ktconvert.pipeline.options.queries import EvalOptions
+
 CHUNK = 32  # positions whose distributions are in memory as float64 at a time
 
 
@@ -80,8 +82,8 @@ def read_text(path: Path) -> str:
 
 def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
     """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
-    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
-    for a text without a window to read, UsageError for windows that are longer than the model can read.
+    Nothing of the model but its config and tokenizer is loaded. Raises InputError where there is no window to read,
+    UsageError for windows that are longer than the model can read.
     """
     config = loading.prepare(choice)
     import transformers
@@ -104,9 +106,7 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
 
 
 def packed_method(gpu_weights: Path) -> str:
-    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself. Raises
-    InputError for what is no model, UnsupportedError for one that is not packed so.
-    """
+    """How a model's experts are packed for the GPU: W4A16 or W8A16. Raises InputError or UnsupportedError otherwise."""
     remedy = "give what `ktconvert gpu` wrote"
     try:
         about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
@@ -120,8 +120,7 @@ def packed_method(gpu_weights: Path) -> str:
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
     """The original model and the converted one; with CPU weights they share every weight but the experts. Raises what
-    loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of
-    another model.
+    loading.load raises, UnsupportedError for GPU weights of another model.
     """
     if gpu_weights is not None:
         original, _ = loading.load(choice)
@@ -163,8 +162,8 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
-    """The predictions of two models for the same positions: logits [positions, vocabulary], and the tokens that came.
-    In float64.
+    """The predictions of two models for the same positions, in float64: logits [positions, vocabulary], and the tokens
+    that came.
     """
     import torch
 
@@ -216,24 +215,17 @@ def method_of(converted: Any) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def document(
-    model: str,
-    cpu_weights: Path | None,
-    gpu_weights: Path | None,
-    text: Path,
-    windows: Windows,
-    evaluation: Evaluation,
-    method: str,
-) -> dict[str, Any]:
+def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
+    """The JSON document."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {
         "event": "evaluated",
-        "model": model,
-        "cpu_weights": cpu_weights and str(cpu_weights),
-        "gpu_weights": gpu_weights and str(gpu_weights),
+        "model": options.model,
+        "cpu_weights": options.cpu_weights and str(options.cpu_weights),
+        "gpu_weights": options.gpu_weights and str(options.gpu_weights),
         "method": method,
-        "text": str(text),
+        "text": str(options.text),
         "tokens": windows.before + int(windows.ids.size) + windows.skipped,
         "window": window,
         "skip_windows": windows.before // window,

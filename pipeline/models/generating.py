@@ -38,9 +38,8 @@ class Speed:
 def write(
     model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, say: Callable[[str], None]
 ) -> tuple[str, Speed]:
-    """Let the model go on after `inputs` (input_ids [1, T], ...), printing each piece as soon as it is a whole word.
-
-    temperature  0: always the likeliest token. Returns the whole text, and the speed.
+    """Let the model go on after `inputs` (input_ids [1, T], ...), saying each piece as soon as it is a whole word.
+    Returns the whole text, and the speed.
     """
     import torch
     from transformers import TextStreamer
@@ -106,7 +105,7 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
     """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError where
-    the tokenizer's chat template fails, or makes no token of it.
+    its chat template refuses that.
     """
     try:
         inputs = tokenizer.apply_chat_template(

@@ -43,8 +43,8 @@ def ending() -> Refused:
 
 
 def key_from(path: Path | None) -> bytes | None:
-    """The API key: the only line of this file, else the environment's; None without either. Raises InputError for a
-    file that cannot be read or holds no key, UsageError for a variable that holds none.
+    """The API key: the only line of this file, else the environment's; None without either. Raises InputError or
+    UsageError where that is none.
     """
     wrong: InputError | UsageError
     if path is not None:

@@ -104,9 +104,8 @@ class GeneratedIds(list[int]):
 
 def parse_answers_of(processor: Any, model: Any) -> None:
     """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
-    its chat template writes the words from which parsing starts; other answers are plain text. Parsers start with what
-    the template writes after these words ("<think>"), and nothing that a user says. The handlers look these functions
-    up in their modules, and offer no other place to replace them.
+    its chat template writes the words from which parsing starts, beginning with what it writes after these ("<think>");
+    other answers are plain text. The handlers look these functions up in their modules.
     """
     template = _template(processor, model)
     beginnings = set() if template is None else _beginnings(processor, template)
