@@ -39,18 +39,9 @@ def write(stored: StoredPart, out: Sequence[Bytes]) -> None:
     out[1].view(np.float32)[:] = stored.part.scales[0, 0]
 
 
-TOY = Method(
-    "FP8_PERTENSOR",
-    lib.KTQ_FORMAT_FP8_PERCHANNEL,
-    "BF16",
-    "E4M3, one for the weight",
-    32,
-    METHODS["FP8_PERCHANNEL"].tensors,
-    reads=reads,
-    write=write,
-)
-
-
+WHAT = "E4M3, one for the weight"
+TENSORS = METHODS["FP8_PERCHANNEL"].tensors
+TOY = Method("FP8_PERTENSOR", lib.KTQ_FORMAT_FP8_PERCHANNEL, WHAT, 32, TENSORS, reads=reads, write=write)
 ROWS = [row for method in METHODS.values() for row in method.rows]
 LABELS = [f"{row.name} {row.type}".strip() for row in ROWS]
 
@@ -182,7 +173,8 @@ def test_the_page_shows_the_rows():
         checkpoint, output = method.reads is not None, method.encoding is not None
         sources = ["checkpoints"] * checkpoint + ["outputs, tensors"] * output
         settings = [f"`{setting}`" for setting in (LIMIT, ALPHA) if setting in method.swiglu]
-        size = re.sub(r"0+$", "", f"{method.bytes_per_weight(2048, 2048):.4f}").rstrip(".")
+        nbytes = sum(tensor.nbytes for tensor in method.tensors(2048, 2048))
+        size = re.sub(r"0+$", "", f"{nbytes / 2048**2:.4f}").rstrip(".")
         return [
             method.weights,
             size,

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant import instruction_sets, kernels
+from ktconvert.native_quant import kernels
 
 if TYPE_CHECKING:
     import torch
-
-
-def version() -> str:
-    """The version of ktconvert, not that of kt-kernel."""
-    return metadata.version("ktconvert")
-
-
-def cpu_variant() -> str:
-    """The instruction set in use by kt-kernel's name: amx, avx512_bf16, avx512_vnni, avx512_base, avx2; or scalar."""
-    return instruction_sets.VARIANTS.get(kernels.isa(), kernels.isa())
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:

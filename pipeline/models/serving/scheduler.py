@@ -27,7 +27,7 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving.access import ending
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
-from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, parse_answers_of
+from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
 PATIENCE = 1.0  # seconds
@@ -79,7 +79,6 @@ class Answer:
         self.decoder, self.options, self.emit = decoder, options, emit
         self.whole = False
         self.ids = GeneratedIds()
-        self.ids.ends, self.ids.stop = tuple(decoder.ends), decoder.stop
         self._prompt = True  # is what `put` gets first
 
     @property
@@ -156,12 +155,13 @@ class Scheduler(utils.BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Theirs: the text, the number of tokens of the prompt, and the new ids."""
-        text: list[str] = []
-        answer = self._answer(request_id, gen_config, None, text.append)
+        ids = noted_for(request_id).ids
+        parser = utils.build_response_parser(processor, model, inputs["input_ids"]) if ids is None else None
+        items = list[Any]()
+        answer = self._answer(request_id, gen_config, parser, items.append)
         await self.run(lambda: self._generate(answer, inputs, gen_config), answer.options)
-        ids = answer.options.ids
-        length = inputs["input_ids"].shape[-1] if ids is None else len(ids)
-        return "".join(text), length, answer.ids
+        answer.ids.items = items
+        return "".join(filter(is_text, items)), inputs["input_ids"].shape[-1] if ids is None else len(ids), answer.ids
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""

@@ -15,7 +15,7 @@ from ktconvert.pipeline.models.serving.model_manager import OneModel
 from ktconvert.pipeline.models.serving.request_options import noted_for
 from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
 from ktconvert.pipeline.models.serving.schemas import Completion
-from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder, decode_all
+from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
@@ -72,7 +72,7 @@ async def completion(
         if one_more:
             new = scores.ids[len(ids) :]
             decoder = StreamDecoder(prompts.tokenizer, None, scheduler.ends(settings(**config)), ())
-            text = "".join(await prompts.in_thread(decode_all, decoder, new))
+            text = "".join(await prompts.in_thread(lambda: decoder.put(new[0]) + decoder.end()))
             options.cut = not decoder.ended
     if request.echo:
         text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text

@@ -7,7 +7,7 @@ template writes, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.cli.serving import chat_completion, response, utils
@@ -96,10 +96,9 @@ class StreamDecoder:
 
 
 class GeneratedIds(list[int]):
-    """A generation's new ids, with what StreamDecoder needs of them."""
+    """A generation's new ids, and what StreamDecoder gave of them."""
 
-    ends: Sequence[int] = ()
-    stop: Sequence[str] = ()
+    items: Sequence[Any] = ()
 
 
 def parse_answers_of(processor: Any, model: Any) -> None:
@@ -141,18 +140,14 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
 
 
 def parse_message(
-    processor: Any, model: Any, generated_ids: GeneratedIds, input_ids: Any, cleaned_content: str = "", **more: Any
+    processor: Any, model: Any, generated_ids: GeneratedIds, **more: Any
 ) -> tuple[str, str | None, list[Any] | None]:
     """A whole answer as (text, reasoning, tool calls): what a stream of it would give, in one piece."""
-    parser = utils.build_response_parser(processor, model, input_ids, **more)
-    if parser is None:
-        return cleaned_content, None, None
-    items = decode_all(StreamDecoder(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
+    items = generated_ids.items
     calls = [item for item in items if isinstance(item, utils.ToolCall)]
     reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
-    text = "".join(item for item in items if isinstance(item, str) and not isinstance(item, utils.ReasoningText))
-    return text, reasoning or None, calls or None
+    return "".join(filter(is_text, items)), reasoning or None, calls or None
 
 
-def decode_all(decoder: StreamDecoder, ids: Iterable[int]) -> list[Any]:
-    return [item for token in ids for item in decoder.put(token)] + decoder.end()
+def is_text(item: Any) -> bool:
+    return isinstance(item, str) and not isinstance(item, utils.ReasoningText)
