@@ -131,13 +131,6 @@ one.join()
     assert run(thread, WORKERS) == unbound
 
 
-def test_a_cpu_that_is_off_is_not_counted(tmp_path: Path) -> None:
-    online = tmp_path / "sys/devices/system/cpu/online"
-    online.parent.mkdir(parents=True)
-    online.write_text(f"{FIRST}\n")
-    assert machine.affinity(tmp_path) == {FIRST}
-
-
 def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
     own = list(cpus)
     groups = layout(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
@@ -214,20 +207,6 @@ watcher.join()
 print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
 """
     assert run(TWO_NODES + script, two_nodes) == [True, [[FIRST]], [FIRST]]
-
-
-@TWO_CPUS
-def test_the_thread_of_submitted_jobs_is_on_the_first_node(two_nodes: Path) -> None:
-    script = f"""
-os.sched_setaffinity(0, [{FIRST}])
-experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
-out = np.empty_like(expected)
-threads = started(lambda: experts.submit(*call, out=out))
-made.wait()
-assert np.array_equal(out, expected)
-show(threads)
-"""
-    assert run(TWO_NODES + script, two_nodes) == [[[SECOND]]]
 
 
 @TWO_CPUS

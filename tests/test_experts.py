@@ -67,9 +67,8 @@ import sys
 import numpy as np, torch
 from kt_kernel import generate_gpu_experts_masks
 case = np.load(sys.argv[1])
-np.savez(sys.argv[2], **{
-    name: generate_gpu_experts_masks(torch.from_numpy(case[name]), int(name.split("-")[1])).numpy() for name in case
-})
+masks = {n: generate_gpu_experts_masks(torch.from_numpy(case[n]), int(n.split("-")[1])).numpy() for n in case}
+np.savez(sys.argv[2], **masks)
 """
 
 
@@ -95,17 +94,6 @@ def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
     for name, counts in cases().items():
         ours = hot_mask.of_all_layers(counts, int(name.split("-")[1]))
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
-
-
-def test_what_kt_kernel_says_it_does() -> None:
-    """The statement of kt_kernel/experts_base.py, where kt-kernel is not installed."""
-    torch = pytest.importorskip("torch")
-    for name, counts in cases().items():
-        number = int(name.split("-")[1])
-        _, top = torch.topk(torch.from_numpy(counts).view(-1), k=number, largest=True, sorted=False)
-        masks = np.zeros(counts.size, bool)
-        masks[top.numpy()] = True
-        np.testing.assert_array_equal(hot_mask.of_all_layers(counts, number), masks.reshape(counts.shape))
 
 
 def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
@@ -175,10 +163,8 @@ def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], word
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.native_quant.runtime.hot_mask.find_spec", lambda name: None)
     words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
-    assert sentence(*words, "--total", 1) == (
-        1,
-        "--total needs torch, not installed here: pip install 'ktconvert[torch]'",
-    )
+    said = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
+    assert sentence(*words, "--total", 1) == (1, said)
     assert here("experts", *words, "--num-gpu-experts", 1).exception is None
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,10 @@ def test_other_names(names, pool, tmp_path):
     np.testing.assert_array_equal(forward(Experts.load(path, 0, pool=pool), given), expected)
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_in_place_of_kt_kernel(folder, tmp_path):
-    types = ("Q4_K", "Q4_K", "Q6_K")
-    given = layer(made(tmp_path / "m.gguf", types))
-    path = tmp_path if folder else tmp_path / "m.gguf"
-    wrapper = KTMoEWrapper(0, E, 2, H, I, None, 2, 1, str(path), 512, method="LLAMAFILE")
+def test_in_place_of_kt_kernel(tmp_path):
+    """Which may be given a folder."""
+    given = layer(made(tmp_path / "m.gguf", ("Q4_K", "Q4_K", "Q6_K")))
+    wrapper = KTMoEWrapper(0, E, 2, H, I, None, 2, 1, str(tmp_path), 512, method="LLAMAFILE")
     wrapper.load_weights(torch.arange(E))
     inputs = (torch.from_numpy(x.copy()) for x in (given.ids, given.weights))
     out = wrapper.forward(torch.from_numpy(given.hidden.copy()).view(torch.bfloat16), *inputs)
@@ -227,13 +224,8 @@ def test_at_least_as_close_as_the_real_kt_kernel(parts, tmp_path, peer_python):
         tensors = {"hidden": ("BF16", given.hidden), "ids": ("I64", given.ids), "weights": ("F32", given.weights)}
         inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
         sizes = {"experts": E, "topk": 2, "hidden": H, "width": I, "parts": parts, "inputs": str(inputs)}
-        runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit, "alpha": 0.0} | sizes
+        runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit} | sizes
         cases[key] = given.truth, forward(Experts.load(path, 0, parts=parts, swiglu_limit=limit), given)
-    job, result = tmp_path / "job.json", tmp_path / "result"
-    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
-    program = str(Path(native.__file__).with_name("native_peer.py"))
-    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    theirs = read_file(result)
+    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-4, key

@@ -4,7 +4,7 @@ put into the table as one row: FP8 with one scale for the whole weight, computed
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,14 @@ def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
     layer = native.read("FP8_PERCHANNEL_default")
     scales = {name: tensor.bits.flat[0] for name, tensor in layer.tensors.items() if "scale" in name}
 
-    def with_scales(folder: str, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Path:
-        tensors = {
-            name: tensor._replace(
-                shape=shape(tensor.shape), data=np.full(shape(tensor.shape), scales[name], np.float32).tobytes()
-            )
-            if name in scales
-            else tensor
-            for name, tensor in layer.tensors.items()
-        }
+    def with_scales(folder: str, rows: bool) -> Path:
+        tensors = dict(layer.tensors)
+        for name, scale in scales.items():
+            data = np.full(tensors[name].shape if rows else (1,), scale, np.float32)
+            tensors[name] = tensors[name]._replace(shape=data.shape, data=data.tobytes())
         return layer.write(tmp_path / folder, tensors)
 
-    return layer, with_scales("rows", lambda shape: shape), with_scales("whole", lambda shape: (1,))
+    return layer, with_scales("rows", True), with_scales("whole", False)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -175,14 +171,8 @@ def test_the_page_shows_the_rows():
         settings = [f"`{setting}`" for setting in (LIMIT, ALPHA) if setting in method.swiglu]
         nbytes = sum(tensor.nbytes for tensor in method.tensors(2048, 2048))
         size = re.sub(r"0+$", "", f"{nbytes / 2048**2:.4f}").rstrip(".")
-        return [
-            method.weights,
-            size,
-            method.activations,
-            ", ".join(sources),
-            str(method.multiple),
-            ", ".join(settings) or "–",
-        ]
+        numbers = method.weights, size, method.activations, ", ".join(sources), str(method.multiple)
+        return [*numbers, ", ".join(settings) or "–"]
 
     for label, method in zip(LABELS, ROWS, strict=True):
         assert shown[label] == row(method), label
