@@ -217,33 +217,27 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: d
 
 
 CPU, GPU = "--cpu-weights", "--gpu-weights"
+REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
+    ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
+    ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
+    ("example", CPU, "int8", "none", (), 5, "none"),
+    ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
+    ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
+    ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
+    ("damaged", CPU, "int8", "text", (), 5, ""),
+    ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
+    ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
+    ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
+    ("example", GPU, "none", "text", (), 5, ""),
+    ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),
+    ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "which", "weights", "text", "options", "code", "words"),
-    [
-        ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
-        ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
-        ("example", CPU, "int8", "none", (), 5, "none"),
-        ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
-        ("example", CPU, "int8", "text", ("--window", 1), 2, ""),
-        ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
-        ("none", CPU, "int8", "text", (), 5, ""),
-        ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
-        ("damaged", CPU, "int8", "text", (), 5, ""),
-        ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
-        ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
-        ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
-        ("example", GPU, "int8", "text", (), 3, ""),
-        ("example", GPU, "none", "text", (), 5, ""),
-        ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),
-        ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
-    ],
-)
+@pytest.mark.parametrize(("model", "which", "weights", "text", "options", "code", "words"), REFUSED)
 def test_what_cannot_be_evaluated(
-    model: str, which: str, weights: str, text: str, options: tuple[Any, ...], code: int, words: str,
-    faulty: dict[str, Path],
-) -> None:  # fmt: skip
+    model: str, which: str, weights: str, text: str, options: Any, code: int, words: str, faulty: dict[str, Path]
+) -> None:
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
     assert found[0] == code and re.search(words, found[1]), found
 

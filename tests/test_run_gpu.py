@@ -47,8 +47,6 @@ CASES = [("qwen3_moe", "W4A16"), ("mixtral", "W8A16"), ("deepseek_v3", "W4A16")]
 # down, and what comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts'
 # sum is rounded once more. Measured: 0.0051. Another expert's weights give about 1.4.
 LAYER = 0.008
-# What transformers' own experts add to that: silu in BF16, and a BF16 sum over experts. Measured: 0.0064.
-THEIRS = 0.012
 SPEED = re.compile(r"prefill \d+ tokens in [\d.]+ s .*, decode \d+ tokens in [\d.]+ s \([\d.]+ tokens/s\)\n")
 
 
@@ -177,18 +175,6 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
 
 
 @each_family
-def test_all_experts_hot_is_the_packed_model(case):
-    model = load(case.packed, case.cold, num_gpu_experts=EXPERTS)
-    for layer, (hidden, ids, weights, out) in heard(model, hf.some_ids(families.VOCABULARY, 1, 48)).items():
-        far = distance(out, experts_of(case.theirs)[layer](hidden, ids, weights).detach().float())
-        print(f"{case.kind} layer {layer}: {far:.4f}")
-        assert far < THEIRS
-    got, want = logits(model), logits(case.theirs)
-    assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.9
-    assert hf.row_distances(got, want).median() < 2 * THEIRS
-
-
-@each_family
 def test_no_expert_hot_is_the_converted_model(case):
     """Bit for bit, and no matter whether the rest comes from the packed model or the original."""
     want = logits(load(case.packed, case.cold))
@@ -197,22 +183,6 @@ def test_no_expert_hot_is_the_converted_model(case):
     assert all(module.hot is None for module in experts_of(model).values())
     assert torch.equal(logits(model), want)
     assert torch.equal(logits(load(case.original, case.cold)), want)
-
-
-@mixtral
-def test_an_order_of_experts_and_a_batch_change_nothing(case):
-    """A token alone gives the same output as in a batch, within the accuracy of torch's matrix products."""
-    module = list(experts_of(load(case.packed, case.cold, num_gpu_experts=5)).values())[-1]
-    rng = torch.Generator().manual_seed(3)
-    hidden = torch.randn(33, HIDDEN, generator=rng).to(torch.bfloat16)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:4] for _ in range(33)])
-    weights = torch.rand(33, 4, generator=rng)
-    whole = module(hidden, ids, weights)
-    alone = torch.cat([module(hidden[t : t + 1], ids[t : t + 1], weights[t : t + 1]) for t in range(33)])
-    assert distance(alone, whole.float()) < LAYER
-    assert distance(module(hidden, ids.flip(1), weights.flip(1)), whole.float()) < LAYER
-    assert module(hidden[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
-    assert not any(module(hidden, torch.full_like(ids, none), weights).any() for none in (-1, EXPERTS))
 
 
 @mixtral
@@ -380,28 +350,6 @@ def test_options_of_the_config(spoken_by):
     assert again.gpu_experts_mask == [[True, False]]
     with pytest.raises(InputError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
         hot_mask.per_layer([[0.5, 1.0]], None, {0: 2}, 1)  # type: ignore[list-item]
-
-
-def without(folder: Path, *names: str) -> Path:
-    """Less these tensors."""
-    (folder / "model.safetensors.index.json").unlink()
-    for path in folder.glob("*.safetensors"):
-        edit_file(path, lambda tensors: [tensors.pop(name, None) for name in names])
-    return folder
-
-
-@qwen
-@pytest.mark.parametrize("lost", ["weight_packed", "weight_scale", "weight_shape", "all"])
-def test_an_expert_that_is_missing(case, tmp_path, lost):
-    base = "model.layers.1.mlp.experts.6.up_proj"
-    suffixes = ("weight_packed", "weight_scale", "weight_shape") if lost == "all" else (lost,)
-    model = without(copied(case, tmp_path / "model"), *(f"{base}.{suffix}" for suffix in suffixes))
-    why = {
-        "all": f"tensor '{base}.weight_packed' is missing",
-        "weight_packed": f"is a scale whose weight '{base}.weight_packed' is missing",
-    }.get(lost, f"tensor '{base}.weight_packed' is INT4 but {base}.{lost} is missing")
-    with pytest.raises(InputError, match=re.escape(why)):
-        HotWeights(model)
 
 
 @qwen
