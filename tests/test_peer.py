@@ -5,7 +5,6 @@ KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer`
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -298,22 +297,3 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
     assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
     left, right = (result["5.0.0"].view(torch.int16) for result in results.values())
     assert torch.equal(left, right)
-
-
-@pytest.mark.long
-def test_the_benchmark_compares_what_kt_kernel_has(tmp_path, peer_python):
-    """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
-    words = "--quick --isa avx2 --shapes small --methods int4 bf16 --tokens 1 --threads 1 --layers 1 --loads 0"
-    figures = tmp_path / "figures.json"
-    script = ROOT / "benchmarks" / "forward.py"
-    done = subprocess.run(
-        [sys.executable, script, *words.split(), "--peer", peer_python, "--dir", tmp_path, "--json", figures],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert re.search(r"^kt-kernel has no .*int4.* on this CPU$", done.stdout, re.MULTILINE)
-    cells = {cell["method"]: cell for cell in json.loads(figures.read_text())["cells"]}
-    assert set(cells["int4"]["figures"]) == {"ours"}
-    assert set(cells["bf16"]["figures"]) == {"ours", "kt"} and cells["bf16"]["distance"] < 0.02

@@ -294,16 +294,11 @@ def ones(*shape: int, dtype: Any = np.bool_) -> Any:
     return np.ones(shape, dtype)
 
 
-MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes] | None, str]] = [
+MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
     ("rows", {hot_mask.KEY: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
     ("columns", {hot_mask.KEY: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
-    ("flat", {hot_mask.KEY: ones(8)}, r"is BOOL of shape \[8\]; a safetensors file with"),
-    ("dtype", {hot_mask.KEY: ones(2, 8, dtype="f4")}, r"is F32 of shape \[2, 8\]; a safetensors file with"),
     ("key", {"mask": ones(2, 8)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
-    ("cut", lambda whole: whole[:-4], "cut short"),
-    ("empty", lambda _: b"", "too short for a safetensors header"),
     ("bytes", lambda whole: whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
-    ("nowhere", None, r"cannot be opened \(No such file or directory\)"),
 ]
 
 
@@ -312,7 +307,7 @@ def test_masks_that_do_not_fit_or_are_damaged(spoken_by, content, why, tmp_path)
     mask = tmp_path / "mask.safetensors"
     if isinstance(content, dict):
         save_file(content, mask)
-    elif content is not None:
+    else:
         mask.write_bytes(content(spoken_by["mask"].read_bytes()))
     options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
     error = call(spoken_by["w4"], *options).exception
@@ -341,8 +336,6 @@ def test_options_that_do_not_go_together(spoken_by, options, kind, why):
 def test_options_of_the_config(spoken_by):
     with pytest.raises(UsageError, match="choose experts of it with gpu_experts_mask or num_gpu_experts"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts=spoken_by["w4"])
-    with pytest.raises(UsageError, match="give one of them"):
-        KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.ones(2, 8) > 0, num_gpu_experts=1)
     with pytest.raises(UsageError, match="-1 experts cannot be hot"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], num_gpu_experts=-1)
     config = KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.tensor([[True, False]]))

@@ -75,11 +75,6 @@ def test_it_computes(parts, toy, layers):
     experts = Experts.load(whole, 0, parts=parts)
     assert experts.method == toy.name
     np.testing.assert_array_equal(experts.forward(layer.hidden, layer.ids, layer.weights), expected)
-    wrapper = KTMoEWrapper(0, 2, 2, 256, 256, None, 2, parts, str(whole), 512, method=toy.name)
-    wrapper.load_weights()
-    hidden = torch.from_numpy(layer.hidden.copy()).view(torch.bfloat16)
-    out = wrapper.forward(hidden, *(torch.from_numpy(x.copy()) for x in (layer.ids, layer.weights)))
-    np.testing.assert_array_equal(out.view(torch.uint16).numpy(), expected)
 
 
 def test_commands_know_it(toy, layers):
