@@ -142,9 +142,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel killed a process for lack of memory, in this process's cgroup, else on the machine, since it
-    exists; None: not known.
-    """
+    """How often the kernel killed a process of this cgroup, else machine, for lack of memory; None: not known."""
     groups = cgroups("memory", root)
     files = (group / name for group in groups for name in ("memory.events", "memory.oom_control"))
     counts = (read_table(path).get("oom_kill") for path in (*files, root / "proc/vmstat"))

@@ -29,9 +29,8 @@ CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
 def read_memory(block: npt.NDArray[Any], streams: int) -> int:
-    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side. Returns
-    the exclusive or of the first 8 bytes of each 64 (fewer where the array ends), as a number: it depends on every
-    line.
+    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side; the
+    exclusive or of the first 8 bytes of each, which depends on every line.
     """
     if streams not in STREAMS:
         raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
@@ -44,9 +43,7 @@ def read_memory(block: npt.NDArray[Any], streams: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of forwards of one batch size, in seconds. touched: distinct experts per forward, on average; nbytes:
-    of their weights.
-    """
+    """Forwards of one batch size: seconds, distinct experts per forward, on average, and bytes of their weights."""
 
     tokens: int
     runs: int
@@ -141,9 +138,7 @@ def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
 
 
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
-    """Compute a layer for random tokens, each time with another routing, for about a second (at least 3 times): with
-    the same routing the weights would come from the cache.
-    """
+    """Compute a layer for random tokens, for about a second; with the same routing weights would come from the cache."""
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)

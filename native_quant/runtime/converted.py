@@ -93,8 +93,8 @@ class Converted:
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes. Raises UnsupportedError where the files are not as required or
-        where the directory is of another kind, InputError where the layer is damaged or incomplete.
+        """One layer in the memory of the pool's nodes. Raises UnsupportedError where it is not as required, InputError
+        where it is damaged.
         """
         output, measured = self.output, self.measured
         self.require_computable()
@@ -161,8 +161,8 @@ class Converted:
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Whether these are just the settings that config.json has for the layer. Raises UnsupportedError where the
-        method could compute what that says, and they are others.
+        """Whether these are the settings that config.json has for the layer. Raises UnsupportedError where they must
+        be.
         """
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):

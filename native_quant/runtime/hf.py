@@ -147,21 +147,17 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
-        pool, loaded = shared_pool(settings.threads), {}
+        loaded: dict[int, Experts] = {}
+        how: dict[str, Any] = {
+            "memory": settings.memory,
+            "pool": shared_pool(settings.threads),
+            "exact": settings.exact,
+        }
         for module in modules:
             limit, alpha = source.swiglu_of(module.layer)
-            loaded[module.layer] = Experts.load(
-                root,
-                module.layer,
-                num_experts=module.num_experts,
-                hidden=module.hidden,
-                intermediate=module.intermediate,
-                memory=settings.memory,
-                pool=pool,
-                exact=settings.exact,
-                swiglu_limit=limit,
-                swiglu_alpha=alpha,
-            )
+            sizes = {"num_experts": module.num_experts, "hidden": module.hidden, "intermediate": module.intermediate}
+            experts = Experts.load(root, module.layer, **sizes, **how, swiglu_limit=limit, swiglu_alpha=alpha)
+            loaded[module.layer] = experts
         return loaded
 
     def is_serializable(self) -> bool:

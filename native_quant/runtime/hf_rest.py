@@ -56,9 +56,7 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
 def require_rest(
     root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], first: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random, or hold one
-    that is quantized, whose codes would be taken for numbers.
-    """
+    """Raises UnsupportedError where the files lack a non-expert tensor, which would be random, or hold a quantized one."""
     entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
@@ -125,8 +123,8 @@ def give_way(config: Any, model: str) -> None:
 
 
 def dequantizer(root: Path) -> Any:
-    """transformers' quantizer whose conversions dequantize a checkpoint's weights; None where nothing but experts is
-    quantized. Raises UnsupportedError for what it cannot dequantize so, whose codes would be taken for numbers.
+    """transformers' quantizer that dequantizes a checkpoint's weights as they are loaded; None where experts alone are
+    quantized. Raises UnsupportedError for what it cannot dequantize so.
     """
     quantization = read_quantization(root)
     if quantization.method == FP8:
@@ -146,9 +144,7 @@ def dequantizer(root: Path) -> Any:
 
 
 def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
-    """Raises UnsupportedError where a weight that the model needs beside its routed experts is packed: transformers
-    would not find it, and fill in random numbers.
-    """
+    """Raises UnsupportedError where a weight beside the routed experts is packed: transformers would make up numbers."""
     if read_quantization(root).method != METHOD:
         return
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]

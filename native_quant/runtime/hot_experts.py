@@ -48,8 +48,8 @@ class HotWeights:
     def linear(
         self, layer: int, expert: int, projection: str
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. The caller
-        owns the arrays. Raises InputError for scales that are not finite.
+        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. Raises
+        InputError.
         """
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None

@@ -79,10 +79,8 @@ def per_layer(
 
 
 def of_each_layer(counts: I64, number: int) -> Mask:
-    """bool [layers, experts]: this many experts of each layer, those with the most tokens; of equals the first.
-
-    counts  int64 [layers, experts]; a layer where all are zero has no experts, and gets none
-    Raises UsageError where a layer has fewer experts.
+    """bool [layers, experts]: of each layer that has experts this many, those with the most tokens; of equals the
+    first.
     """
     if number > counts.shape[1]:
         raise UsageError(f"--num-gpu-experts {number}: a layer has {counts.shape[1]} experts; give at most so many.")

@@ -53,9 +53,7 @@ class _Provided(ModuleType):
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` in this process import ktconvert's KTMoEWrapper. Call it before anything imports
-    kt_kernel. Raises RuntimeError if the real kt_kernel is already imported, since its importers would go on using it.
-    """
+    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real kt_kernel is imported already."""
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _Provided):
         return

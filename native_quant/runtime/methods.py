@@ -193,9 +193,7 @@ def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
-    """Codes as MXFP4's. Scales by panels: the one of the whole weight, which multiplies, then groups of 16 columns with
-    their 32 rows.
-    """
+    """Codes as MXFP4's; by panels the scale of the whole weight, then groups of 16 columns with their 32 rows."""
     count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
     return fp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def select(
     ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """ids [T, k] as (now, later), each with -1 in place of the other's experts: now has the `immediate` of largest
-    weight of each token, and ids that are not of experts; later is None where nothing is deferred.
+    """ids [T, k] as (now, later), each with -1 in place of the other's: now has the `immediate` of largest weight of
+    each token, and ids that are of no expert; later is None where nothing is deferred.
     """
     import torch
 

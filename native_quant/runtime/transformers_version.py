@@ -17,9 +17,7 @@ REMEDY = f"pip install 'transformers{BOUNDS}'"
 
 
 def require(warn: Callable[[str], None]) -> None:
-    """A sentence to `warn` where the installed transformers is newer than the tested ones; KtconvertError where it is
-    older. It is not imported.
-    """
+    """A sentence to `warn` where transformers is newer than the tested ones; KtconvertError where it is older."""
     if why := refusal():
         raise KtconvertError(why)
     if caution := newer():

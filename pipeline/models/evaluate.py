@@ -81,9 +81,8 @@ def read_text(path: Path) -> str:
 
 
 def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
-    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
-    Nothing of the model but its config and tokenizer is loaded. Raises InputError where there is no window to read,
-    UsageError for windows that are longer than the model can read.
+    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken. Raises
+    InputError where none is left to read, UsageError for windows that are longer than the model can read.
     """
     config = loading.prepare(choice)
     import transformers
@@ -119,9 +118,7 @@ def packed_method(gpu_weights: Path) -> str:
 
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
-    """The original model and the converted one; with CPU weights they share every weight but the experts. Raises what
-    loading.load raises, UnsupportedError for GPU weights of another model.
-    """
+    """The original model and the converted one; with CPU weights they share every weight but the experts."""
     if gpu_weights is not None:
         original, _ = loading.load(choice)
         converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
@@ -162,9 +159,7 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
-    """The predictions of two models for the same positions, in float64: logits [positions, vocabulary], and the tokens
-    that came.
-    """
+    """Two models' predictions, in float64: logits [positions, vocabulary], and the tokens that came."""
     import torch
 
     parts: list[tuple[Any, ...]] = []
@@ -180,8 +175,8 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, what goes into the original's experts also goes through the converted ones (ours, else those of
-    transformers; none where these are built otherwise), and the outputs are compared.
+    """While this lasts, what goes into the original's experts also goes through the converted ones, and outputs are
+    compared.
     """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
@@ -232,10 +227,7 @@ def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, met
         "windows": count,
         "skipped_tokens": windows.skipped,
         "positions": count * (window - 1),  # the first token of a window has no prediction
-        "perplexity": {
-            "original": float(np.exp(compared.original.mean())),
-            "converted": float(np.exp(compared.converted.mean())),
-        },
+        "perplexity": {name: float(np.exp(getattr(compared, name).mean())) for name in ("original", "converted")},
         "kl": {
             "mean": float(compared.divergence.mean()),
             "p99": float(np.quantile(compared.divergence, 0.99)),

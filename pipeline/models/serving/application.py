@@ -288,8 +288,8 @@ def _content(text: str) -> Any:
 
 
 def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
-    """A whole answer, or the last event of a stream, which says whether it was cut off. Theirs call a response always
-    completed, and a text cut off that ends with the last token that was permitted.
+    """A whole answer, or a stream's last event, with how it ended: theirs call a response always completed, and a text
+    cut off that ends with the last token that was permitted.
     """
     if answer.get("object") == "response":
         reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -301,9 +301,7 @@ def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
 
 
 def edit(content: Any, cut: bool, prompt: int | None) -> Iterator[Any]:
-    """An event as OpenAI has it: the last one says whether the answer was cut off. Numbers of tokens stand in an event
-    of their own, or nowhere, where theirs of texts stand in the last event with a choice.
-    """
+    """An event as OpenAI has it: the last one says how the answer ended; numbers of tokens stand in one of their own."""
     if content.get("type") == "response.completed":
         content["response"] = finished(content["response"], cut)
         content["type"] = f"response.{content['response']['status']}"

@@ -79,9 +79,8 @@ def noted_for(request_id: str) -> RequestOptions:
 
 
 def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens. A
-    temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
-    model's own generation_config.json says which.
+    """The model's own generation_config (`defaults`), changed as the request says; most: new tokens. A temperature
+    above 0 samples, as top_p, top_k and min_p do.
     """
     config = dict(defaults)
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]

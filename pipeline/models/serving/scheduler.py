@@ -69,10 +69,8 @@ class Ended(Exception):
 
 
 class Answer:
-    """The answer to one request: the streamer of `model.generate`.
-
-    emit   gets each piece of the answer, in the generating thread
-    whole  whether it has come to its end
+    """The answer to one request: the streamer of `model.generate`. emit gets each piece, in the generating thread;
+    whole: whether it has come to its end.
     """
 
     def __init__(self, decoder: StreamDecoder, options: RequestOptions, emit: Callable[[Any], None]) -> None:
@@ -170,7 +168,7 @@ class Scheduler(utils.BaseGenerateManager):
 
     async def run(self, work: Callable[[], Any], options: RequestOptions) -> Any:
         """What `work` for this request gives, or raises, in one of the threads; its passes through the model raise
-        Ended when the client has gone, or when this is cancelled.
+        Ended when the client has gone.
         """
         future = Future[Any]()
         self._jobs.put((options, work, future))

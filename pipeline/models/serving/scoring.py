@@ -21,16 +21,8 @@ MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
 # What a generation_config may say where the next token is the likeliest one.
 PLAIN = {
-    "_from_model_config",
-    "bos_token_id",
-    "do_sample",
-    "eos_token_id",
-    "max_new_tokens",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
+    *("_from_model_config", "bos_token_id", "do_sample", "eos_token_id", "max_new_tokens", "output_attentions"),
+    *("output_hidden_states", "pad_token_id", "transformers_version", "use_cache"),
 }
 
 
@@ -83,9 +75,7 @@ async def completion(
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
-    """Read these tokens in one pass. top: how many of the likeliest tokens are listed at each position; one_more: add
-    the likeliest token after them
-    """
+    """Read these tokens in one pass. top: of the likeliest at each position; one_more: add the likeliest after them."""
     scores = Scores([*ids], [], [])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]

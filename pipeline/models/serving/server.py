@@ -115,8 +115,8 @@ class Server(uvicorn.Server):
 
 
 def listen(choice: ModelChoice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
-    """Load the model and answer at http://host:port/v1 until interrupted. name, key: see `load`. Raises KtconvertError
-    for a port that is taken (before the model is loaded), and what loading.load raises.
+    """Load the model and answer at http://host:port/v1 until interrupted. Raises KtconvertError at once for a port that
+    is taken.
     """
     _require_free(host, port)
     application, scheduler = load(choice, name, key)
@@ -124,9 +124,7 @@ def listen(choice: ModelChoice, host: str, port: int, name: str | None = None, k
 
 
 def load(choice: ModelChoice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
-    """The ASGI application that answers for this model, and the Scheduler that generates for it. name: what clients
-    call the model, as it is called here by default; key: the API key that they have to send
-    """
+    """The ASGI application that answers for this model, and the Scheduler. name, key: of clients, for the model."""
     config = prepare(choice)  # before torch is imported
     from ktconvert.pipeline.models.serving.application import Application
     from ktconvert.pipeline.models.serving.model_manager import OneModel

@@ -22,13 +22,10 @@ CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of i
 
 
 class StreamDecoder:
-    """Takes ids one at a time and gives what is certain already: text, reasoning and tool calls, as the handlers of
-    transformers' server take them.
+    """Takes ids one at a time and gives what is certain already, as the handlers of transformers' server take it.
 
-    tokenizer  of the model, or a processor that has one
     parser     a ResponseParser of transformers, which is fed the special tokens too; None: all is text
-    ends       ids that end an answer and are no part of it
-    stop       strings at which the text ends; they are no part of it either
+    ends, stop ids, and strings, that end an answer and are no part of it
     """
 
     def __init__(self, tokenizer: Any, parser: Any, ends: Sequence[int], stop: Sequence[str]) -> None:
