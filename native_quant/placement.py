@@ -65,7 +65,7 @@ def refusal() -> str | None:
 
 
 def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Where a part's memory belongs: the nodes of the pool's groups of threads that begin with it (csrc/forward/moe.c)."""
+    """Where a part's memory belongs: the nodes of the pool's groups of threads that begin with it (forward/moe.c)."""
     groups = min(len(nodes), parts)
     mine = (node for group, node in enumerate(nodes) if group % groups == part % groups)
     return tuple(dict.fromkeys(map(machine.nearest_memory, mine)))

@@ -138,7 +138,7 @@ def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
 
 
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
-    """Compute a layer for random tokens, for about a second; with the same routing weights would come from the cache."""
+    """Compute a layer for random tokens, for about a second; routed alike, weights would come from the cache."""
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)

@@ -211,7 +211,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint, though tensors have kt-kernel's names, and the rest of the model may be missing."""
+        """As for another checkpoint; tensors have kt-kernel's names, and the rest of the model may be missing."""
         if not checkpoint_files:
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")

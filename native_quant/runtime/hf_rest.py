@@ -56,7 +56,7 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
 def require_rest(
     root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], first: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where the files lack a non-expert tensor, which would be random, or hold a quantized one."""
+    """Raises UnsupportedError where the files lack a non-expert tensor, or hold a quantized one."""
     entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
@@ -144,7 +144,7 @@ def dequantizer(root: Path) -> Any:
 
 
 def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
-    """Raises UnsupportedError where a weight beside the routed experts is packed: transformers would make up numbers."""
+    """Raises UnsupportedError where a weight beside the experts is packed: transformers would make up numbers."""
     if read_quantization(root).method != METHOD:
         return
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]

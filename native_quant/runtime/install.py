@@ -53,7 +53,7 @@ class _Provided(ModuleType):
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real kt_kernel is imported already."""
+    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real one is imported already."""
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _Provided):
         return

@@ -91,7 +91,7 @@ class Member:
         return self._model
 
     def take(self, tokens: int, device: torch.device) -> Deferred | None:
-        """The deferred experts of the layer before this one, if any, to be added. Raises ValueError for other tokens."""
+        """The deferred experts of the layer before, if any, to be added. Raises ValueError for other tokens."""
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
             here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"

@@ -49,7 +49,7 @@ class Smoke:
 
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
-    """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token."""
+    """Compare the outputs in each mode of the method with the reference: each expert alone, then topk per token."""
     source = open_experts(path)
     swiglu = source.swiglu_of(layer)
     packed = source.load(layer, pool, weights.Requirements(swiglu=swiglu))

@@ -37,7 +37,7 @@ ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None
 
 
 def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
-    """Raises KtconvertError where packages of this extra are missing or too old; too new a transformers goes to `warn`."""
+    """Raises KtconvertError where packages of this extra are missing or too old; `warn` hears of one too new."""
     require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
     transformers_version.require(warn)
 

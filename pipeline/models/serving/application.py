@@ -301,7 +301,7 @@ def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
 
 
 def edit(content: Any, cut: bool, prompt: int | None) -> Iterator[Any]:
-    """An event as OpenAI has it: the last one says how the answer ended; numbers of tokens stand in one of their own."""
+    """An event as OpenAI has it: the last one says how the answer ended; numbers of tokens have their own."""
     if content.get("type") == "response.completed":
         content["response"] = finished(content["response"], cut)
         content["type"] = f"response.{content['response']['status']}"

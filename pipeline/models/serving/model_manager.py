@@ -107,7 +107,7 @@ class Prompts:
             raise Refused(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
 
     async def chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> int:
-        """Tokens of a conversation in the model's chat template. Raises Refused for what that refuses or does not know."""
+        """Tokens of a conversation in the model's chat template. Raises Refused for what that does not take."""
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
         inputs = BaseHandler.get_processor_inputs_from_messages(messages, kind)
         write = functools.partial(
