@@ -148,16 +148,12 @@ class KTConvertQuantizer(HfQuantizer):
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
         loaded: dict[int, Experts] = {}
-        how: dict[str, Any] = {
-            "memory": settings.memory,
-            "pool": shared_pool(settings.threads),
-            "exact": settings.exact,
-        }
+        how: Any = {"memory": settings.memory, "pool": shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
             limit, alpha = source.swiglu_of(module.layer)
-            sizes = {"num_experts": module.num_experts, "hidden": module.hidden, "intermediate": module.intermediate}
-            experts = Experts.load(root, module.layer, **sizes, **how, swiglu_limit=limit, swiglu_alpha=alpha)
-            loaded[module.layer] = experts
+            sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
+            sizes |= {"intermediate": module.intermediate, "swiglu_limit": limit, "swiglu_alpha": alpha}
+            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **how)
         return loaded
 
     def is_serializable(self) -> bool:
