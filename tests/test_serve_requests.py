@@ -376,6 +376,7 @@ def test_more_requests_than_are_answered(server, monkeypatch):
     """The next one is told to come again."""
     monkeypatch.setattr(application, "ANSWERED", 2)
     refused: list[Any] = []
+    server.until(lambda: not server.application.answered)  # what a client of another test has left
     server.passes.clear()
     with server.waiting(1, lambda: bool(refused)), ThreadPoolExecutor(2) as others:
         answers = [others.submit(post, server, TEXT, text()) for _ in range(2)]

@@ -64,7 +64,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 class Served:
     """A running server.
 
-    scheduler generates for it
+    application answers, scheduler generates for it
     passes    through the model: (thread, shape of input_ids, shape of logits) in their order
     running   generations at this moment
     left      clients that the server saw go while it generated
@@ -72,6 +72,7 @@ class Served:
     """
 
     model: Path
+    application: Any
     scheduler: Any
     url: str = ""
     passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -136,7 +137,7 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        answering = Served(model, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
+        answering = Served(model, application, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
         with pytest.MonkeyPatch.context() as monkeypatch:
             answering.watch(monkeypatch)
             answering.until(lambda: server.started)
