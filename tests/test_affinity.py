@@ -160,19 +160,6 @@ def test_more_threads_than_cores_stay_on_their_node(tmp_path: Path) -> None:
 
 
 @TWO_CPUS
-def test_each_thread_is_on_its_node(two_nodes: Path) -> None:
-    script = """
-workers = started(lambda: [Pool(2), Pool(6), Pool([1, 2])])
-show(workers, [pool.nodes for pool in made])
-"""
-    ones, twos = [SECOND], [FIRST]
-    workers, numbers = run(TWO_NODES + script, two_nodes)
-    assert numbers == [[0, 1]] * 3
-    # The caller is the first thread of the first node.
-    assert workers == [twos] + [ones] * 2 + [twos] * 3 + [twos] * 2
-
-
-@TWO_CPUS
 def test_the_caller_is_on_its_node_while_it_works(two_nodes: Path) -> None:
     """It comes from the other CPU, and gets back what it had; unless it is bound elsewhere, which is obeyed."""
     script = f"""

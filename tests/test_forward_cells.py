@@ -57,16 +57,6 @@ def test_quiet_calls_are_compared_with_quiet_ones(modules: Modules) -> None:
     }
 
 
-def test_without_a_quiet_call_busy_ones_are_compared(modules: Modules) -> None:
-    for ours, ratio, mark in (
-        ([1.0, 1.0, 2.0], 0.006 / 0.003, "*"),  # each has a busy call: 3 and 6 ms
-        ([2.0, 2.0, 2.0], 0.006 / 0.002, "*"),  # ours: 1 and 3 ms, both busy
-        ([1.0, 1.0, 1.0], 0.006 / 0.002, "?"),  # nothing alike
-    ):
-        one = cell(modules, ours=[turn([0.001, 0.003], ours)], kt=[turn([0.006, 0.006], [2.0] * 3)])
-        assert one.ratio("kt") == pytest.approx(ratio) and one.mark("kt") == mark
-
-
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
 @pytest.mark.parametrize("own", [True, False])
 def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models.loading import ModelChoice
-from ktconvert.quantizers.groups import dequantize_groups
 from rig import absent, families, hf, stored
 from rig.families import EXPERTS, HIDDEN, LAYERS
 from rig.hf import experts_of, heard
-from rig.safetensors import Tensors, bits_of, edit_file, read_folder
+from rig.safetensors import Tensors, edit_file
 from rig.served import PATIENCE, served
 
 torch = pytest.importorskip("torch")
@@ -103,31 +102,16 @@ def bits(tensor: Any) -> Any:
     return tensor.view(torch.uint16).numpy()
 
 
-def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
-    """(expert, projection, float32 [n, k]) of a layer, as the definition unpacks what the files hold."""
-    tensors = bits_of(read_folder(case.packed))
-    for name in tensors:
-        match = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
-        if match is not None:
-            scale = tensors[name.replace("weight_packed", "weight_scale")]
-            values = dequantize_groups(int(case.kind[1]), tensors[name].view(np.int32), scale)
-            rounded = torch.from_numpy(values).to(torch.bfloat16).float()
-            named = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-            yield int(match[1]), named[match[2]], rounded
-
-
-def one_by_one(case: Case, layer: int, mask: Any, hidden: Any, ids: Any, weights: Any) -> Any:
-    """For each token each of its experts alone: hot ones in float32 from the packed files, cold
-    ones by Experts with one expert."""
-    hot = {(expert, what): matrix for expert, what, matrix in packed_matrices(case, layer)}
-    cold = Experts.load(case.cold, layer)
+def one_by_one(case: Case, module: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    """For each token each of its experts alone: hot ones in float32, cold ones by Experts with one expert."""
+    cold = Experts.load(case.cold, module.layer)
     out = torch.zeros(hidden.shape)
     for token, row in enumerate(hidden):
         for expert, weight in zip(ids[token].tolist(), weights[token].float(), strict=True):
-            if mask[expert]:
-                x = row.float()
-                inner = torch.nn.functional.silu(hot[expert, "gate"] @ x) * (hot[expert, "up"] @ x)
-                out[token] += weight * (hot[expert, "down"] @ inner)
+            if expert in module.hot.weights:
+                gate_up, down = (matrix.float() for matrix in module.hot.weights[expert])
+                gate, up = (gate_up @ row.float()).chunk(2)
+                out[token] += weight * (down @ (torch.nn.functional.silu(gate) * up))
             else:
                 alone = cold.forward(bits(row[None]), np.array([[expert]]), np.ones((1, 1), np.float32))
                 out[token] += weight * torch.from_numpy(alone).view(torch.bfloat16)[0].float()
@@ -159,13 +143,13 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
     kinds = set()
     for layer, (hidden, ids, weights, out) in heard(model, hf.some_ids(families.VOCABULARY, 1, tokens)).items():
         kinds |= set(mask[layer][ids].flatten().tolist())
-        expected = one_by_one(case, layer, mask[layer], hidden.reshape(-1, HIDDEN), ids, weights)
+        module = experts_of(model)[layer]
+        expected = one_by_one(case, module, hidden.reshape(-1, HIDDEN), ids, weights)
         far = distance(out.reshape(-1, HIDDEN), expected)
         print(f"{case.kind} layer {layer}, {tokens} tokens: {far:.4f}")
         assert far < LAYER
         # Where the arithmetic is the same the bits are: the cold half is what the CPU runtime gives with the hot
         # experts left out.
-        module = experts_of(model)[layer]
         rows, weights32 = hidden.reshape(-1, HIDDEN), weights.float().contiguous()
         cold = module.experts.forward(bits(rows.contiguous()), ids.numpy(), weights32.numpy(), skip=mask[layer].numpy())
         both = module.hot.forward(rows, ids, weights32) + torch.from_numpy(cold).view(torch.bfloat16).float()

@@ -130,23 +130,6 @@ def test_a_row_says_what_c_reads(method):
     assert lib.ktq_weight_bytes(method.number, method.multiple, too_many, codes, scales) == lib.KTQ_EINVAL
 
 
-OF_BF16 = ({"swiglu_limit": 7.0, "width": [256, 256]}, {"width": [512, 256]})
-
-
-@pytest.mark.parametrize("method", ROWS, ids=LABELS)
-@pytest.mark.parametrize("given", OF_BF16, ids=["a limit", "unequal parts"])
-def test_c_takes_the_settings_of_bf16_activations_only(given, method):
-    pool, experts = ffi.new("ktq_pool **"), ffi.new("ktq_expert[]", 2)
-    assert lib.ktq_pool_new(1, ffi.new("int[]", [1]), ffi.NULL, pool) == lib.KTQ_OK
-    sizes = {"experts": 1, "parts": 2, "hidden": 256, "expert": experts}
-    formats = dict.fromkeys(("gate_format", "up_format", "down_format"), method.number)
-    moe = ffi.new("ktq_moe *", {**formats, **sizes, **given})
-    result = lib.ktq_forward(pool[0], moe, ffi.new("ktq_call *", {"topk": 1}))
-    lib.ktq_pool_free(pool[0])
-    assert result == (lib.KTQ_OK if method.activations == "BF16" else lib.KTQ_EINVAL)
-    assert not method.swiglu or method.activations == "BF16"
-
-
 def test_outputs_hold_the_encodings_of_the_rows():
     in_parts = {fmt.name: fmt.encoding for fmt in FORMATS.values() if fmt.can_resplit}
     held = {name: method for name, method in METHODS.items() if method.encoding is not None}

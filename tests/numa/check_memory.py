@@ -115,19 +115,3 @@ def test_auto_counts_the_nodes_that_memory_is_bound_to(node, model):
         membind=[node],
     )
     assert seen["is_mapped"] == (node == 1)
-
-
-@pytest.mark.on("memoryless", "memoryless0", "cpuless", "hole", "four", "small")
-def test_results_are_those_of_one_thread_on_one_node(variant, model):
-    nodes = list(variant.workers)
-    seen = seen_by(
-        f"""
-        results = []
-        for pool in Pool(1, numa_nodes=[{nodes[0]}]), Pool(), Pool({2 * len(nodes)}, numa_nodes={nodes[::-1]}):
-            for memory in ("copy", "map"):
-                experts = Experts.load({str(model)!r}, 3, memory=memory, pool=pool)
-                results.append(experts.forward(*call(experts)))
-        say(equal=[bool((result == results[0]).all()) for result in results])
-        """
-    )
-    assert all(seen["equal"])
