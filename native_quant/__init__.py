@@ -41,9 +41,11 @@ def __getattr__(name: str) -> Any:
         transformers_version.require(functools.partial(warnings.warn, stacklevel=3))
     if name in _MODULES:
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
-    if name in ("__version__", "__cpu_variant__"):
-        install = importlib.import_module("ktconvert.native_quant.runtime.install")
-        return install.version() if name == "__version__" else install.cpu_variant()
+    if name == "__version__":  # of ktconvert, not of kt-kernel
+        return str(importlib.import_module("importlib.metadata").version("ktconvert"))
+    if name == "__cpu_variant__":  # by kt-kernel's name
+        instruction_sets = importlib.import_module("ktconvert.native_quant.instruction_sets")
+        return instruction_sets.VARIANTS.get(instruction_sets.isa(), instruction_sets.isa())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

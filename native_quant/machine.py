@@ -32,11 +32,6 @@ def affinity(root: Path = ROOT) -> frozenset[int]:
     return own & online or own
 
 
-def logical_cpus() -> int:
-    """How many CPUs this process may use, hyperthreads counted, CPU time quotas not."""
-    return len(affinity())
-
-
 def cpu_quota(root: Path = ROOT) -> float | None:
     """How many CPUs' worth of time the cgroups allow (the tightest counts), or None where they do not limit it."""
     quotas = [quota for group in cgroups("cpu", root) if (quota := quota_of(group)) is not None]
@@ -97,9 +92,7 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...). A
-    flag here implies the XCR0 bits as well: the kernel drops those whose register state it does not save.
-    """
+    """The CPU features that processor and kernel enable, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...)."""
     return frozenset((read_cpuinfo("flags", root) or "").split())
 
 
@@ -112,10 +105,8 @@ def _nodes(root: Path) -> dict[int, frozenset[int]]:
 
 def _core_of(cpu: int, root: Path) -> object:
     """A value that is equal for the hyperthreads of one core and differs between cores."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    # core_id alone repeats in every package, and on some machines in every die.
-    ids = tuple((read_text(topology / name) or "").strip() for name in ("physical_package_id", "die_id", "core_id"))
-    return ids if ids[2] else cpu
+    siblings = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return cpu if siblings is None else siblings
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -151,9 +142,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel killed a process for lack of memory, in this process's cgroup, else on the machine; None if
-    it keeps no count. It restarts from 0 with the cgroup or the machine.
-    """
+    """How often the kernel killed a process of this cgroup, else machine, for lack of memory; None: not known."""
     groups = cgroups("memory", root)
     files = (group / name for group in groups for name in ("memory.events", "memory.oom_control"))
     counts = (read_table(path).get("oom_kill") for path in (*files, root / "proc/vmstat"))
@@ -174,9 +163,7 @@ def peak_rss(root: Path = ROOT) -> int:
 
 
 def memory_nodes(root: Path = ROOT) -> tuple[int, ...]:
-    """The NUMA nodes whose memory this process may use (all but those that its cpuset forbids), in order; (0,) where
-    the kernel shows none.
-    """
+    """The NUMA nodes whose memory this process may use (cpusets), in order; (0,) where the kernel shows none."""
     nodes = parse_list(read_text(root / f"{NODES}/has_memory") or "")
     status = re.search(r"^Mems_allowed_list:(.*)$", read_text(root / "proc/self/status") or "", re.MULTILINE)
     allowed = nodes.intersection(parse_list(status[1])) if status else nodes
@@ -230,9 +217,8 @@ def process_start(pid: int, root: Path = ROOT) -> int:
 
 
 def process_alive(pid: int, start: int = 0, root: Path = ROOT) -> bool:
-    """Whether a process of this machine runs: not ended, nor waiting for its parent to notice.
-
-    start  its `process_start`, 0 if not known: a process that started at another time only has its number
+    """Whether a process of this machine runs: not ended, nor waiting for its parent to notice. start: its
+    `process_start`, 0 if not known: a process that started at another time only has its number.
     """
     try:
         os.kill(pid, 0)

@@ -32,9 +32,7 @@ class Policy(NamedTuple):
 
 
 def policy() -> Policy:
-    """The memory policy of the calling thread, which threads that it starts inherit; "default" if nobody set one.
-    Raises OSError where the kernel does not tell: a container forbids it, or it knows no nodes.
-    """
+    """The memory policy of the calling thread, "default" if nobody set one. Raises OSError where the kernel refuses."""
     mode, words = ffi.new("int *"), ffi.new("uint64_t[]", lib.KTQ_NODE_WORDS)
     _require(lib.ktq_memory_policy(mode, words))
     number = mode[0] & 0xFF  # higher bits are flags that say how the nodes are counted
@@ -43,19 +41,15 @@ def policy() -> Policy:
 
 
 def place(block: Bytes, nodes: Sequence[int]) -> None:
-    """Let the pages that a block gets from now on lie on a node, in turns on several; on others where these are full.
-
-    block: bytes from the beginning of a page on. Raises OSError where the kernel refuses: a container forbids it, a
-    node has no memory.
+    """Let the pages that a block (from the beginning of a page on) gets lie on a node, in turns on several; on others
+    where these are full. Raises OSError where the kernel refuses.
     """
     _require(lib.ktq_place_memory(ffi.from_buffer(block), block.nbytes, len(nodes), list(nodes)))
 
 
 def gather(block: Bytes, node: int) -> None:
-    """Move the pages of a block from other nodes to this one, as far as there is space.
-
-    For this the kernel takes memory back from the node's page cache; for new pages it goes to another node instead.
-    Raises OSError where the kernel refuses or cannot move a page.
+    """Move the pages of a block from other nodes to this one, as far as there is space: for this, not for new pages,
+    the kernel takes memory back from the node's page cache. Raises OSError where it refuses or cannot move a page.
     """
     _require(lib.ktq_gather_memory(ffi.from_buffer(block), block.nbytes, node))
 
@@ -71,9 +65,7 @@ def refusal() -> str | None:
 
 
 def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Where a part's memory belongs, for a pool with a group of threads on each of `nodes`: the nodes with the memory
-    of the groups that begin with this part (csrc/forward/moe.c).
-    """
+    """Where a part's memory belongs: the nodes of the pool's groups of threads that begin with it (forward/moe.c)."""
     groups = min(len(nodes), parts)
     mine = (node for group, node in enumerate(nodes) if group % groups == part % groups)
     return tuple(dict.fromkeys(map(machine.nearest_memory, mine)))

@@ -131,13 +131,6 @@ one.join()
     assert run(thread, WORKERS) == unbound
 
 
-def test_a_cpu_that_is_off_is_not_counted(tmp_path: Path) -> None:
-    online = tmp_path / "sys/devices/system/cpu/online"
-    online.parent.mkdir(parents=True)
-    online.write_text(f"{FIRST}\n")
-    assert machine.affinity(tmp_path) == {FIRST}
-
-
 def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
     own = list(cpus)
     groups = layout(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
@@ -164,19 +157,6 @@ def test_more_threads_than_cores_stay_on_their_node(tmp_path: Path) -> None:
     # Of what the process may use, not of all that the node has; and one node is no reason to keep a thread to a core.
     assert places(root, (0, 2), 6) == [[[0]] * 3, [[2]] * 3]
     assert places(root, (2, 3), 2, (1,)) == [[[2, 3]] * 2]
-
-
-@TWO_CPUS
-def test_each_thread_is_on_its_node(two_nodes: Path) -> None:
-    script = """
-workers = started(lambda: [Pool(2), Pool(6), Pool([1, 2])])
-show(workers, [pool.nodes for pool in made])
-"""
-    ones, twos = [SECOND], [FIRST]
-    workers, numbers = run(TWO_NODES + script, two_nodes)
-    assert numbers == [[0, 1]] * 3
-    # The caller is the first thread of the first node.
-    assert workers == [twos] + [ones] * 2 + [twos] * 3 + [twos] * 2
 
 
 @TWO_CPUS
@@ -214,20 +194,6 @@ watcher.join()
 print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
 """
     assert run(TWO_NODES + script, two_nodes) == [True, [[FIRST]], [FIRST]]
-
-
-@TWO_CPUS
-def test_the_thread_of_submitted_jobs_is_on_the_first_node(two_nodes: Path) -> None:
-    script = f"""
-os.sched_setaffinity(0, [{FIRST}])
-experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
-out = np.empty_like(expected)
-threads = started(lambda: experts.submit(*call, out=out))
-made.wait()
-assert np.array_equal(out, expected)
-show(threads)
-"""
-    assert run(TWO_NODES + script, two_nodes) == [[[SECOND]]]
 
 
 @TWO_CPUS

@@ -17,6 +17,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
+from ktconvert.pipeline.options.queries import EvalOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import tokens
 from rig.files import edit_json
@@ -144,7 +145,7 @@ def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, 
     original, converted = evaluate.load_pair(choice)
     progress: list[int] = []
     same = evaluate.evaluate(original, original, windows, progress.append)
-    figures = evaluate.document("it", None, None, text, windows, same, "none")
+    figures = evaluate.document(EvalOptions(model="it", text=text), windows, same, "none")
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
     assert figures["layers"] == [] and progress == [64, 64]
@@ -216,33 +217,27 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: d
 
 
 CPU, GPU = "--cpu-weights", "--gpu-weights"
+REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
+    ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
+    ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
+    ("example", CPU, "int8", "none", (), 5, "none"),
+    ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
+    ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
+    ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
+    ("damaged", CPU, "int8", "text", (), 5, ""),
+    ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
+    ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
+    ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
+    ("example", GPU, "none", "text", (), 5, ""),
+    ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),
+    ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "which", "weights", "text", "options", "code", "words"),
-    [
-        ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
-        ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
-        ("example", CPU, "int8", "none", (), 5, "none"),
-        ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
-        ("example", CPU, "int8", "text", ("--window", 1), 2, ""),
-        ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
-        ("none", CPU, "int8", "text", (), 5, ""),
-        ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
-        ("damaged", CPU, "int8", "text", (), 5, ""),
-        ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
-        ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
-        ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
-        ("example", GPU, "int8", "text", (), 3, ""),
-        ("example", GPU, "none", "text", (), 5, ""),
-        ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),
-        ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
-    ],
-)
+@pytest.mark.parametrize(("model", "which", "weights", "text", "options", "code", "words"), REFUSED)
 def test_what_cannot_be_evaluated(
-    model: str, which: str, weights: str, text: str, options: tuple[Any, ...], code: int, words: str,
-    faulty: dict[str, Path],
-) -> None:  # fmt: skip
+    model: str, which: str, weights: str, text: str, options: Any, code: int, words: str, faulty: dict[str, Path]
+) -> None:
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
     assert found[0] == code and re.search(words, found[1]), found
 

@@ -14,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_mask
-from ktconvert.pipeline.models import hot_by_counts
 from rig.conversion import here
 from rig.safetensors import write_file
 
@@ -41,7 +40,7 @@ tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 40)), elem
 def test_of_each_layer(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
     """So many of each layer that has experts; of equals the first are hot."""
     number = data.draw(st.integers(0, counts.shape[1]))
-    mask = hot_by_counts.of_each_layer(counts, number)
+    mask = hot_mask.of_each_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
         assert hot.sum() == (number if row.any() else 0)
         expected = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
@@ -55,12 +54,12 @@ def test_of_all_layers(counts: npt.NDArray[np.int64], data: st.DataObject) -> No
     pytest.importorskip("torch")
     there = counts.any(axis=1)
     number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
-    mask = hot_by_counts.of_all_layers(counts, number)
+    mask = hot_mask.of_all_layers(counts, number)
     assert mask.sum() == number and not mask[~there].any()
     if number > 0:
         assert counts[mask].min() >= np.max(counts[there], initial=0, where=~mask[there])
     with pytest.raises(UsageError):
-        hot_by_counts.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
+        hot_mask.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
 
 
 PEER = """
@@ -68,9 +67,8 @@ import sys
 import numpy as np, torch
 from kt_kernel import generate_gpu_experts_masks
 case = np.load(sys.argv[1])
-np.savez(sys.argv[2], **{
-    name: generate_gpu_experts_masks(torch.from_numpy(case[name]), int(name.split("-")[1])).numpy() for name in case
-})
+masks = {n: generate_gpu_experts_masks(torch.from_numpy(case[n]), int(n.split("-")[1])).numpy() for n in case}
+np.savez(sys.argv[2], **masks)
 """
 
 
@@ -94,19 +92,8 @@ def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = np.load(tmp_path / "out.npz")
     for name, counts in cases().items():
-        ours = hot_by_counts.of_all_layers(counts, int(name.split("-")[1]))
+        ours = hot_mask.of_all_layers(counts, int(name.split("-")[1]))
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
-
-
-def test_what_kt_kernel_says_it_does() -> None:
-    """The statement of kt_kernel/experts_base.py, where kt-kernel is not installed."""
-    torch = pytest.importorskip("torch")
-    for name, counts in cases().items():
-        number = int(name.split("-")[1])
-        _, top = torch.topk(torch.from_numpy(counts).view(-1), k=number, largest=True, sorted=False)
-        masks = np.zeros(counts.size, bool)
-        masks[top.numpy()] = True
-        np.testing.assert_array_equal(hot_by_counts.of_all_layers(counts, number), masks.reshape(counts.shape))
 
 
 def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
@@ -174,12 +161,10 @@ def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], word
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.models.hot_by_counts.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.native_quant.runtime.hot_mask.find_spec", lambda name: None)
     words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
-    assert sentence(*words, "--total", 1) == (
-        1,
-        "--total needs torch, not installed here: pip install 'ktconvert[torch]'",
-    )
+    said = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
+    assert sentence(*words, "--total", 1) == (1, said)
     assert here("experts", *words, "--num-gpu-experts", 1).exception is None
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/forward.py: quiet and busy calls are told apart as the probes say; its tables show what was measured."""
+"""benchmarks/forward.py: quiet and busy calls are told apart as the probes say."""
 
 import math
 import os
@@ -20,7 +20,7 @@ Modules = dict[str, ModuleType]
 def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     """The files of the benchmark, which import one another from their own folder."""
     loaded: Modules = {}
-    for name in ("state", "turns", "blocks", "mixtures", "forward_cells", "forward_report"):
+    for name in ("state", "turns", "blocks", "mixtures", "forward_cells"):
         loaded[name] = benchmark(name)
         monkeypatch.setitem(sys.modules, name, loaded[name])
     return loaded
@@ -55,38 +55,6 @@ def test_quiet_calls_are_compared_with_quiet_ones(modules: Modules) -> None:
         "ours": {"quiet": {"calls": 1, "wall": 0.002}, "busy": {"calls": 3, "wall": 0.004}},
         "kt": {"quiet": {"calls": 2, "wall": 0.003}, "busy": {"calls": 1, "wall": 0.006}},
     }
-
-
-def test_without_a_quiet_call_busy_ones_are_compared(modules: Modules) -> None:
-    for ours, ratio, mark in (
-        ([1.0, 1.0, 2.0], 0.006 / 0.003, "*"),  # each has a busy call: 3 and 6 ms
-        ([2.0, 2.0, 2.0], 0.006 / 0.002, "*"),  # ours: 1 and 3 ms, both busy
-        ([1.0, 1.0, 1.0], 0.006 / 0.002, "?"),  # nothing alike
-    ):
-        one = cell(modules, ours=[turn([0.001, 0.003], ours)], kt=[turn([0.006, 0.006], [2.0] * 3)])
-        assert one.ratio("kt") == pytest.approx(ratio) and one.mark("kt") == mark
-
-
-def test_the_table(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
-    report, shape = modules["forward_report"], modules["mixtures"].SHAPES["qwen3"]
-    reads = {"cpu": 17e9, "1": 14e9, "2": 15e9, "4": 16e9}
-    report.show_heading(shape, "int4", 1, 3, reads, {"vnni": 7.6e11}, ["ours", "kt"])
-    quiet = cell(modules, ours=[turn([0.002, 0.004], [1.0, 1.0, 2.0])], kt=[turn([0.003], [1.0, 1.0], workers=2.0)])
-    busy = cell(modules, ours=[turn([0.002], [1.0, 2.0])], kt=[turn([0.005], [2.0, 1.0])])
-    for one in (quiet, busy):
-        report.show_cell(one)
-    report.show_marks([quiet, busy])
-    _, heading, names, first, second, note = capsys.readouterr().out.splitlines()
-    assert "vnni 0.76 TOPS" in heading and "reads 14.0, 15.0, 16.0 GB/s in 1, 2, 4 streams" in heading
-    assert names.split()[4:9] == ["ours", "ms", "busy", "calls", "q/b"]
-    ours, kt, rest = (part.split() for part in first.split(" | "))
-    assert ours[4:9] == ["2.000", "4.000", "1/1", "10.00", "62%"]
-    assert kt == ["3.000", "-", "1/0", "1.50", "2.00"]
-    assert rest == ["0", "1.0e-02"]
-    ours, kt, _ = (part.split() for part in second.split(" | "))
-    assert ours[4:7] == ["-", "2.000", "0/1"]
-    assert kt == ["-", "5.000", "0/1", "2.50*", "1.00"]
-    assert note.startswith("* ")
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")

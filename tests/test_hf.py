@@ -6,8 +6,6 @@ loaded through KTConvertConfig. `pytest -s` shows what the bounds below were tak
 
 import contextlib
 import io
-import json
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +19,9 @@ from ktconvert.layouts.errors import UnsupportedError
 from rig import hf, reference, stored
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
 from rig.hf import complete, experts_of, heard, logits, row_distances
-from rig.safetensors import encode
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
@@ -180,31 +175,6 @@ def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> Non
     shutil.copytree(case.model, tmp_path / "model")
     stored.configure(tmp_path / "model", quantization_config=KTConvertConfig(cpu_weights=case.weights).to_dict())
     assert torch.equal(logits(complete(tmp_path / "model"), IDS), logits(case.ours, IDS))
-
-
-@mixtral
-def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Path) -> None:
-    """With 16 GiB of experts, in a file that is one hole, the memory does not grow by as much as a gigabyte."""
-    model = tmp_path / "model"
-    model.mkdir()
-    shutil.copy(case.model / "config.json", model)
-    tensors = load_file(next(case.model.glob("*.safetensors")))
-    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    save_file(rest, model / "rest.safetensors", metadata={"format": "pt"})
-    gone = sorted(set(tensors) - set(rest))
-    rows = (16 << 30) // 256 // len(gone)
-    header = {"__metadata__": {"format": "pt"}}
-    for at, name in enumerate(gone):
-        header[name] = {"dtype": "BF16", "shape": [rows, 128], "data_offsets": [at * rows * 256, (at + 1) * rows * 256]}
-    with (model / "experts.safetensors").open("wb") as file:
-        file.write(encode(header))
-        file.truncate(file.tell() + rows * 256 * len(gone))
-    weight_map = {**dict.fromkeys(rest, "rest.safetensors"), **dict.fromkeys(gone, "experts.safetensors")}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ours = load(model, case.weights)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kilobytes
-    assert torch.equal(logits(ours, IDS), logits(case.ours, IDS))
 
 
 @qwen

@@ -90,13 +90,6 @@ def test_what_no_gradient_needs_is_left_alone(model: Any) -> None:
         model(IDS, labels=IDS).loss.backward()
 
 
-def test_compiled_in_one_graph(example: Path, weights: Path) -> None:
-    torch._dynamo.reset()
-    model = loaded(example, weights)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(logits(compiled), logits(model))
-
-
 @pytest.mark.long
 def test_compiled_to_machine_code_and_generating(example: Path, weights: Path) -> None:
     """In float32, where fused operations round as single ones do, up to the order of sums."""
@@ -234,15 +227,6 @@ def test_a_copy_shares_the_weights(model: Any) -> None:
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(*arguments), module(*arguments))
 
 
-def test_experts_are_copied_alone(weights: Path) -> None:
-    with Experts.load(weights, 0) as experts:
-        copies = [copy.copy(experts), copy.deepcopy(experts), copy.deepcopy({"a": [experts]})["a"][0]]
-        hidden = np.ones((2, experts.hidden), np.uint16)
-        arguments = hidden, np.array([[0, 3], [2, 9]]), np.full((2, 2), 0.5, np.float32)
-        want = experts.forward(*arguments)
-    assert all(np.array_equal(each.forward(*arguments), want) for each in copies)
-
-
 def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
     saved = io.BytesIO()
     sentence = rf"layer 0 of {re.escape(str(weights))} cannot be pickled .*: .* save the path"
@@ -282,8 +266,7 @@ def test_save_pretrained_and_dequantize_say_what_to_do(model: Any, weights: Path
 def test_ids_outside(weights: Path) -> None:
     experts = Experts.load(weights, 1)
     hidden = np.random.default_rng(0).integers(0, 1 << 14, (4, experts.hidden)).astype(np.uint16)
-    scores = np.full((4, 2), 0.5, np.float32)
-    good = np.array([[0, 1], [2, 7], [3, 4], [5, 6]])
+    good, scores = np.array([[0, 1], [2, 7], [3, 4], [5, 6]]), np.full((4, 2), 0.5, np.float32)
     want = experts.forward(hidden, good, scores)
     assert np.array_equal(experts.forward(hidden, good, scores, strict_ids=True), want)
     for outside in (-1, 8, np.iinfo(np.int64).max, np.iinfo(np.int64).min):

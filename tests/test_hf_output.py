@@ -110,15 +110,10 @@ def test_the_original_is_named(cli: Callable[..., Any], example: Path, tmp_path:
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-@pytest.mark.parametrize(
-    ("family", "fused", "differs"),
-    [
-        ("qwen3_moe", False, {"tie_word_embeddings": True}),
-        ("mixtral", False, {}),
-        ("deepseek_v3", False, {}),
-        ("qwen3_5_moe", True, {}),
-    ],
-)
+FAMILIES = [("qwen3_moe", False, {"tie_word_embeddings": True}), ("mixtral", False, {}), ("qwen3_5_moe", True, {})]
+
+
+@pytest.mark.parametrize(("family", "fused", "differs"), FAMILIES)
 def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callable[..., Any], tmp_path: Path) -> None:
     """Names as each family has them: other ones than in the checkpoint, below a vision part, tied."""
     source = families.make(family, fused, tmp_path / "source", **differs)

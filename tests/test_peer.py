@@ -5,45 +5,40 @@ KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer`
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ktconvert.layouts.encodings.amx import AMXINT4
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant.runtime.experts import Experts
-from rig import floats, hf
+from rig import floats, hf, native
 from rig.golden import FOLDER
+from rig.safetensors import Tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
 
 
-def run_peer(python: str, scratch: Path, **job: object) -> None:
-    """Let the peer do one job, in a process of its own: its thread pool is a singleton that keeps the first T."""
-    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK}
-    (scratch / "job.json").write_text(json.dumps(sizes | job))
-    command = [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(scratch / "job.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+def by_peer(python: str, scratch: Path, **run: Any) -> Tensors:
+    """Let the peer do one thing, in a process of its own: its thread pool is a singleton that keeps the first T."""
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "width": INTERMEDIATE, "topk": TOPK}
+    return native.by_kt_kernel(python, {"out": sizes | run}, scratch)
 
 
-def forward(python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path) -> torch.Tensor:
-    """What the peer computes with these files, of the inputs that lie in scratch."""
-    files = {name: str(scratch / f"{name}.safetensors") for name in ("inputs", "result")}
-    run_peer(python, scratch, do="forward", layer=layer, numa=numa, method=method, folder=str(folder), **files)
-    return load_file(files["result"])["out"]
+def forward(python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path) -> npt.NDArray[np.uint16]:
+    """What the peer computes with these files, of the inputs that lie in scratch: bits of BF16."""
+    what = {"layer": layer, "parts": numa, "method": method, "path": str(folder)}
+    return by_peer(python, scratch, **what, inputs=str(scratch / "inputs.safetensors"))["out"].bits
 
 
 def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL) -> None:
@@ -65,15 +60,15 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, meth
     source, name = load_file(MODEL / "model.safetensors"), f"AMX{method.upper()}"
     theirs, loose, merged = tmp_path / "theirs", tmp_path / "loose", tmp_path / "merged"
     theirs.mkdir()
-    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
+    stored = {"tensors": str(tmp_path / "weights.safetensors"), "path": str(theirs)}
     for layer in (0, 1):
         experts = f"model.layers.{layer}.mlp.experts"
         stacked = {
             p: torch.stack([source[f"{experts}.{e}.{p}_proj.weight"] for e in range(EXPERTS)]).contiguous()
             for p in ("gate", "up", "down")
         }
-        save_file(stacked, stored["weights"])
-        run_peer(peer_python, tmp_path, do="write", layer=layer, numa=numa, method=name, **stored)
+        save_file(stacked, stored["tensors"])
+        by_peer(peer_python, tmp_path, layer=layer, parts=numa, method=name, **stored)
     convert(loose, method, numa, "--no-merge-safetensor")
     convert(merged, method, numa)
     ours, want = kt_files(loose), kt_files(theirs)
@@ -83,7 +78,7 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, meth
     save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
     for layer in (0, 1):
         outs = [forward(peer_python, tmp_path, layer, numa, name, folder) for folder in (merged, loose, theirs)]
-        assert outs[0].any() and all(torch.equal(out.view(torch.int16), outs[2].view(torch.int16)) for out in outs)
+        assert outs[0].any() and all(np.array_equal(out, outs[2]) for out in outs)
 
 
 @pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
@@ -94,9 +89,9 @@ def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, 
     source = write_qwen(tmp_path / "in", {0: stacked})
     weights = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in stacked.items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    sizes = {"layer": 0, "numa": numa, "experts": 2, "hidden": hidden, "intermediate": width}
-    stored = {"weights": str(tmp_path / "weights.safetensors"), "folder": str(theirs)}
-    run_peer(peer_python, tmp_path, do="write_backward", method="AMXBF16_SFT", **sizes, **stored)
+    sizes = {"parts": numa, "experts": 2, "hidden": hidden, "width": width}
+    stored = {"tensors": str(tmp_path / "weights.safetensors"), "path": str(theirs), "backward": True}
+    by_peer(peer_python, tmp_path, method="AMXBF16_SFT", **sizes, **stored)
     convert(ours, "bf16", numa, "--no-merge-safetensor", "--save-backward-weights", source=source)
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
@@ -111,6 +106,24 @@ def inputs_of(tokens: int, seed: int) -> dict[str, torch.Tensor]:
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)])
     return {"hidden": hidden, "ids": ids, "weights": torch.rand(tokens, TOPK, generator=generator)}
+
+
+def in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.ndarray:
+    """What float64 computes of the last layer from the numbers that an output stores."""
+    opened = open_output(out)
+    fmt = measure(opened).fmt
+    assert fmt is not None
+
+    def linear(expert: int, projection: str) -> np.ndarray:
+        shape = (HIDDEN, INTERMEDIATE // numa) if projection == "down" else (INTERMEDIATE // numa, HIDDEN)
+        parts = []
+        for part in range(numa):
+            place, tensors = Place(1, expert, projection, False, part), fmt.encoding.tensors(*shape)
+            stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in tensors]
+            parts.append(fmt.encoding.decode(stored, *shape, slice(None)).astype(np.float64))
+        return np.concatenate(parts, axis=1 if projection == "down" else 0)
+
+    return floats.forward(linear, bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
 
 
 def errors_of(
@@ -131,17 +144,8 @@ def errors_of(
     for scale, more in ways.items():
         out = scratch / scale
         convert(out, "int4", numa, "--scale", scale, *more)
-        opened = open_output(out)
-
-        def stored(expert: int, projection: str, opened: Output = opened) -> np.ndarray:
-            shape = (HIDDEN, INTERMEDIATE // numa) if projection == "down" else (INTERMEDIATE // numa, HIDDEN)
-            places = [Place(1, expert, projection, False, part) for part in range(numa)]
-            held = [[opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")] for place in places]
-            parts = [AMXINT4.decode(part, *shape).astype(np.float64) for part in held]
-            return np.concatenate(parts, axis=1 if projection == "down" else 0)
-
-        ours = floats.forward(stored, bits(hidden), ids.numpy(), weights.numpy())
-        theirs = forward(python, scratch, 1, numa, "AMXINT4", out).double().numpy()
+        ours = in_float64(out, inputs, numa)
+        theirs = floats.from_bits(forward(python, scratch, 1, numa, "AMXINT4", out))
         errors[scale] = tuple(np.linalg.norm(each - expected) / np.linalg.norm(expected) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     return errors
@@ -192,40 +196,19 @@ def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
     assert errors["gptq"][1] < 0.95 * errors["mse"][1], errors
 
 
-def in_float64(out: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:
-    """What float64 computes of the last layer from the numbers that an output stores in whole linears."""
-    opened = open_output(out)
-    fmt = measure(opened).fmt
-    assert fmt is not None
-
-    def linear(expert: int, projection: str) -> np.ndarray:
-        shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
-        place = Place(1, expert, projection, False, 0)
-        stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in fmt.encoding.tensors(*shape)]
-        return fmt.encoding.decode(stored, *shape, slice(None)).astype(np.float64)
-
-    return floats.forward(linear, bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
+NEAR = {"MXFP4": 0.01, "FP8": 0.01, "BF16": 0.01, "RAWINT4": 0.015}  # whose activations are in 8 bits
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize(
-    ("method", "scale", "near"),
-    [
-        ("MXFP4", "absmax", 0.01),
-        ("FP8", "absmax", 0.01),
-        ("BF16", "absmax", 0.01),
-        ("RAWINT4", "absmax", 0.015),  # activations in 8 bits
-        ("RAWINT4", "mse", 0.015),
-    ],
-)
-def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, near, numa):
+@pytest.mark.parametrize(("method", "scale"), [*((name, "absmax") for name in NEAR), ("RAWINT4", "mse")])
+def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, numa):
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out, inputs = tmp_path / "out", inputs_of(6, 8)
     convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale)
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = in_float64(out, inputs)
-    theirs = forward(peer_python, tmp_path, 1, numa, method, out).double().numpy()
-    assert np.linalg.norm(theirs - expected) < near * np.linalg.norm(expected)
+    theirs = floats.from_bits(forward(peer_python, tmp_path, 1, numa, method, out))
+    assert np.linalg.norm(theirs - expected) < NEAR[method] * np.linalg.norm(expected)
 
 
 def test_one_directory_for_cpu_and_gpu(tmp_path, peer_python):
@@ -238,7 +221,7 @@ def test_one_directory_for_cpu_and_gpu(tmp_path, peer_python):
     subprocess.run([*program, "gpu", "-i", str(MODEL), "-o", str(out), "-q", *options], check=True, timeout=300)
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = in_float64(out, inputs)
-    theirs = forward(peer_python, tmp_path, 1, 1, "RAWINT4", out).double().numpy()
+    theirs = floats.from_bits(forward(peer_python, tmp_path, 1, 1, "RAWINT4", out))
     experts = Experts.load(out, 1, parts=1)
     assert experts.method == "RAWINT4"
     ours = experts.forward(bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
@@ -314,22 +297,3 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
     assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
     left, right = (result["5.0.0"].view(torch.int16) for result in results.values())
     assert torch.equal(left, right)
-
-
-@pytest.mark.long
-def test_the_benchmark_compares_what_kt_kernel_has(tmp_path, peer_python):
-    """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
-    words = "--quick --isa avx2 --shapes small --methods int4 bf16 --tokens 1 --threads 1 --layers 1 --loads 0"
-    figures = tmp_path / "figures.json"
-    script = ROOT / "benchmarks" / "forward.py"
-    done = subprocess.run(
-        [sys.executable, script, *words.split(), "--peer", peer_python, "--dir", tmp_path, "--json", figures],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert re.search(r"^kt-kernel has no .*int4.* on this CPU$", done.stdout, re.MULTILINE)
-    cells = {cell["method"]: cell for cell in json.loads(figures.read_text())["cells"]}
-    assert set(cells["int4"]["figures"]) == {"ours"}
-    assert set(cells["bf16"]["figures"]) == {"ours", "kt"} and cells["bf16"]["distance"] < 0.02

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,8 @@ def test_every_form_and_memory_gives_the_same(method, outputs, call):
 
 def test_what_is_loaded_says_what_it_is(outputs):
     assert open_converted(outputs["int4", "merged"]).layers == open_converted(outputs["int8", "loose"]).layers == [0, 1]
-    with Experts.load(
-        outputs["int8", "loose"], 0, method="AMXINT8", num_experts=8, hidden=256, intermediate=256
-    ) as experts:
+    sizes = {"num_experts": 8, "hidden": 256, "intermediate": 256}
+    with Experts.load(outputs["int8", "loose"], 0, method="AMXINT8", **sizes) as experts:
         assert (experts.method, experts.layer, experts.num_experts, experts.parts) == ("AMXINT8", 0, 8, 2)
         assert (experts.hidden, experts.intermediate) == (256, 256)
         assert experts.nbytes == 8 * 3 * 256 * 256 + 8 * 4 * (256 + 256 + 2 * 256)
@@ -84,16 +84,16 @@ def test_another_number_of_parts_is_reported_once(outputs, damaged):
         Experts.load(damaged, 0, parts=1, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"method": "AMXINT8"}, "method AMXINT4 by its byte counts, not AMXINT8"),
-        ({"num_experts": 16}, "num_experts 8 by its byte counts, not 16"),
-        ({"hidden": 512}, "hidden_size 256 by its byte counts, not 512"),
-        ({"intermediate": 128}, "moe_intermediate_size 256 by its byte counts, not 128"),
-        ({"layer": 7}, "holds no layer 7; it has layers 0-1"),
-    ],
-)
+WRONG = [
+    ({"method": "AMXINT8"}, "method AMXINT4 by its byte counts, not AMXINT8"),
+    ({"num_experts": 16}, "num_experts 8 by its byte counts, not 16"),
+    ({"hidden": 512}, "hidden_size 256 by its byte counts, not 512"),
+    ({"intermediate": 128}, "moe_intermediate_size 256 by its byte counts, not 128"),
+    ({"layer": 7}, "holds no layer 7; it has layers 0-1"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG)
 def test_another_model_is_refused(wrong, sentence, outputs):
     with pytest.raises(UnsupportedError, match=sentence):
         Experts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
@@ -127,25 +127,21 @@ def shorten_a_file_and_its_name(out: Path) -> None:
     (folder / "INT8_down_2_32704Byte_quant_.kt").write_bytes(bytes(32704))
 
 
-@pytest.mark.parametrize(
-    ("harm", "form", "sentence"),
-    [
-        (lose_an_expert, "merged", "layer 0, expert 3, up_proj, NUMA part 1, weight is missing"),
-        (lambda out: shorten(shard_of(out), 4096), "merged", "layer 0|model-00001"),
-        (
-            lambda out: shard_of(out).unlink(),
-            "merged",
-            r"layer 0 cannot be read \(model-00001-of-00002.safetensors is missing\); convert",
-        ),
-        (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
-        (
-            shorten_a_file_and_its_name,
-            "loose",
-            "expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768",
-        ),
-        (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes where its name says"),
-    ],
-)
+HARMS: list[tuple[Callable[[Path], object], str, str]] = [
+    (lose_an_expert, "merged", "layer 0, expert 3, up_proj, NUMA part 1, weight is missing"),
+    (lambda out: shorten(shard_of(out), 4096), "merged", "layer 0|model-00001"),
+    (
+        lambda out: shard_of(out).unlink(),
+        "merged",
+        r"layer 0 cannot be read \(model-0.*safetensors is missing\); convert",
+    ),
+    (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
+    (shorten_a_file_and_its_name, "loose", "expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768"),
+    (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes where its name says"),
+]
+
+
+@pytest.mark.parametrize(("harm", "form", "sentence"), HARMS)
 def test_damage_is_one_sentence(harm, form, sentence, outputs, tmp_path):
     """And the other layer is whole."""
     out = shutil.copytree(outputs["int8", form], tmp_path / "out")

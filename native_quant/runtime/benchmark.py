@@ -29,10 +29,8 @@ CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
 def read_memory(block: npt.NDArray[Any], streams: int) -> int:
-    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side.
-
-    Returns the exclusive or of the first 8 bytes of each 64 (fewer where the array ends), as a number: it depends on
-    every line. ValueError: another number of streams, or an array that is not contiguous.
+    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side; the
+    exclusive or of the first 8 bytes of each, which depends on every line.
     """
     if streams not in STREAMS:
         raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
@@ -45,9 +43,7 @@ def read_memory(block: npt.NDArray[Any], streams: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of forwards of one batch size. runs: number of forwards; median, best: seconds; touched: distinct
-    experts per forward, on average; nbytes: of their weights.
-    """
+    """Forwards of one batch size: seconds, distinct experts per forward, on average, and bytes of their weights."""
 
     tokens: int
     runs: int
@@ -58,12 +54,10 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens through this layer."""
         return self.tokens / self.median
 
     @property
     def bytes_per_second(self) -> float:
-        """Weights read, each touched expert once."""
         return self.nbytes / self.median
 
 
@@ -80,11 +74,9 @@ def last_level_cache(root: Path = Path("/")) -> int:
 
 
 def read_bandwidth(threads: int) -> dict[int, float]:
-    """Bytes per second that this many threads read together, by the streams of each (STREAMS), in the best round.
-
-    Rounds take the numbers of streams in turn, and one slice of memory after the other, together more than the
-    last-level cache holds. Each thread reads memory that it wrote itself, so that the pages are on its NUMA node, and
-    is pinned to a core of its own if there are enough.
+    """Bytes per second that this many threads read together, by the streams of each (STREAMS), in the best round. One
+    slice of memory after the other, together more than the last-level cache holds; each thread reads what it wrote
+    itself, so that the pages are on its NUMA node, and is pinned to a core of its own if there are enough.
     """
     available = machine.memory_available() // 4 // threads
     part = min(SLICE, max(1 << 20, available))
@@ -146,9 +138,7 @@ def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
 
 
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
-    """Compute a layer for random tokens, each time with another routing, for about a second (at least 3 times): with
-    the same routing the weights would come from the cache.
-    """
+    """Compute a layer for random tokens, for about a second; routed alike, weights would come from the cache."""
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)

@@ -31,8 +31,8 @@ def memory_available() -> int:
 
 
 def binds_memory() -> bool:
-    """Whether blocks are placed on nodes: there are several with memory, the user set no memory policy, and the kernel
-    permits it. If it does not, there is a warning, once.
+    """Whether blocks are placed on nodes: there are several, no policy of the user, and the kernel permits it (or a
+    warning).
     """
     if len(machine.memory_nodes()) < 2:
         return False

@@ -38,10 +38,8 @@ ROOMY = 0.8  # share of the available memory that copies may take
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted directory, merged or loose, ours or kt-kernel's.
-
-    part_bytes: of each NUMA part, in all layers. is_roomy, left: whether memory held all layers before the first was
-    loaded, and what each NUMA node had left (bytes).
+    """A converted directory. part_bytes: of each NUMA part, in all layers; is_roomy, left: whether memory held all
+    layers before the first was loaded, and what each NUMA node had left (bytes).
     """
 
     path: Path
@@ -95,8 +93,8 @@ class Converted:
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes. Raises UnsupportedError where the files are not as required or
-        where the directory is of another kind, InputError where the layer is damaged or incomplete.
+        """One layer in the memory of the pool's nodes. Raises UnsupportedError where it is not as required, InputError
+        where it is damaged.
         """
         output, measured = self.output, self.measured
         self.require_computable()
@@ -127,10 +125,8 @@ class Converted:
         tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
         arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
-        check = functools.partial(self._require_scales, fmt.encoding)
-        weights.in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
-        if arrange is not None:
-            weights.in_parallel(lambda item: self._arrange(arrange, *item), packed.arrays.items(), pool.threads)
+        prepare = functools.partial(self._prepare, fmt.encoding, arrange)
+        weights.in_parallel(lambda item: prepare(*item), packed.arrays.items(), machine.physical_cores())
         packed.require_whole()
         return packed
 
@@ -165,8 +161,8 @@ class Converted:
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Whether these are just the settings that config.json has for the layer, which may have none where others do.
-        Raises UnsupportedError where the method could compute what config.json says and the settings are others.
+        """Whether these are the settings that config.json has for the layer. Raises UnsupportedError where they must
+        be.
         """
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
@@ -212,28 +208,29 @@ class Converted:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
-    def _defect(self, part: Part, tensor: str, what: object) -> InputError:
-        file, described = self.output.tensors[part.place, tensor].file, self.output.names.describe(part.place, tensor)
-        return InputError(f"{self.output.root / file}: {described}: {what}; {AGAIN}.")
-
-    def _require_scales(self, encoding: Encoding, part: Part, stored: Sequence[Bytes]) -> None:
-        """Raises InputError where a scale of a part is none that the encoding has."""
+    def _prepare(
+        self,
+        encoding: Encoding,
+        arrange: Callable[[Sequence[Bytes], int, int], None] | None,
+        part: Part,
+        stored: Sequence[Bytes],
+    ) -> None:
+        """Puts a part into the order of memory. Raises InputError for a scale or a code that the encoding has not."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
             return stored[tensor][start:stop]
 
-        for tensor, defect in list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]:
-            if defect is not None and (what := defect(read, part.n, part.k)):
-                raise self._defect(part, tensor.name, what)
-
-    def _arrange(
-        self, arrange: Callable[[Sequence[Bytes], int, int], None], part: Part, stored: Sequence[Bytes]
-    ) -> None:
-        """Puts a part into the order of memory. Raises InputError where one of its codes is none."""
+        of_tensors = list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]
+        found = [(tensor.name, defect(read, part.n, part.k)) for tensor, defect in of_tensors if defect is not None]
         try:
-            arrange(stored, part.n, part.k)
+            if arrange is not None:
+                arrange(stored, part.n, part.k)
         except ValueError as error:
-            raise self._defect(part, "weight", error) from error
+            found.append(("weight", str(error)))
+        for name, what in found:
+            if what:
+                path = self.output.root / self.output.tensors[part.place, name].file
+                raise InputError(f"{path}: {self.output.names.describe(part.place, name)}: {what}; {AGAIN}.")
 
 
 def _may_be_limited(method: str) -> bool:

@@ -84,11 +84,9 @@ class Checkpoint:
         yield gate, up, down
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1),
-        in the memory of the pool's nodes; no number changes.
-
-        Raises UnsupportedError where it is not as required, or where the experts compute something else; InputError
-        where tensors are missing, damaged or not finite.
+        """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1);
+        no number changes. Raises UnsupportedError where it is not as required, or computes something else, InputError
+        where it is damaged.
         """
         with _remedies(self.path):
             model = self.model
@@ -229,9 +227,7 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts: as released,
-    or what `ktconvert cpu --layout kt`, or `gpu` in groups of 32, made.
-    """
+    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts."""
     if not path.is_dir():
         return path.suffix == GGUF.suffix
     return _is_checkpoint_at(path.resolve(), weights.contents(path))

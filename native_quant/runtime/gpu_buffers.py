@@ -29,11 +29,9 @@ class GpuBuffers(NamedTuple):
 
 
 def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job:
-    """Starts to write what expert number `expert` computes with, after all earlier jobs of the experts' pool. wait()
-    of the job returns once it is written.
+    """Starts to write what an expert computes with, after all earlier jobs of its pool; the job's wait() returns then.
 
-    Raises NotImplementedError for a method whose weights no GPU reads, ValueError for an expert that is not there, for
-    a number of ranks that the weights cannot be cut into, and for other than an address for each rank.
+    Raises NotImplementedError for a method whose weights no GPU reads, ValueError for arguments that do not fit.
     """
     in_rows = experts.packed.rows["gate"].in_rows
     if not in_rows:

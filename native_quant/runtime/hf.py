@@ -88,9 +88,7 @@ class KTConvertQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         """Replace the experts, and have transformers skip the checkpoint's tensors of exactly these modules silently.
-
-        Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
-        and the errors of Experts.load, hot_mask.per_layer and HotWeights.
+        Raises UnsupportedError where they cannot be, and the errors of Experts.load, hot_mask.per_layer and HotWeights.
         """
         settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
@@ -99,7 +97,10 @@ class KTConvertQuantizer(HfQuantizer):
         modules = find_experts(model, open_experts(root).swiglu_of)
         if folder is not None:
             hf_rest.require_plain(folder, checkpoint_files or (), model, modules)
-        masks = self._masks(model, modules)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        sizes = {module.layer: module.num_experts for module in modules}
+        each = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
+        masks = {layer: mask for layer, mask in each.items() if mask.any()}
         source = self._source(modules, folder) if masks else None
         self._rest = None if folder is None else hf_rest.dequantizer(folder)
         loaded = self._load(root, type(model).__name__, modules)
@@ -127,14 +128,6 @@ class KTConvertQuantizer(HfQuantizer):
         conversions: list[Any] = self._rest.update_weight_conversions(weight_conversions, *model)
         return conversions
 
-    def _masks(self, model: Any, modules: list[ExpertModule]) -> dict[int, hot_mask.Mask]:
-        """The mask of hot experts of each layer that has any."""
-        settings = self.quantization_config
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        experts = {module.layer: module.num_experts for module in modules}
-        masks = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, experts, layers)
-        return {layer: mask for layer, mask in masks.items() if mask.any()}
-
     def _source(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """The checkpoint of the hot experts, which must have the model's layers and sizes."""
         where = self.quantization_config.gpu_experts
@@ -154,25 +147,17 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
-        pool, loaded = shared_pool(settings.threads), {}
+        loaded: dict[int, Experts] = {}
+        how: Any = {"memory": settings.memory, "pool": shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
             limit, alpha = source.swiglu_of(module.layer)
-            loaded[module.layer] = Experts.load(
-                root,
-                module.layer,
-                num_experts=module.num_experts,
-                hidden=module.hidden,
-                intermediate=module.intermediate,
-                memory=settings.memory,
-                pool=pool,
-                exact=settings.exact,
-                swiglu_limit=limit,
-                swiglu_alpha=alpha,
-            )
+            sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
+            sizes |= {"intermediate": module.intermediate, "swiglu_limit": limit, "swiglu_alpha": alpha}
+            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **how)
         return loaded
 
     def is_serializable(self) -> bool:
-        """Asked by save_pretrained. Raises ValueError with the way to a directory that holds everything."""
+        """Asked by save_pretrained."""
         raise ValueError(
             "this model is not serializable: its experts are in "
             f"{self.quantization_config.cpu_weights or 'the checkpoint'}, and save_pretrained would leave them out; "
@@ -180,7 +165,7 @@ class KTConvertQuantizer(HfQuantizer):
         )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """Asked by model.dequantize. Raises NotImplementedError."""
+        """Asked by model.dequantize."""
         remedy = "load the original model without KTConvertConfig"
         raise NotImplementedError(f"experts stay as they were converted; {remedy}")
 
@@ -222,9 +207,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint, except that tensors have kt-kernel's names. Also raises UnsupportedError for an
-        output that lacks a part of the rest of the model.
-        """
+        """As for another checkpoint; tensors have kt-kernel's names, and the rest of the model may be missing."""
         if not checkpoint_files:
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")
@@ -248,9 +231,7 @@ _get_hf_quantizer = _loading.get_hf_quantizer
 
 
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours. Raises
-    UsageError for an output that is to be computed with other experts, and what hf_rest.give_way raises.
-    """
+    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours."""
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
@@ -269,9 +250,7 @@ _loading.get_hf_quantizer = _get_quantizer
 
 
 def _put_first(module: torch.nn.Module, experts: Experts) -> None:
-    """Make experts within a module its first attribute, so that pickle meets them before anything else and says their
-    sentence: hooks that transformers adds for router logits and hidden states cannot be pickled, either.
-    """
+    """Make experts within a module its first attribute, so that pickle says their sentence before it meets hooks."""
     if FIRST not in vars(module):
         others = dict(vars(module))
         vars(module).clear()

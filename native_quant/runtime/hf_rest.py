@@ -56,9 +56,7 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
 def require_rest(
     root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], first: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random, or hold one
-    that is quantized, whose codes would be taken for numbers.
-    """
+    """Raises UnsupportedError where the files lack a non-expert tensor, or hold a quantized one."""
     entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
@@ -107,10 +105,9 @@ def _load_the_original(root: Path, why: str) -> str:
 
 
 def give_way(config: Any, model: str) -> None:
-    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it.
-
-    What is quantized is seen to when the files are there: dequantizer, require_plain. Raises UnsupportedError at once
-    for experts that compressed-tensors packed in another format than `ktconvert gpu`.
+    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it;
+    dequantizer and require_plain see to what is quantized. Raises UnsupportedError at once for another format of
+    compressed-tensors than that of `ktconvert gpu`.
     """
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
@@ -126,10 +123,8 @@ def give_way(config: Any, model: str) -> None:
 
 
 def dequantizer(root: Path) -> Any:
-    """transformers' quantizer whose conversions dequantize a checkpoint's weights; None where nothing but routed
-    experts is quantized.
-
-    Raises UnsupportedError for what transformers cannot dequantize so, whose codes would be taken for numbers.
+    """transformers' quantizer that dequantizes a checkpoint's weights as they are loaded; None where experts alone are
+    quantized. Raises UnsupportedError for what it cannot dequantize so.
     """
     quantization = read_quantization(root)
     if quantization.method == FP8:
@@ -149,9 +144,7 @@ def dequantizer(root: Path) -> Any:
 
 
 def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
-    """Raises UnsupportedError where a weight that the model needs beside its routed experts is packed: transformers
-    would not find it, and fill in random numbers.
-    """
+    """Raises UnsupportedError where a weight beside the experts is packed: transformers would make up numbers."""
     if read_quantization(root).method != METHOD:
         return
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]

@@ -29,9 +29,7 @@ REMEDY = "choose fewer hot experts"
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first. Raises
-    InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
-    """
+    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first."""
 
     def __init__(self, where: str | Path) -> None:
         self._source = open_checkpoint(where)
@@ -50,8 +48,8 @@ class HotWeights:
     def linear(
         self, layer: int, expert: int, projection: str
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. The caller
-        owns the arrays. Raises InputError for scales that are not finite.
+        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. Raises
+        InputError.
         """
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
@@ -70,11 +68,7 @@ class HotWeights:
 
 
 class HotExperts:
-    """Some of a layer's E experts. Safe to use from many threads.
-
-    mask     bool [E], which of them
-    weights  expert -> BF16 (gate and up [2I, H], down [H, I]), all on `device`
-    """
+    """Some of a layer's E experts, those of mask, bool [E]: expert -> BF16 (gate and up [2I, H], down [H, I])."""
 
     def __init__(
         self, mask: Mask, weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]], device: torch.device
@@ -131,9 +125,7 @@ def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.d
 
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
-    """The hot experts of one layer, read and unpacked by several threads. No other expert is read. Raises the errors of
-    HotWeights.linear.
-    """
+    """The hot experts of one layer, read and unpacked by several threads. No other expert is read."""
     import torch
 
     def matrix(expert: int, projection: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
-from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.errors import InputError, KtconvertError, UsageError
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 
 Mask = npt.NDArray[np.bool_]
 KEY = "gpu_experts_mask"
@@ -70,3 +73,44 @@ def per_layer(
             needed = f"a mask of shape {[layers, total]} is needed"
             raise InputError(f"{where}: has shape {shape}, but the model has {has}; {needed}")
     return {layer: table[layer].copy() for layer in experts}
+
+
+# --- chosen by how often experts were routed to ----------------------------------------------------
+
+
+def of_each_layer(counts: I64, number: int) -> Mask:
+    """bool [layers, experts]: of each layer that has experts this many, those with the most tokens; of equals the
+    first.
+    """
+    if number > counts.shape[1]:
+        raise UsageError(f"--num-gpu-experts {number}: a layer has {counts.shape[1]} experts; give at most so many.")
+    mask = np.zeros(counts.shape, np.bool_)
+    np.put_along_axis(mask, np.argsort(-counts, axis=1, kind="stable")[:, :number], True, axis=1)
+    return mask & counts.any(axis=1, keepdims=True)
+
+
+def of_all_layers(counts: I64, number: int) -> Mask:
+    """bool [layers, experts]: this many experts, those with the most tokens in any layer; of equals the ones that
+    kt-kernel takes, but none of a layer without experts. Raises UsageError where there are fewer, KtconvertError where
+    torch is not installed.
+    """
+    there = counts.any(axis=1, keepdims=True)
+    most = int(there.sum()) * counts.shape[1]
+    if number > most:
+        raise UsageError(f"--total {number}: the layers have {most} experts in all; give at most so many.")
+    if find_spec("torch") is None:
+        raise KtconvertError("--total needs torch, not installed here: pip install 'ktconvert[torch]'")
+    import torch
+
+    for known in (counts, np.where(there, counts, -1)):
+        mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(known)), number).numpy()
+        if (mask <= there).all():
+            break
+    return mask
+
+
+def coverage(counts: I64, mask: Mask) -> npt.NDArray[np.float64]:
+    """The part of each layer's routed tokens that go to hot experts, float64 [layers]; NaN for layers without."""
+    total = counts.sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((counts * mask).sum(axis=1) / total)

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant import instruction_sets, kernels
+from ktconvert.native_quant import kernels
 
 if TYPE_CHECKING:
     import torch
-
-
-def version() -> str:
-    """The version of ktconvert, not that of kt-kernel."""
-    return metadata.version("ktconvert")
-
-
-def cpu_variant() -> str:
-    """The instruction set in use by kt-kernel's name: amx, avx512_bf16, avx512_vnni, avx512_base, avx2; or scalar."""
-    return instruction_sets.VARIANTS.get(kernels.isa(), kernels.isa())
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
@@ -64,9 +53,7 @@ class _Provided(ModuleType):
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` in this process import ktconvert's KTMoEWrapper. Call it before anything imports
-    kt_kernel. Raises RuntimeError if the real kt_kernel is already imported, since its importers would go on using it.
-    """
+    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real one is imported already."""
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _Provided):
         return

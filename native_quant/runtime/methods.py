@@ -85,7 +85,6 @@ class Method:
     type         of the weights, where the name does not say it: of ggml, or the columns of a scale
     others       of the first row of a name, the others
     number       its row in csrc/forward/formats.c, which names the kernels
-    activations  "int8" (numerics.md, section 5) or "BF16" (5b)
     weights      codes and scales, for documents
     multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
     unit         of the intermediate size's columns, as ExpertGrid explains it; a size that is no multiple of it is cut
@@ -101,11 +100,11 @@ class Method:
                  None: they lie in it. Raises ValueError for a code that is none
     in_rows      how its tensors become what a GPU reads, for buffers of prefill; (): no GPU reads them
     swiglu       which settings of the activation it may have
+    activations  "int8" (numerics.md, section 5) or "BF16" (5b)
     """
 
     name: str
     number: int
-    activations: str
     weights: str
     multiple: int
     tensors: Callable[[int, int], tuple[TensorInfo, ...]]
@@ -115,6 +114,7 @@ class Method:
     arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     in_rows: tuple[InRows, ...] = ()
     swiglu: tuple[str, ...] = ()
+    activations: str = "BF16"
     unit: int = 0
     type: str = ""
     others: tuple[Method, ...] = ()
@@ -136,10 +136,6 @@ class Method:
             assert self.encoding is not None, self.name
             self.encoding.quantize(stored.part, out)
 
-    def bytes_per_weight(self, n: int, k: int) -> float:
-        """Codes and scales of a part [n, k]."""
-        return sum(tensor.nbytes for tensor in self.tensors(n, k)) / (n * k)
-
     def swiglu_of(self, config: dict[str, Any], activation: str, layer: int) -> Swiglu:
         """The settings of a layer by config.json, as far as the method has them."""
         limit, alpha = in_config(config, activation, layer) or PLAIN
@@ -149,9 +145,9 @@ class Method:
 LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
 
 
-def _packed(encoding: Encoding, number: int, activations: str, weights: str, **more: Any) -> Method:
+def _packed(encoding: Encoding, number: int, weights: str, **more: Any) -> Method:
     """The method of an encoding that outputs have, too."""
-    return Method(encoding.name, number, activations, weights, encoding.multiple, encoding.tensors, encoding, **more)
+    return Method(encoding.name, number, weights, encoding.multiple, encoding.tensors, encoding, **more)
 
 
 def _stored_as(
@@ -196,9 +192,7 @@ def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
-    """Codes as MXFP4's. Scales by panels: the one of the whole weight, which multiplies, then groups of 16 columns with
-    their 32 rows.
-    """
+    """Codes as MXFP4's; by panels the scale of the whole weight, then groups of 16 columns with their 32 rows."""
     count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
     return fp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
 
@@ -256,8 +250,8 @@ def _gptq(group: int, number: int) -> Method:
         return weight.fit()[1] == group and False not in said.symmetric and True not in said.ordered
 
     weights = f"4-bit integers, float32 for each {group} columns of a row"
-    row = Method("GPTQ_INT4", number, "BF16", weights, group, _integer_tensors(group, "F32"), type=f"groups of {group}")
-    return replace(row, reads=reads, write=_write_integers, swiglu=(LIMIT,))
+    more: dict[str, Any] = {"reads": reads, "write": _write_integers, "swiglu": (LIMIT,), "type": f"groups of {group}"}
+    return Method("GPTQ_INT4", number, weights, group, _integer_tensors(group, "F32"), **more)
 
 
 def _write_integers(stored: StoredPart, out: Sequence[Bytes]) -> None:
@@ -313,8 +307,8 @@ def _of_type(
         sizes = zip(("codes", "scales"), kernels.weight_bytes(number, n, k), strict=True)
         return tuple(TensorInfo(tensor, "U8", (size,), size) for tensor, size in sizes)
 
-    row = Method("LLAMAFILE", number, "BF16", weights, GGML_MULTIPLE, tensors_of, type=name, unit=GGML_UNIT)
-    return replace(row, reads=reads, write=write, swiglu=(LIMIT,))
+    more: dict[str, Any] = {"reads": reads, "write": write, "swiglu": (LIMIT,), "type": name, "unit": GGML_UNIT}
+    return Method("LLAMAFILE", number, weights, GGML_MULTIPLE, tensors_of, **more)
 
 
 GGML_MULTIPLE = 128
@@ -330,40 +324,38 @@ def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
     return table
 
 
+def _per_channel(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
+    return fp8.PANELS.tensors(n, k)[0], TensorInfo("scales", "F32", (n,), 4 * n)
+
+
+def _reads_plain(weight: Weight, layer: MoeLayer) -> bool:
+    return weight.encoding.name == "BF16" and layer.style not in GGUF_STYLES
+
+
 FP8_CODES = InRows(lib.KTQ_PANEL_BYTES, 1, 1, 1)
+INT8: dict[str, Any] = {"activations": "int8"}
 ROWS_OF_4, ROWS_OF_8 = (f"{bits}-bit integers, float32 for each row" for bits in (4, 8))
 K_SCALES = "6 bits and a least value for each 32 columns of a row, FP16 for 256"
 
 METHODS: dict[str, Method] = _by_name(
     (
-        _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", ROWS_OF_4),
-        _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", ROWS_OF_8),
-        _packed(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, "int8", ROWS_OF_4, arrange=amx.to_tiles),
-        _packed(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, "int8", ROWS_OF_8, arrange=amx.to_tiles),
+        _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, **INT8),
+        _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, **INT8),
+        _packed(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, arrange=amx.to_tiles, **INT8),
+        _packed(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, arrange=amx.to_tiles, **INT8),
         _packed(
-            plain.PANELS,
-            lib.KTQ_FORMAT_BF16,
-            "BF16",
-            "BF16",
-            reads=lambda weight, layer: weight.encoding.name == "BF16" and layer.style not in GGUF_STYLES,
+            *(plain.PANELS, lib.KTQ_FORMAT_BF16, "BF16"),
+            reads=_reads_plain,
             in_rows=(InRows(lib.KTQ_PANEL_HALVES, 1, 1, 2),),
         ),
         _packed(
-            fp8.PANELS,
-            lib.KTQ_FORMAT_FP8,
-            "BF16",
-            "E4M3, one for each 128 x 128",
+            *(fp8.PANELS, lib.KTQ_FORMAT_FP8, "E4M3, one for each 128 x 128"),
             reads=_stored_as(*fp8.SOURCES, block=lambda weight: (kernels.FP8_MULTIPLE,) * 2),
             in_rows=(FP8_CODES, InRows(lib.KTQ_IN_ROWS, kernels.FP8_MULTIPLE, kernels.FP8_MULTIPLE, 4)),
             swiglu=(LIMIT,),
         ),
         Method(
-            "FP8_PERCHANNEL",
-            lib.KTQ_FORMAT_FP8_PERCHANNEL,
-            "BF16",
-            "E4M3, one for each row",
-            panels.ROWS,
-            lambda n, k: (fp8.PANELS.tensors(n, k)[0], TensorInfo("scales", "F32", (n,), 4 * n)),
+            *("FP8_PERCHANNEL", lib.KTQ_FORMAT_FP8_PERCHANNEL, "E4M3, one for each row", panels.ROWS, _per_channel),
             reads=_stored_as("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
             write=_write_per_channel,
             in_rows=(FP8_CODES, InRows(lib.KTQ_IN_ROWS, 1, 0, 4)),
@@ -371,7 +363,6 @@ METHODS: dict[str, Method] = _by_name(
         Method(
             "MXFP8",
             lib.KTQ_FORMAT_MXFP8,
-            "BF16",
             "E4M3, E8M0 for each 32 columns of a row",
             panels.ROWS,
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
@@ -380,10 +371,7 @@ METHODS: dict[str, Method] = _by_name(
             swiglu=(LIMIT, ALPHA),
         ),
         _packed(
-            fp4.PANELS,
-            lib.KTQ_FORMAT_MXFP4,
-            "BF16",
-            "E2M1, E8M0 for each 32 columns of a row",
+            *(fp4.PANELS, lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row"),
             in_rows=(InRows(lib.KTQ_PANEL_NIBBLES, 1, 2, 1), InRows(lib.KTQ_PANEL_EXPONENTS, 1, 32, 2, held=1)),
             reads=_stored_as("MXFP4"),
             swiglu=(LIMIT,),
@@ -391,7 +379,6 @@ METHODS: dict[str, Method] = _by_name(
         Method(
             "NVFP4",
             lib.KTQ_FORMAT_NVFP4,
-            "BF16",
             "E2M1, E4M3 for each 16 columns of a row, and a float32 for the weight",
             kernels.MXFP4_MULTIPLE,
             _nvfp4_tensors,
@@ -401,7 +388,6 @@ METHODS: dict[str, Method] = _by_name(
         Method(
             "RAWINT4",
             lib.KTQ_FORMAT_RAWINT4,
-            "BF16",
             "4-bit integers, BF16 for each 32 columns of a row",
             panels.ROWS,
             _integer_tensors(32, "BF16"),

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 def select(
     ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """ids [T, k] as (now, later), each with -1 in place of the other's experts.
-
-    now holds the `immediate` experts of largest weight of each token. later is None where nothing is deferred:
-    immediate >= k. Ids that are not of experts stay in `now`.
+    """ids [T, k] as (now, later), each with -1 in place of the other's: now has the `immediate` of largest weight of
+    each token, and ids that are of no expert; later is None where nothing is deferred.
     """
     import torch
 
@@ -67,11 +65,9 @@ class Model:
 
 
 class Member:
-    """A wrapper's place in its model: the weight_path, and the layer's number.
-
-    Those with one weight_path are dealt out to models when the first of them computes: as many models as there are
-    wrappers of one layer, each with the layers that were made in ascending order; one that is made later joins the
-    first model that has no wrapper of its layer (any more).
+    """A wrapper's place in its model. Those with one weight_path are dealt out to models when the first computes: as
+    many as there are wrappers of one layer, each with the layers that were made in ascending order; one that is made
+    later joins the first model that has no wrapper of its layer (any more).
     """
 
     _made: ClassVar[weakref.WeakValueDictionary[int, Member]] = weakref.WeakValueDictionary()  # in their order
@@ -95,9 +91,7 @@ class Member:
         return self._model
 
     def take(self, tokens: int, device: torch.device) -> Deferred | None:
-        """The deferred experts of the layer before this one, if any; from then on they are added. Raises ValueError
-        where they are those of another number of tokens, or on another device.
-        """
+        """The deferred experts of the layer before, if any, to be added. Raises ValueError for other tokens."""
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
             here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"

@@ -49,9 +49,7 @@ class Smoke:
 
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
-    """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token.
-    Raises the errors of Experts.load.
-    """
+    """Compare the outputs in each mode of the method with the reference: each expert alone, then topk per token."""
     source = open_experts(path)
     swiglu = source.swiglu_of(layer)
     packed = source.load(layer, pool, weights.Requirements(swiglu=swiglu))
@@ -88,10 +86,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
 def reference(
     packed: weights.LayerWeights, linears: Linears, hidden: F32, swiglu: Swiglu = PLAIN, threads: int = 1
 ) -> F32:
-    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H].
-
-    linears  the expert's number -> gate, up and down of each of its parts. swiglu: as Experts explains it.
-    """
+    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H]."""
     out = np.zeros((len(hidden), packed.experts, packed.grid.hidden), np.float32)
 
     def one(expert: int) -> None:

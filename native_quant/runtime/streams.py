@@ -69,10 +69,8 @@ def capturing() -> bool:
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens of one model: two sets, used in turn by its layers.
-
-    hidden, out: BF16 [tokens, H]; ids, late_ids: int64 [tokens, k]; weights: float32 [tokens, k]. A set's `readers` are
-    the jobs that may still read or write it: those not waited for yet.
+    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: the jobs of a set that were not waited for
+    yet.
     """
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
@@ -89,9 +87,7 @@ class Buffers:
 
 
 class BufferCache:
-    """The buffers of one model, by device and sizes. Those for the sizes of captured graphs are kept; of the other
-    sizes only the last that was used is.
-    """
+    """The buffers of one model: those for the sizes of captured graphs, and of others only the last that were used."""
 
     captured_sizes: ClassVar[list[int]] = []
 

@@ -42,9 +42,8 @@ OAI = Swiglu(7.0, 1.702)  # of families with "swiglu_oai", where config.json doe
 
 
 def in_config(config: dict[str, Any], activation: str, layer: int) -> Swiglu | None:
-    """The settings of a layer by config.json, which may list a limit per layer; None where it does not say.
-
-    activation  of the model, by the table of architectures. Raises InputError for what is no number from 0 on.
+    """The settings of a layer by config.json, which may list a limit per layer; None where it does not say. activation:
+    of the table of architectures. Raises InputError for what is no number from 0 on.
     """
     limit = _setting(config, ("swiglu_limit", "swiglu_limits"), layer)
     if activation == "swiglu_oai":

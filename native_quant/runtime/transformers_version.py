@@ -17,9 +17,7 @@ REMEDY = f"pip install 'transformers{BOUNDS}'"
 
 
 def require(warn: Callable[[str], None]) -> None:
-    """Pass `warn` a sentence where the installed transformers is newer than the tested ones.
-
-    Raises KtconvertError where it is older. transformers is not imported."""
+    """A sentence to `warn` where transformers is newer than the tested ones; KtconvertError where it is older."""
     if why := refusal():
         raise KtconvertError(why)
     if caution := newer():
@@ -41,9 +39,7 @@ def newer() -> str | None:
 
 
 def _installed() -> tuple[str, tuple[int, int]]:
-    """The version in its package metadata, and (major, minor) of it: a tested one where there are no metadata, as in a
-    source tree on PYTHONPATH, where nothing is checked.
-    """
+    """The version, and (major, minor) of it: a tested one of a source tree on PYTHONPATH, which has no metadata."""
     try:
         found = version("transformers") or ""
     except PackageNotFoundError:

@@ -50,7 +50,7 @@ def eval(options: EvalOptions) -> None:
     finally:
         reporter.end()
     method = method or evaluate.method_of(converted)
-    document = evaluate.document(options.model, options.cpu_weights, gpu, options.text, windows, evaluation, method)
+    document = evaluate.document(options, windows, evaluation, method)
     if options.plot is not None:
         plot_eval(options.plot, document, evaluation.compared.divergence.tolist())
     if options.as_json:

@@ -29,7 +29,6 @@ def experts(options: ExpertsOptions) -> None:
     """
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
-    from ktconvert.pipeline.models import hot_by_counts
     from ktconvert.pipeline.ui.plots import plot_experts
     from ktconvert.pipeline.ui.text import aligned
 
@@ -40,10 +39,10 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = counts_of(options.dir.expanduser())
-    chosen = hot_by_counts.of_all_layers if each is None else hot_by_counts.of_each_layer
+    chosen = hot_mask.of_all_layers if each is None else hot_mask.of_each_layer
     mask = chosen(counts, (total or 0) if each is None else each)
     publish.write_whole(output, hot_mask.data_of(mask))
-    covered = hot_by_counts.coverage(counts, mask)
+    covered = hot_mask.coverage(counts, mask)
     document = {
         "event": "chosen",
         "statistics": str(options.dir),

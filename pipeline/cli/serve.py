@@ -22,12 +22,13 @@ def serve(options: ServeOptions) -> None:
     """
     from ktconvert.pipeline.models import loading
     from ktconvert.pipeline.models.serving import access
-    from ktconvert.pipeline.models.serving.server import listen
     from ktconvert.pipeline.ui.progress import Reporter
 
     preconditions.check_kernels("the command again")
     reporter, file = Reporter(), options.api_key_file
     loading.require("serve", reporter.warn)
+    from ktconvert.pipeline.models.serving.server import listen
+
     choice = preconditions.model_choice(options, reporter)
     key = access.key_from(file)
     if file is not None and access.is_open(file):

@@ -24,6 +24,8 @@ from ktconvert.pipeline.models import loading
 if TYPE_CHECKING:
     import torch
 
+    from ktconvert.pipeline.options.queries import EvalOptions
+
 CHUNK = 32  # positions whose distributions are in memory as float64 at a time
 
 
@@ -79,9 +81,8 @@ def read_text(path: Path) -> str:
 
 
 def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
-    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
-    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
-    for a text without a window to read, UsageError for windows that are longer than the model can read.
+    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken. Raises
+    InputError where none is left to read, UsageError for windows that are longer than the model can read.
     """
     config = loading.prepare(choice)
     import transformers
@@ -104,9 +105,7 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
 
 
 def packed_method(gpu_weights: Path) -> str:
-    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself. Raises
-    InputError for what is no model, UnsupportedError for one that is not packed so.
-    """
+    """How a model's experts are packed for the GPU: W4A16 or W8A16. Raises InputError or UnsupportedError otherwise."""
     remedy = "give what `ktconvert gpu` wrote"
     try:
         about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
@@ -119,10 +118,7 @@ def packed_method(gpu_weights: Path) -> str:
 
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
-    """The original model and the converted one; with CPU weights they share every weight but the experts. Raises what
-    loading.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of
-    another model.
-    """
+    """The original model and the converted one; with CPU weights they share every weight but the experts."""
     if gpu_weights is not None:
         original, _ = loading.load(choice)
         converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
@@ -163,9 +159,7 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
-    """The predictions of two models for the same positions: logits [positions, vocabulary], and the tokens that came.
-    In float64.
-    """
+    """Two models' predictions, in float64: logits [positions, vocabulary], and the tokens that came."""
     import torch
 
     parts: list[tuple[Any, ...]] = []
@@ -181,8 +175,8 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, what goes into the original's experts also goes through the converted ones (ours, else those of
-    transformers; none where these are built otherwise), and the outputs are compared.
+    """While this lasts, what goes into the original's experts also goes through the converted ones, and outputs are
+    compared.
     """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
@@ -216,34 +210,24 @@ def method_of(converted: Any) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def document(
-    model: str,
-    cpu_weights: Path | None,
-    gpu_weights: Path | None,
-    text: Path,
-    windows: Windows,
-    evaluation: Evaluation,
-    method: str,
-) -> dict[str, Any]:
+def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
+    """The JSON document."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {
         "event": "evaluated",
-        "model": model,
-        "cpu_weights": cpu_weights and str(cpu_weights),
-        "gpu_weights": gpu_weights and str(gpu_weights),
+        "model": options.model,
+        "cpu_weights": options.cpu_weights and str(options.cpu_weights),
+        "gpu_weights": options.gpu_weights and str(options.gpu_weights),
         "method": method,
-        "text": str(text),
+        "text": str(options.text),
         "tokens": windows.before + int(windows.ids.size) + windows.skipped,
         "window": window,
         "skip_windows": windows.before // window,
         "windows": count,
         "skipped_tokens": windows.skipped,
         "positions": count * (window - 1),  # the first token of a window has no prediction
-        "perplexity": {
-            "original": float(np.exp(compared.original.mean())),
-            "converted": float(np.exp(compared.converted.mean())),
-        },
+        "perplexity": {name: float(np.exp(getattr(compared, name).mean())) for name in ("original", "converted")},
         "kl": {
             "mean": float(compared.divergence.mean()),
             "p99": float(np.quantile(compared.divergence, 0.99)),

@@ -38,10 +38,7 @@ class Speed:
 def write(
     model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, say: Callable[[str], None]
 ) -> tuple[str, Speed]:
-    """Let the model go on after `inputs` (input_ids [1, T], ...), printing each piece as soon as it is a whole word.
-
-    temperature  0: always the likeliest token. Returns the whole text, and the speed.
-    """
+    """Let the model go on after `inputs`, saying each word as soon as it is whole; the whole text, and the speed."""
     import torch
     from transformers import TextStreamer
 
@@ -105,9 +102,7 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
-    """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError where
-    the tokenizer's chat template fails, or makes no token of it.
-    """
+    """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError."""
     try:
         inputs = tokenizer.apply_chat_template(
             list(messages),

@@ -37,9 +37,7 @@ ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None
 
 
 def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
-    """Raises KtconvertError, which names what to install, where a package of this extra (by default the command's) is
-    missing or transformers is too old; one that is newer than what was tested goes to `warn`.
-    """
+    """Raises KtconvertError where packages of this extra are missing or too old; `warn` hears of one too new."""
     require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
     transformers_version.require(warn)
 
@@ -51,8 +49,8 @@ def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Before torch is imported: have its threads sleep when they have no work (spinning on the cores that compute the
-    experts, they make decoding up to 20 times slower), keep its kernel caches small, and libraries from drawing bars.
+    """Before torch is imported: let its threads sleep, not spin, without work; small kernel caches, no bars of
+    libraries.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
@@ -152,9 +150,8 @@ def explained(model: str) -> Iterator[None]:
 
 
 def prepare(choice: ModelChoice) -> Any:
-    """Threads, and the model's config, without its own quantization if our experts take that place. To be called before
-    torch is imported. Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that
-    cannot be combined with other experts, KtconvertError where compressed-tensors is needed and missing.
+    """Threads, and the model's config, without its own quantization if our experts take that place; before torch is
+    imported. Raises what check raises, UnsupportedError for what cannot be combined with other experts.
     """
     choice.check()
     share_cores()
@@ -199,9 +196,7 @@ def ask_for_predictions(config: Any) -> None:
 
 
 def with_own_experts(choice: ModelChoice) -> ModelChoice:
-    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is. Raises
-    UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
-    """
+    """The choice with the model's own experts as CPU weights, unless it was converted. Raises UnsupportedError."""
     choice.check()
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:
         return choice
@@ -226,9 +221,7 @@ def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[An
 
 
 def load(choice: ModelChoice) -> tuple[Any, Any]:
-    """The model and its tokenizer.
-
-    Raises UnsupportedError where the experts do not fit it, and what load_model and load_tokenizer raise."""
+    """The model and its tokenizer. Raises UnsupportedError where the experts do not fit it."""
     config = prepare(choice)
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
@@ -248,8 +241,8 @@ def auto_class(config: Any) -> Any:
 
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
-    """The model by this class of transformers, which generates one answer at a time, whatever its
-    generation_config.json says. Raises InputError for one of which a part is missing, and what from_pretrained raises.
+    """The model by this class of transformers, to generate one answer at a time. Raises InputError where a part is
+    missing.
     """
     where = choice.where()
     model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
@@ -263,7 +256,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
 
 def load_tokenizer(choice: ModelChoice) -> Any:
-    """The tokenizer. Raises InputError for one that transformers cannot load, and what require_tokenizer raises."""
+    """The tokenizer. Raises InputError for one that cannot be used."""
     import transformers
 
     with explained(choice.model):

@@ -59,34 +59,6 @@ def test_a_policy_that_the_user_set_stays(node, model):
         only_on(pages, [node, node])
 
 
-@pytest.mark.on("two", "four")
-def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model):
-    expected = [[1], [0], [1, 0], [0, 1]]
-    seen = seen_by(
-        f"""
-        import torch
-        from ktconvert.native_quant import KTMoEWrapper
-        KTMoEWrapper.memory = "copy"
-        warnings.simplefilter("ignore")
-        weights = [torch.randn(4, 1024, 1024) / 32 for _ in range(3)]
-        def wrapper(nodes):
-            return KTMoEWrapper(0, 4, 2, 1024, 1024, None, 4, len(nodes), {str(model)!r}, 512,
-                                method="AMXINT8", numa_nodes=nodes)
-        all = []
-        for nodes in {expected}:
-            loaded, packed = wrapper(nodes), wrapper(nodes)
-            loaded.load_weights()
-            packed.load_weights_from_tensors(*weights)
-            all.append([(parts_of(each.moe), each.moe.pool.nodes) for each in (loaded, packed)])
-        say(all=all)
-        """
-    )
-    for nodes, pair in zip(expected, seen["all"], strict=True):
-        for pages, groups in pair:
-            assert groups == nodes
-            only_on(pages, [nodes[part % len(nodes)] for part in range(len(pages))])
-
-
 @pytest.mark.on("small")
 def test_what_does_not_fit_a_node_goes_to_another(model):
     seen = seen_by(
@@ -107,13 +79,13 @@ def test_what_does_not_fit_a_node_goes_to_another(model):
 
 
 @pytest.mark.on("two")
-def test_the_page_cache_gives_way(variant, model, source):
+def test_the_page_cache_gives_way(variant, model, hole):
     """Pages for which the kernel leaves their node, because files fill it, come back after each layer."""
     seen = seen_by(
         f"""
         os.sched_setaffinity(0, {variant.cpus(1)})
         taken = np.ones(200 << 17)
-        for path in ({str(source / "model.safetensors")!r}, {str(model / "model-00001-of-00001.safetensors")!r}):
+        for path in ({str(hole)!r}, {str(model / "model-00001-of-00001.safetensors")!r}):
             with open(path, "rb") as file:
                 while file.read(4 << 20):
                     pass
@@ -143,19 +115,3 @@ def test_auto_counts_the_nodes_that_memory_is_bound_to(node, model):
         membind=[node],
     )
     assert seen["is_mapped"] == (node == 1)
-
-
-@pytest.mark.on("memoryless", "memoryless0", "cpuless", "hole", "four", "small")
-def test_results_are_those_of_one_thread_on_one_node(variant, model):
-    nodes = list(variant.workers)
-    seen = seen_by(
-        f"""
-        results = []
-        for pool in Pool(1, numa_nodes=[{nodes[0]}]), Pool(), Pool({2 * len(nodes)}, numa_nodes={nodes[::-1]}):
-            for memory in ("copy", "map"):
-                experts = Experts.load({str(model)!r}, 3, memory=memory, pool=pool)
-                results.append(experts.forward(*call(experts)))
-        say(equal=[bool((result == results[0]).all()) for result in results])
-        """
-    )
-    assert all(seen["equal"])

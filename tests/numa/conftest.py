@@ -33,6 +33,6 @@ def model() -> Path:
 
 
 @pytest.fixture
-def source() -> Path:
-    """A BF16 checkpoint of the same size, all zeros: for plans."""
-    return Path(os.environ["SOURCE"])
+def hole() -> Path:
+    """A file of 600 MiB, all zeros."""
+    return Path(os.environ["HOLE"])

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.native_quant.machine import parse_list
+
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # x86-64's numbers of the calls that libc lacks, and <linux/mempolicy.h>.
@@ -23,9 +25,6 @@ SET_MEMPOLICY, MOVE_PAGES = 238, 279
 MPOL_BIND = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-# ---- pages ----------------------------------------------------------------------------------------------------------
 
 
 def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
@@ -51,15 +50,6 @@ def parts_of(experts: Any) -> list[dict[int, int]]:
     return [nodes_of(each) for each in arrays]
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
-
-
-def parse_list(text: str) -> frozenset[int]:
-    """The kernel's `0-3,8` as numbers."""
-    ends = [part.split("-") for part in text.strip().split(",") if part]
-    return frozenset(n for pair in ends for n in range(int(pair[0]), int(pair[-1]) + 1))
-
-
 def threads() -> dict[int, list[int]]:
     """The CPUs on which each thread of this process may run, by thread number."""
     found = {}
@@ -83,41 +73,20 @@ class New:
         return [cpus for thread, cpus in sorted(threads().items()) if thread not in self.before]
 
 
-# ---- processes of their own -----------------------------------------------------------------------------------------
-
-
-def bind_memory(nodes: Collection[int], mode: int = MPOL_BIND) -> None:
-    """`numactl --membind` for this process and what it starts."""
-    mask = ctypes.c_ulong(sum(1 << node for node in nodes))
-    if libc.syscall(SET_MEMPOLICY, mode, ctypes.byref(mask), 64):
-        raise OSError(ctypes.get_errno(), "set_mempolicy")
-
-
 def run(
-    *command: object,
-    cpus: Collection[int] = (),
-    membind: Collection[int] = (),
-    cgroup: Path | None = None,
-    env: dict[str, str] | None = None,
+    *command: object, cpus: Collection[int] = (), membind: Collection[int] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on these CPUs only, with memory of these nodes only, in this cgroup."""
+    """Run a command on these CPUs only, with memory of these nodes only."""
 
     def begin() -> None:
-        if cgroup:
-            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
         if cpus:
             os.sched_setaffinity(0, cpus)
-        if membind:
-            bind_memory(membind)
+        mask = ctypes.c_ulong(sum(1 << node for node in membind))
+        if membind and libc.syscall(SET_MEMPOLICY, MPOL_BIND, ctypes.byref(mask), 64):
+            raise OSError(ctypes.get_errno(), "set_mempolicy")
 
-    return subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(TESTS), **(env or {})},
-        preexec_fn=begin,
-    )
+    words, env = list(map(str, command)), {**os.environ, "PYTHONPATH": str(TESTS)}
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, env=env, preexec_fn=begin)
 
 
 PRELUDE = """
@@ -143,10 +112,7 @@ def say(**facts):
 
 
 def seen_by(code: str, **how: Any) -> Any:
-    """What a Python program says (`say(name=value)`, once), run as `run` does, with PRELUDE before it.
-
-    Also its `stderr`. Raises AssertionError with that where the program fails.
-    """
+    """What a Python program says (`say(name=value)`, once), run as `run` does, with PRELUDE before it."""
     done = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **how)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
+    return json.loads(done.stdout.splitlines()[-1])

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-
-def numbers(lists: Iterable[str]) -> list[int]:
-    """The CPUs of the kernel's lists, each of one range."""
-    ends = [text.split("-") for text in lists]
-    return [cpu for pair in ends for cpu in range(int(pair[0]), int(pair[-1]) + 1)]
+from ktconvert.native_quant.machine import parse_list
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,12 @@ class Variant:
 
     def cpus(self, *nodes: int) -> list[int]:
         """The CPUs of these nodes."""
-        return numbers(self.nodes[node][0] for node in nodes)
+        return sorted(parse_list(",".join(self.nodes[node][0] for node in nodes)))
 
     @property
     def offline(self) -> list[int]:
         """The CPUs that are switched off."""
-        return numbers(self.off.values())
+        return sorted(parse_list(",".join(self.off.values())))
 
     def is_small(self, node: int) -> bool:
         """Whether what else there is (files that were read) may fill the node's memory."""

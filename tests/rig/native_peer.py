@@ -1,6 +1,7 @@
-"""`native_peer.py JOB.json`: kt-kernel's outputs for checkpoints. The job lists runs (weights, method, swiglu_limit,
-swiglu_alpha, sizes, a file with inputs) and the safetensors file for the results. A run with `ranks` instead of inputs:
-what is written to GPU buffers for each of these counts of ranks; `parts`: NUMA parts, of the whole process.
+"""`native_peer.py JOB.json`: kt-kernel's outputs. The job lists runs (weights, method, layer, swiglu_limit, swiglu_alpha,
+sizes, a file with inputs) and the safetensors file for the results. In place of inputs a run may have `ranks`: what is
+written to GPU buffers for each of these counts of ranks; or `tensors`: kt-kernel packs and writes them, `backward` for
+training. `parts`: NUMA parts, of the whole process.
 """
 
 import json
@@ -26,6 +27,17 @@ def buffers(moe, run, ranks):
     return outs
 
 
+def write_backward(run, linears, experts):
+    from kt_kernel.sft.amx import AMXSFTMoEWrapper
+
+    sizes = {"num_experts": run["experts"], "num_experts_per_tok": run["topk"], "hidden_size": run["hidden"]}
+    sizes |= {"moe_intermediate_size": run["width"], "num_gpu_experts": 0, "threadpool_count": run["parts"]}
+    how = {"cpuinfer_threads": 2, "weight_path": "", "chunked_prefill_size": 64, "method": run["method"]}
+    moe = AMXSFTMoEWrapper(layer_idx=0, **sizes, **how)
+    moe.load_weights_from_tensors(*linears, experts)
+    moe.save_backward_weights_from_tensors(*linears, experts, run["path"])
+
+
 def main(job):
     prepare_kt_kernel()
     if any(run["method"] == "NVFP4" for run in job["runs"].values()):
@@ -34,11 +46,19 @@ def main(job):
 
     outs = {}
     for name, run in job["runs"].items():
-        experts = run["experts"]
-        sizes = (experts, run["topk"], run["hidden"], run["width"], torch.zeros(experts, dtype=torch.bool))
-        swiglu = {"swiglu_limit": run.get("limit", 0.0), "swiglu_alpha": run.get("alpha", 0.0)}
-        moe = wrapper(KTMoEWrapper, 0, *sizes, run.get("parts", 1), run["path"], run["method"], **swiglu)
-        moe.load_weights(torch.arange(experts))
+        tensors, experts = load_file(run["tensors"]) if "tensors" in run else {}, torch.arange(run["experts"])
+        linears = [tensors[name] for name in ("gate", "up", "down") if tensors]
+        if run.get("backward"):
+            write_backward(run, linears, experts)
+            continue
+        sizes = (len(experts), run["topk"], run["hidden"], run["width"], torch.zeros(len(experts), dtype=torch.bool))
+        more = {"swiglu_limit": run.get("limit", 0.0), "swiglu_alpha": run.get("alpha", 0.0), "cpu_save": bool(tensors)}
+        where = run.get("parts", 1), run["path"], run["method"]
+        moe = wrapper(KTMoEWrapper, run.get("layer", 0), *sizes, *where, **more)
+        if tensors:
+            moe.load_weights_from_tensors(*linears, experts)
+            continue
+        moe.load_weights(experts)
         if "ranks" in run:
             outs |= {f"{name}.{ranks}": buffers(moe, run, ranks) for ranks in run["ranks"]}
             continue

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.models.loading import ModelChoice
-from ktconvert.pipeline.models.serving import clients
 from ktconvert.pipeline.models.serving.server import load
 
 PATIENCE = 300  # seconds; only what never happens takes so long
@@ -65,7 +64,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 class Served:
     """A running server.
 
-    scheduler generates for it
+    application answers, scheduler generates for it
     passes    through the model: (thread, shape of input_ids, shape of logits) in their order
     running   generations at this moment
     left      clients that the server saw go while it generated
@@ -73,6 +72,7 @@ class Served:
     """
 
     model: Path
+    application: Any
     scheduler: Any
     url: str = ""
     passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -101,8 +101,10 @@ class Served:
             handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ktconvert.pipeline.models.serving.application import Call
+
         model = self.scheduler.model
-        generate, left = model.generate, clients.Client.left
+        generate, leave = model.generate, Call.leave
 
         def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
             shape = tuple(named["input_ids"].shape)
@@ -115,19 +117,19 @@ class Served:
             finally:
                 self.running -= 1
 
-        def noticed(client: clients.Client) -> None:
-            left(client)
+        def noticed(call: Call) -> None:
+            leave(call)
             self.left += bool(self.running)
 
         model.register_forward_hook(note, with_kwargs=True)
         monkeypatch.setattr(model, "generate", counted)
-        monkeypatch.setattr(clients.Client, "left", noticed)
+        monkeypatch.setattr(Call, "leave", noticed)
 
 
 @contextmanager
 def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
     """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of server.load."""
-    from ktconvert.pipeline.models.serving.uvicorn_server import Server
+    from ktconvert.pipeline.models.serving.server import Server
 
     choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
     application, scheduler = load(choice, **more)
@@ -135,7 +137,7 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        answering = Served(model, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
+        answering = Served(model, application, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
         with pytest.MonkeyPatch.context() as monkeypatch:
             answering.watch(monkeypatch)
             answering.until(lambda: server.started)

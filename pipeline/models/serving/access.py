@@ -20,9 +20,7 @@ TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 
 @dataclass
 class Refused(Exception):
-    """A refusal as OpenAI's API and its clients know errors. status: of HTTP; message: one sentence; param: the
-    parameter at fault; code: OpenAI's word for the reason.
-    """
+    """A refusal in OpenAI's form. param: the parameter at fault; code: OpenAI's word for the reason."""
 
     status: int
     message: str
@@ -43,9 +41,7 @@ def ending() -> Refused:
 
 
 def key_from(path: Path | None) -> bytes | None:
-    """The API key: the only line of this file, else the environment's; None without either. Raises InputError for a
-    file that cannot be read or holds no key, UsageError for a variable that holds none.
-    """
+    """The API key: the only line of this file, else the environment's, else None. Raises InputError or UsageError."""
     wrong: InputError | UsageError
     if path is not None:
         try:

@@ -10,10 +10,10 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import from_json
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -49,8 +49,12 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass
 class Call:
-    """One request: id: under which generation knows it; unread: whether some of its body may be to come; came: bytes of
-    it that came; counts: whether it is one of the requests that are being answered.
+    """One request, under whose id generation knows it. Neither Starlette nor transformers' handlers ask whether the
+    client still waits for its answer: that is watched from the end of the body on.
+
+    unread, came  whether some of the body may be to come, and bytes of it that came
+    counts        whether it is one of the requests that are being answered
+    gone          set when the client has gone
     """
 
     scope: Scope
@@ -60,6 +64,8 @@ class Call:
     unread: bool = True
     came: int = 0
     counts: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    watching: asyncio.Task[None] | None = None
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises Refused with 413 for a longer one, of which no more than `limit` is kept."""
@@ -73,11 +79,30 @@ class Call:
             data = data + chunk if self.came <= limit else b""
         if self.came > limit:
             raise Refused(413, f"the body has more than {limit} bytes, the most for this model's context; shorten it")
+        self.watching = self.watching or asyncio.create_task(self._watch())
         return data
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.leave()
+
+    def leave(self) -> None:
+        self.gone.set()
+
+    async def _left(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def respond(self, status: int, body: dict[str, Any], name: str = "", **headers: str) -> None:
+        """A whole answer. name: in place of the request's id; headers: more of them."""
+        headers |= {"x-request-id": name or self.id}
+        response = Response(json.dumps(body), status, headers, "application/json")
+        await response(self.scope, self._left, self.send)
 
     async def stream(self, events: AsyncIterator[bytes | str], name: str) -> None:
         response = StreamingResponse(events, media_type=EVENTS.decode(), headers={"x-request-id": name})
-        await response(self.scope, self.receive, self.send)
+        await response(self.scope, self._left, self.send)
 
 
 class Application:
@@ -90,8 +115,8 @@ class Application:
         self.answered = 0  # requests, at this moment
         self.limit = max(BODY, PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
-            "/health": ("GET", lambda call: respond(call.send, 200, {"status": "ok"})),
-            "/v1/models": ("GET", self._models),
+            "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
+            "/v1/models": ("GET", lambda call: call.respond(200, {"object": "list", "data": [manager.entry()]})),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/responses": ("POST", self._responses),
@@ -115,21 +140,23 @@ class Application:
         except Refused as refused:
             with contextlib.suppress(Refused):
                 await call.read(0)  # a client that is still sending would find the connection closed, and no answer
-            more = {"www_authenticate": "Bearer"} if refused.status == 401 else {}
-            await respond(send, refused.status, refused.body(), x_request_id=call.id, **more)
+            more = {"www-authenticate": "Bearer"} if refused.status == 401 else {}
+            await call.respond(refused.status, refused.body(), **more)
         except asyncio.CancelledError:  # by the server, which ends, and has waited for this answer
             last = access.ending()
             if not begun:
-                await respond(send, last.status, last.body(), x_request_id=call.id)
+                await call.respond(last.status, last.body())
             elif streaming:
                 await send({"type": "http.response.body", "body": event(last.body()), "more_body": False})
         except Exception:
             if begun:
                 raise
             log.exception("%s: request %s failed", scope["path"], call.id)
-            await respond(send, 500, Refused(500, FAILED).body(), x_request_id=call.id)
+            await call.respond(500, Refused(500, FAILED).body())
         finally:
             self.answered -= call.counts
+            if call.watching is not None:
+                call.watching.cancel()
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
@@ -144,12 +171,9 @@ class Application:
             raise Refused(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
         await answer(call)
 
-    async def _models(self, call: Call) -> None:
-        await respond(call.send, 200, {"object": "list", "data": [self.manager.entry()]}, x_request_id=call.id)
-
     async def _model(self, call: Call) -> None:
         self.manager.check_name(call.scope["path"].removeprefix("/v1/models/"))
-        await respond(call.send, 200, self.manager.entry(), x_request_id=call.id)
+        await call.respond(200, self.manager.entry())
 
     async def _load_model(self, call: Call) -> None:
         await self._read(call, schemas.LoadModel)
@@ -192,61 +216,40 @@ class Application:
         configs = [self._config(request, len(ids)) for ids in prompts]
         answers = []
         for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
-            name = f"cmpl-{call.id}" + (f"-{number}" if number else "")
-            answers.append(await self._one(request, request.prompt[number], ids, config, name))
+            name, prompt = f"cmpl-{call.id}" + (f"-{number}" if number else ""), request.prompt[number]
+            with noted(name, RequestOptions.of(request, call.gone, ids)) as options:
+                whole = await scoring.completion(self.manager, self.scheduler, request, prompt, config, name)
+            answers.append(finished(whole, options.cut))
         whole = answers[0]
         whole["choices"] = [{**answer["choices"][0], "index": n} for n, answer in enumerate(answers)]
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
         whole["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
-        await respond(call.send, 200, whole, x_request_id=whole["id"])
-
-    async def _one(self, request: schemas.Completion, prompt: Any, ids: list[int], config: Any, name: str) -> Any:
-        """The completion of one prompt: transformers' own, or ours where logarithms of probabilities are to come."""
-        options = RequestOptions.of(request, ids)
-        if request.logprobs is not None or request.max_tokens == 0:
-            with noted(name, options):
-                whole = await scoring.completion(self.manager, self.scheduler, request, ids, config, name)
-            return finished(whole, options.cut)
-        response = await self._handled(request, {"prompt": PLACEHOLDER}, config, name, options)
-        whole = finished(json.loads(response.body), options.cut)
-        if request.echo:
-            text = prompt if isinstance(prompt, str) else await self.prompts.decode(ids)
-            whole["choices"][0]["text"] = text + whole["choices"][0]["text"]
-        return whole
+        await call.respond(200, whole, whole["id"])
 
     async def _answer(
         self, call: Call, request: Any, body: dict[str, Any], length: int, ids: list[int] | None = None
     ) -> None:
         """The handler's answer to this body, to the client. length: of the prompt; ids: itself, in place of a text."""
-        options, is_text = RequestOptions.of(request, ids), isinstance(request, schemas.Generation)
-        body["stream"], name = request.stream, KINDS[type(request)][1] + call.id
-        response = await self._handled(request, body, self._config(request, length), name, options)
+        options, is_text = RequestOptions.of(request, call.gone, ids), isinstance(request, schemas.Generation)
+        name = KINDS[type(request)][1] + call.id
+        config = json.dumps(self._config(request, length))
+        body |= {"stream": request.stream, "model": self.manager.name, "generation_config": config}
+        try:
+            with noted(name, options):
+                response = await self.handlers[type(request)].handle_request(body, name)
+        except HTTPException as error:  # of a field that they do not know, 422; in OpenAI's API that is 400
+            status = 400 if error.status_code == 422 else error.status_code
+            raise Refused(status, str(error.detail)) from error
         if not request.stream:
-            whole = finished(json.loads(response.body), options.cut)
-            return await respond(call.send, 200, whole, x_request_id=name)
+            return await call.respond(200, finished(json.loads(response.body), options.cut), name)
         usage = is_text and request.stream_options is not None and request.stream_options.include_usage
-
-        def edit(content: Any) -> Iterator[Any]:
-            return edit_text(content, options.cut, usage, length) if is_text else edit_response(content, options.cut)
-
-        await call.stream(edited(response.body_iterator, edit, done=is_text), name)
+        await call.stream(edited(response.body_iterator, options, length if usage else None, done=is_text), name)
 
     def _config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
         """The generation_config for an answer to a prompt of this length. Raises Refused where it leaves none."""
         most = self.prompts.left_after(length, KINDS[type(request)][2])
         self.prompts.check_ids("logit_bias", getattr(request, "logit_bias", None) or {})
         return generation_config(request, self.manager.defaults, most)
-
-    async def _handled(
-        self, request: schemas.CommonRequest, body: dict[str, Any], config: Any, name: str, options: RequestOptions
-    ) -> Any:
-        body |= {"model": self.manager.name, "generation_config": json.dumps(config)}
-        try:
-            with noted(name, options):
-                return await self.handlers[type(request)].handle_request(body, name)
-        except HTTPException as error:  # of a field that they do not know, 422; in OpenAI's API that is 400
-            status = 400 if error.status_code == 422 else error.status_code
-            raise Refused(status, str(error.detail)) from error
 
 
 def _tools(request: schemas.Chat | schemas.Responses) -> dict[str, Any]:
@@ -258,25 +261,19 @@ def _tools(request: schemas.Chat | schemas.Responses) -> dict[str, Any]:
 # --- answers --------------------------------------------------------------------------------------
 
 
-async def respond(send: Send, status: int, body: dict[str, Any], **headers: str) -> None:
-    """A whole answer. headers: their names with _ for -."""
-    data = json.dumps(body).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(data)), **headers}
-    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": named})
-    await send({"type": "http.response.body", "body": data})
-
-
 def event(content: Any) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-async def edited(stream: AsyncIterator[str], edit: Callable[[Any], Iterator[Any]], done: bool) -> AsyncIterator[bytes]:
-    """The events of a handler's stream, each of whose chunks holds whole ones, with those that `edit` gives instead.
-    done: whether OpenAI ends such a stream with [DONE]
+async def edited(
+    stream: AsyncIterator[str], options: RequestOptions, prompt: int | None, done: bool
+) -> AsyncIterator[bytes]:
+    """The events of a handler's stream, each of whose chunks holds whole ones, in OpenAI's form. prompt: the number of
+    its tokens, where the client asks for numbers; done: whether OpenAI ends such a stream with [DONE]
     """
     async for chunk in stream:
-        yield b"".join(event(new) for old in chunk.split("\n\n")[:-1] for new in edit(_content(old)))
+        contents = map(_content, chunk.split("\n\n")[:-1])
+        yield b"".join(event(new) for old in contents for new in edit(old, options.cut, prompt))
     if done:
         yield b"data: [DONE]\n\n"
 
@@ -291,8 +288,8 @@ def _content(text: str) -> Any:
 
 
 def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
-    """A whole answer, or the last event of a stream, which says whether it was cut off. Theirs call a response always
-    completed, and a text cut off that ends with the last token that was permitted.
+    """A whole answer, or a stream's last event, with how it ended: theirs call a response always completed, and a text
+    cut off that ends with the last token that was permitted.
     """
     if answer.get("object") == "response":
         reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -303,22 +300,15 @@ def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
     return answer
 
 
-def edit_response(content: Any, cut: bool) -> Iterator[Any]:
-    """For the events of /v1/responses: the last one says whether the answer was cut off."""
+def edit(content: Any, cut: bool, prompt: int | None) -> Iterator[Any]:
+    """An event as OpenAI has it: the last one says how the answer ended; numbers of tokens have their own."""
     if content.get("type") == "response.completed":
         content["response"] = finished(content["response"], cut)
         content["type"] = f"response.{content['response']['status']}"
-    yield content
-
-
-def edit_text(content: Any, cut: bool, with_usage: bool, prompt: int) -> Iterator[Any]:
-    """For a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
-    nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
-    """
     if any(choice.get("finish_reason") for choice in content.get("choices", ())):
         finished(content, cut)
     usage = content.pop("usage", None)
     yield content
-    if with_usage and usage is not None:
+    if prompt is not None and usage is not None:
         usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
         yield {**content, "choices": [], "usage": usage}

@@ -31,10 +31,7 @@ auto: Any = transformers
 
 
 class OneModel(theirs):  # type: ignore[misc]
-    """Loads the chosen model at once, and keeps it until the server ends.
-
-    defaults  the model's own generation config, as far as it says anything
-    """
+    """Loads the chosen model at once, and keeps it until the server ends. defaults: what its generation config says."""
 
     def __init__(self, choice: ModelChoice, config: Any, name: str) -> None:
         """config: what loading.prepare gave; name: the id under which clients know the model."""
@@ -77,11 +74,7 @@ class OneModel(theirs):  # type: ignore[misc]
 
 
 class Prompts:
-    """The tokenizer and the limits of one loaded model.
-
-    context     tokens of prompt and answer together
-    vocabulary  token ids are 0 to this less 1
-    """
+    """The tokenizer and the limits of one loaded model. context: tokens of prompt and answer together."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.context = longest(model.config) or UNSAID
@@ -114,12 +107,7 @@ class Prompts:
             raise Refused(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
 
     async def chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> int:
-        """Tokens of a conversation in the model's chat template.
-
-        messages, tools  as transformers' handlers make them of a request
-        settings         chat_template_kwargs; param: where the messages came from
-        Raises Refused for what the template does not know, and where it refuses the messages.
-        """
+        """Tokens of a conversation in the model's chat template. Raises Refused for what that does not take."""
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
         inputs = BaseHandler.get_processor_inputs_from_messages(messages, kind)
         write = functools.partial(

@@ -7,6 +7,7 @@ The layer before the handlers notes them; whoever generates looks them up, with 
 
 from __future__ import annotations
 
+from asyncio import Event
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class RequestOptions:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
     OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
-    logit_bias: added to the logits of these token ids. cut is the answer to it: whether the generated text ended with
-    neither an end token nor a stop string.
+    logit_bias: added to the logits of these token ids; gone: set when nobody waits for the answer any more. cut is the
+    answer to it: whether the generated text ended with neither an end token nor a stop string.
     """
 
     ids: Sequence[int] | None = None
@@ -36,14 +37,15 @@ class RequestOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    gone: Event = field(default_factory=Event)
     cut: bool = True
 
     @classmethod
-    def of(cls, request: CommonRequest, ids: Sequence[int] | None = None) -> RequestOptions:
+    def of(cls, request: CommonRequest, gone: Event, ids: Sequence[int] | None = None) -> RequestOptions:
         """What the handlers would not pass on of this request."""
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
         given = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
-        return cls(ids, request.seed, **given)
+        return cls(ids, request.seed, gone=gone, **given)
 
     def processors(self, prompt: int) -> list[Any]:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
@@ -64,10 +66,10 @@ _noted: dict[str, RequestOptions] = {}
 
 
 @contextmanager
-def noted(request_id: str, options: RequestOptions) -> Iterator[None]:
+def noted(request_id: str, options: RequestOptions) -> Iterator[RequestOptions]:
     _noted[request_id] = options
     try:
-        yield
+        yield options
     finally:
         del _noted[request_id]
 
@@ -77,9 +79,8 @@ def noted_for(request_id: str) -> RequestOptions:
 
 
 def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The request's generation_config: the model's own (`defaults`), changed as the request says; most: new tokens. A
-    temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them the
-    model's own generation_config.json says which.
+    """The model's own generation_config (`defaults`), changed as the request says; most: new tokens. A temperature
+    above 0 samples, as top_p, top_k and min_p do.
     """
     config = dict(defaults)
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]

@@ -25,10 +25,9 @@ from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
-from ktconvert.pipeline.models.serving import clients
 from ktconvert.pipeline.models.serving.access import ending
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
-from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, parse_answers_of
+from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
 PATIENCE = 1.0  # seconds
@@ -69,39 +68,25 @@ class Ended(Exception):
     """Thrown through what computes: its client has gone, or it is done before its time."""
 
 
-class ClientWatch:
-    """Whether the client of this request, if it is made for one, still waits for what is computed."""
-
-    def __init__(self) -> None:
-        self._client, self._cancelled = clients.current.get(None), False
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    @property
-    def gone(self) -> bool:
-        return self._cancelled or (self._client is not None and self._client.gone.is_set())
-
-
-class Answer(ClientWatch):
-    """The answer to one request: the streamer of `model.generate`.
-
-    emit   gets each piece of the answer, in the generating thread
-    whole  whether it has come to its end
+class Answer:
+    """The answer to one request: the streamer of `model.generate`. emit gets each piece, in the generating thread;
+    whole: whether it has come to its end.
     """
 
-    def __init__(self, decoder: StreamDecoder, emit: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.decoder, self.emit = decoder, emit
+    def __init__(self, decoder: StreamDecoder, options: RequestOptions, emit: Callable[[Any], None]) -> None:
+        self.decoder, self.options, self.emit = decoder, options, emit
         self.whole = False
         self.ids = GeneratedIds()
-        self.ids.ends, self.ids.stop = tuple(decoder.ends), decoder.stop
         self._prompt = True  # is what `put` gets first
 
     @property
     def total_tokens(self) -> int:
         """For the handlers of transformers' server."""
         return len(self.ids)
+
+    def cancel(self) -> None:
+        """For the handlers, too: nobody waits for it any more."""
+        self.options.gone.set()
 
     def put(self, tokens: torch.Tensor) -> None:
         """A new token [1]; before the first one, the prompt [1, T]. Raises Ended after a stop string."""
@@ -130,8 +115,8 @@ class Scheduler(utils.BaseGenerateManager):
         self.model = model
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
         self.lock = FairLock()
-        self._jobs: queue.SimpleQueue[tuple[ClientWatch, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._own = threading.local()  # .watch: of the client that this thread computes for
+        self._jobs = queue.SimpleQueue[tuple[RequestOptions, Callable[[], Any], Future[Any]] | None]()
+        self._own = threading.local()  # .options: of the request that this thread computes for
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
         parse_answers_of(processor, model)
@@ -155,40 +140,43 @@ class Scheduler(utils.BaseGenerateManager):
 
         def generate() -> None:
             try:
-                self._generate(answer, inputs, gen_config, options)
+                self._generate(answer, inputs, gen_config)
                 emit(None)
             except Exception as error:
                 emit(utils._StreamError(str(error)))
 
-        options, answer = noted_for(request_id), self._answer(gen_config, response_parser, emit)
-        self._jobs.put((answer, generate, Future()))
+        answer = self._answer(request_id, gen_config, response_parser, emit)
+        self._jobs.put((answer.options, generate, Future()))
         return items, answer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Theirs: the text, the number of tokens of the prompt, and the new ids."""
-        text: list[str] = []
-        options, answer = noted_for(request_id), self._answer(gen_config, None, text.append)
-        await self.run(lambda: self._generate(answer, inputs, gen_config, options), answer)
-        length = inputs["input_ids"].shape[-1] if options.ids is None else len(options.ids)
-        return "".join(text), length, answer.ids
+        ids = noted_for(request_id).ids
+        parser = utils.build_response_parser(processor, model, inputs["input_ids"]) if ids is None else None
+        items = list[Any]()
+        answer = self._answer(request_id, gen_config, parser, items.append)
+        await self.run(lambda: self._generate(answer, inputs, gen_config), answer.options)
+        answer.ids.items = items
+        return "".join(filter(is_text, items)), inputs["input_ids"].shape[-1] if ids is None else len(ids), answer.ids
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
         own = self.model.generation_config if config.eos_token_id is None else config
         return _listed(own.eos_token_id)
 
-    async def run(self, work: Callable[[], Any], watch: ClientWatch | None = None) -> Any:
-        """What `work` gives, or raises, in one of the threads; its passes through the model raise Ended when the client
-        has gone, or when this is cancelled.
+    async def run(self, work: Callable[[], Any], options: RequestOptions) -> Any:
+        """What `work` for this request gives, or raises, in one of the threads; its passes through the model raise
+        Ended when the client has gone.
         """
-        watch, future = watch or ClientWatch(), Future[Any]()
-        self._jobs.put((watch, work, future))
+        future = Future[Any]()
+        self._jobs.put((options, work, future))
         try:
             return await asyncio.wrap_future(future)
-        finally:
-            watch.cancel()
+        except asyncio.CancelledError:
+            options.gone.set()
+            raise
 
     def interrupt(self) -> None:
         """Have all that is computed end at its next layer. Safe in a signal handler, which a lock would not be."""
@@ -204,7 +192,7 @@ class Scheduler(utils.BaseGenerateManager):
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._own.watch, work, future = job
+            self._own.options, work, future = job
             if future.set_running_or_notify_cancel():
                 try:
                     with self.lock:
@@ -214,14 +202,16 @@ class Scheduler(utils.BaseGenerateManager):
                 else:
                     future.set_result(result)
                     del result
-            self._own.watch = None
+            self._own.options = None
             del job, work, future  # with the prompt and the answer, while this thread waits for the next one
 
-    def _answer(self, config: Any, parser: Any, emit: Callable[[Any], None]) -> Answer:
-        return Answer(StreamDecoder(self.processor, parser, self.ends(config), _listed(config.stop_strings)), emit)
+    def _answer(self, request_id: str, config: Any, parser: Any, emit: Callable[[Any], None]) -> Answer:
+        decoder = StreamDecoder(self.processor, parser, self.ends(config), _listed(config.stop_strings))
+        return Answer(decoder, noted_for(request_id), emit)
 
-    def _generate(self, answer: Answer, inputs: Any, config: Any, options: RequestOptions) -> None:
+    def _generate(self, answer: Answer, inputs: Any, config: Any) -> None:
         """Generate until the end, or until the client has gone. Raises Refused if the server ends before it does."""
+        options = answer.options
         config = copy.deepcopy(config)
         config.stop_strings = None  # StreamDecoder knows them, without a table of the tokens that they may begin in
         if config.pad_token_id is None:
@@ -245,14 +235,15 @@ class Scheduler(utils.BaseGenerateManager):
         options.cut = not answer.decoder.ended
 
     def _check(self, *_: Any) -> None:
-        watch = getattr(self._own, "watch", None)
-        if watch is not None and (self._stopping or watch.gone):
+        """Raises Ended if the request that this thread computes for, if any, is over."""
+        options = getattr(self._own, "options", None)
+        if options is not None and (self._stopping or options.gone.is_set()):
             raise Ended
 
     def _before_pass(self, *_: Any) -> None:
         """Let the threads that wait compute first. A seed is a client's own, whoever else draws numbers."""
         self._check()
-        if getattr(self._own, "watch", None) is not None and self.lock.is_awaited():
+        if getattr(self._own, "options", None) is not None and self.lock.is_awaited():
             state = self._random.get_rng_state()
             self.lock.step_back()
             self._random.set_rng_state(state)

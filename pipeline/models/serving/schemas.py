@@ -333,9 +333,7 @@ class LoadModel(Strict):
 
 
 def read(kind: type[Any], body: Any) -> Any:
-    """The request that this body is; null stands for a parameter that was left out. Raises Refused with 400 and the
-    parameter's name.
-    """
+    """The request that this body is; null: left out. Raises Refused with 400 and the parameter's name."""
     if not isinstance(body, dict):
         raise Refused(400, "the body has to be a JSON object")
     try:

@@ -1,4 +1,4 @@
-"""Completions with the logarithms of probabilities, of the prompt's tokens too, which transformers' server lacks."""
+"""Completions in one piece, with the logarithms of probabilities, of the prompt's tokens too, if they are asked for."""
 
 from __future__ import annotations
 
@@ -15,22 +15,14 @@ from ktconvert.pipeline.models.serving.model_manager import OneModel
 from ktconvert.pipeline.models.serving.request_options import noted_for
 from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
 from ktconvert.pipeline.models.serving.schemas import Completion
-from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder, decode_all
+from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
 # What a generation_config may say where the next token is the likeliest one.
 PLAIN = {
-    "_from_model_config",
-    "bos_token_id",
-    "do_sample",
-    "eos_token_id",
-    "max_new_tokens",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
+    *("_from_model_config", "bos_token_id", "do_sample", "eos_token_id", "max_new_tokens", "output_attentions"),
+    *("output_hidden_states", "pad_token_id", "transformers_version", "use_cache"),
 }
 
 
@@ -44,12 +36,14 @@ class Scores:
 
 
 async def completion(
-    manager: OneModel, scheduler: Scheduler, request: Completion, ids: list[int], config: dict[str, Any], name: str
+    manager: OneModel, scheduler: Scheduler, request: Completion, prompt: Any, config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
-    more. The one likeliest token, for which lm-eval asks, comes of the same pass. Raises Refused for a text so long
-    that its logits would not fit.
+    """One prompt's answer in one piece, but for how it ended: what is generated after the ids that are noted under
+    `name`, if anything, and with logprobs all of it read once more. The one likeliest token, for which lm-eval asks,
+    comes of the same pass. prompt: as it was sent. Raises Refused for a text so long that its logits would not fit.
     """
+    options = noted_for(name)
+    ids = list(options.ids or ())
     model, prompts, count, top = manager.model, manager.prompts, config["max_new_tokens"], request.logprobs
     most = MOST // prompts.vocabulary
     if top is not None and len(ids) + count > most:
@@ -59,22 +53,21 @@ async def completion(
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
-        # The ids are noted under this name.
         text, _, new = await scheduler.generate_non_streaming(model, manager.processor, {}, settings(**config), name)
     logprobs = None
     if top is not None:
         try:
-            scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_more))
+            scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_more), options)
         except Ended:
             raise ending() from None
         logprobs = await prompts.in_thread(_logprobs, prompts.tokenizer, scores, 0 if request.echo else len(ids))
         if one_more:
             new = scores.ids[len(ids) :]
             decoder = StreamDecoder(prompts.tokenizer, None, scheduler.ends(settings(**config)), ())
-            text = "".join(await prompts.in_thread(decode_all, decoder, new))
-            noted_for(name).cut = not decoder.ended
+            text = "".join(await prompts.in_thread(lambda: decoder.put(new[0]) + decoder.end()))
+            options.cut = not decoder.ended
     if request.echo:
-        text = await prompts.decode(ids) + text
+        text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": manager.name}
@@ -82,9 +75,7 @@ async def completion(
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
-    """Read these tokens in one pass. top: how many of the likeliest tokens are listed at each position; one_more: add
-    the likeliest token after them
-    """
+    """Read these tokens in one pass. top: of the likeliest at each position; one_more: add the likeliest after them."""
     scores = Scores([*ids], [], [])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]

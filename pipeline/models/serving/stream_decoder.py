@@ -7,7 +7,7 @@ template writes, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.cli.serving import chat_completion, response, utils
@@ -22,13 +22,10 @@ CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of i
 
 
 class StreamDecoder:
-    """Takes ids one at a time and gives what is certain already: text, reasoning and tool calls, as the handlers of
-    transformers' server take them.
+    """Takes ids one at a time and gives what is certain already, as the handlers of transformers' server take it.
 
-    tokenizer  of the model, or a processor that has one
     parser     a ResponseParser of transformers, which is fed the special tokens too; None: all is text
-    ends       ids that end an answer and are no part of it
-    stop       strings at which the text ends; they are no part of it either
+    ends, stop ids, and strings, that end an answer and are no part of it
     """
 
     def __init__(self, tokenizer: Any, parser: Any, ends: Sequence[int], stop: Sequence[str]) -> None:
@@ -96,17 +93,15 @@ class StreamDecoder:
 
 
 class GeneratedIds(list[int]):
-    """A generation's new ids, with what StreamDecoder needs of them."""
+    """A generation's new ids, and what StreamDecoder gave of them."""
 
-    ends: Sequence[int] = ()
-    stop: Sequence[str] = ()
+    items: Sequence[Any] = ()
 
 
 def parse_answers_of(processor: Any, model: Any) -> None:
     """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
-    its chat template writes the words from which parsing starts; other answers are plain text. Parsers start with what
-    the template writes after these words ("<think>"), and nothing that a user says. The handlers look these functions
-    up in their modules, and offer no other place to replace them.
+    its chat template writes the words from which parsing starts, beginning with what it writes after these ("<think>");
+    other answers are plain text. The handlers look these functions up in their modules.
     """
     template = _template(processor, model)
     beginnings = set() if template is None else _beginnings(processor, template)
@@ -142,18 +137,14 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
 
 
 def parse_message(
-    processor: Any, model: Any, generated_ids: GeneratedIds, input_ids: Any, cleaned_content: str = "", **more: Any
+    processor: Any, model: Any, generated_ids: GeneratedIds, **more: Any
 ) -> tuple[str, str | None, list[Any] | None]:
     """A whole answer as (text, reasoning, tool calls): what a stream of it would give, in one piece."""
-    parser = utils.build_response_parser(processor, model, input_ids, **more)
-    if parser is None:
-        return cleaned_content, None, None
-    items = decode_all(StreamDecoder(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
+    items = generated_ids.items
     calls = [item for item in items if isinstance(item, utils.ToolCall)]
     reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
-    text = "".join(item for item in items if isinstance(item, str) and not isinstance(item, utils.ReasoningText))
-    return text, reasoning or None, calls or None
+    return "".join(filter(is_text, items)), reasoning or None, calls or None
 
 
-def decode_all(decoder: StreamDecoder, ids: Iterable[int]) -> list[Any]:
-    return [item for token in ids for item in decoder.put(token)] + decoder.end()
+def is_text(item: Any) -> bool:
+    return isinstance(item, str) and not isinstance(item, utils.ReasoningText)
