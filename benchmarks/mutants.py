@@ -35,8 +35,9 @@ FOLDERS = ("layouts", "quantizers", "pipeline/engine", "pipeline/plans", "native
 FILES = 24  # of tests, for each mutant
 WALL = 3600  # seconds, on a machine that is busy with other things
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",
-         "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+", "<<": ">>", ">>": "<<",
-         "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and", "&&": "||", "||": "&&", "+=": "-=", "-=": "+="}  # fmt: skip
+         "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+",
+         "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and", "&&": "||", "||": "&&",
+         "+=": "-=", "-=": "+="}  # fmt: skip
 OPERATOR = re.compile(r"not\s+in|is\s+not|\b(?:in|is|and|or)\b|<<|>>|//|\*\*|[<>=!]=|[-+*/%&|^<>]")
 TEXT = ("note", "warn", "warning", "say", "echo", "info", "debug", "secho")  # calls that only tell people something
 
@@ -109,8 +110,8 @@ def of_python(path: str, text: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(text), text[:2000])
 
 
-C = re.compile(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>]|[-+]=)(?= )|(?<=[(\s])!(?=[\w(])|(?<![\w.])\d+(?![\w.])"
-               r"|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)|^ +(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$"
+C = re.compile(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>]|[-+]=)(?= )|(?<=[(\s])!(?=[\w(])"
+               r"|(?<![\w.])\d+(?![\w.])|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)|^ +(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$"
                r"|^ +[\w.\->\[\]]+ [-+*/|&^<>]*= [^;{}]*;$", re.M)  # fmt: skip
 
 

@@ -7,7 +7,10 @@ import ast
 import dataclasses
 import functools
 import graphlib
+import os
 import re
+import runpy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +137,45 @@ def test_no_circles():
 
 
 CSRC = ROOT / "native_quant" / "csrc"
+
+
+def definitions(text: str) -> Iterator[str]:
+    """The functions and variables that preprocessed C defines, whole, but no declarations and no types."""
+    depth, start, is_function = 0, 0, False
+    for mark in re.finditer(r"[{};]", text):
+        if mark[0] == "{":
+            is_function = is_function or (depth == 0 and text[start : mark.start()].rstrip().endswith(")"))
+        depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
+        if depth == 0 and (mark[0] == ";" or is_function):
+            item, start, is_function = text[start : mark.end()].strip(), mark.end(), False
+            if "{" in item and not item.startswith(("typedef", "enum", "struct")):
+                yield item
+
+
+def test_no_circles_in_c(tmp_path, monkeypatch):
+    """No C file needs, by way of others, one that needs it; no header includes itself."""
+    monkeypatch.chdir(ROOT)
+    build = runpy.run_path("native_quant/_build.py")
+    (tmp_path / "immintrin.h").touch()  # the compiler's own is long
+    command = [os.environ.get("CC", "cc"), "-E", "-P", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
+    home: dict[str, str] = {}
+    used: dict[str, set[str]] = {}
+    for path in build["sources"]():
+        text = subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
+        text = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", "", text)
+        items = list(definitions(text))
+        heads = [re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split() for item in items]
+        home |= {head[-1]: path for head in heads if "static" not in head}
+        used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
+    assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
+    files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
+    headers = {p.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', p.read_text())) for p in CSRC.rglob("*.h")}
+    for graph in (files, headers):
+        assert sum(map(len, graph.values())) > 50
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            pytest.fail(f"a circle of C files: {' <- '.join(error.args[1])}")
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
