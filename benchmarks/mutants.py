@@ -36,8 +36,8 @@ FILES = 24  # of tests, for each mutant
 WALL = 3600  # seconds, on a machine that is busy with other things
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",
          "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+",
-         "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and", "&&": "||", "||": "&&",
-         "+=": "-=", "-=": "+="}  # fmt: skip
+         "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and",
+         "&&": "||", "||": "&&", "+=": "-=", "-=": "+="}  # fmt: skip
 OPERATOR = re.compile(r"not\s+in|is\s+not|\b(?:in|is|and|or)\b|<<|>>|//|\*\*|[<>=!]=|[-+*/%&|^<>]")
 TEXT = ("note", "warn", "warning", "say", "echo", "info", "debug", "secho")  # calls that only tell people something
 
@@ -111,7 +111,8 @@ def of_python(path: str, text: str) -> Iterator[Mutant]:
 
 
 C = re.compile(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>]|[-+]=)(?= )|(?<=[(\s])!(?=[\w(])"
-               r"|(?<![\w.])\d+(?![\w.])|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)|^ +(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$"
+               r"|(?<![\w.])\d+(?![\w.])|(?<=\bif )\([^;{}\n]*\)(?= [^)\n]*[;{]$)"
+               r"|^ +(?!return)[\w.\->\[\]* ]*[\w\]]\([^;{}]*\);$"
                r"|^ +[\w.\->\[\]]+ [-+*/|&^<>]*= [^;{}]*;$", re.M)  # fmt: skip
 
 
