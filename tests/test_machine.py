@@ -155,18 +155,11 @@ def test_cgroup_v1(tmp_path, inside):
 
 
 def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:memory:/../other\n4:cpu:/\n",
-            "proc/self/mountinfo": "".join(V1.format(inside="/", name=name) for name in ("cpu", "memory")),
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "proc/vmstat": "oom_kill 77\n",
-        },
-    )
+    files = {"proc/self/cgroup": "5:memory:/../other\n4:cpu:/\n", "proc/vmstat": "oom_kill 77\n"}
+    files["proc/self/mountinfo"] = "".join(V1.format(inside="/", name=name) for name in ("cpu", "memory"))
+    group = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
+    group |= {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    root = tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
     assert machine.memory_limit(root) is None and machine.cpu_quota(root) is None
     assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
 

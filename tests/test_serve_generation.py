@@ -18,8 +18,6 @@ import pytest
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models import generating, loading
-from ktconvert.pipeline.models.serving import server as serving
-from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted
 from rig.safetensors import edit_file
 from rig.served import PATIENCE, Served, free_port, served, started, with_template
 
@@ -27,6 +25,8 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
+schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
+serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 
 WORDS = "import os"
 SAID = [{"role": "user", "content": WORDS}]
@@ -156,7 +156,7 @@ def test_a_seed_is_a_clients_own(server):
     config.update(do_sample=True, max_new_tokens=40)
 
     def draw(seed: int | None) -> list[int]:
-        with noted(f"seed-{seed}", RequestOptions(seed=seed)):
+        with schemas.noted(f"seed-{seed}", schemas.RequestOptions(seed=seed)):
             inputs = server.scheduler.processor(WORDS, return_tensors="pt")
             done = server.scheduler.generate_non_streaming(
                 server.scheduler.model, server.scheduler.processor, inputs, config, f"seed-{seed}"

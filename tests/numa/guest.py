@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from variants import VARIANTS, Variant
 
@@ -86,9 +87,8 @@ def install(package: str) -> None:
     """Install a Debian package, for root only."""
     if not shutil.which("apt-get") or os.geteuid() != 0:
         raise Unavailable(f"{package} is not installed, and installing it needs root and apt-get")
-    done = subprocess.run(
-        ["apt-get", "install", "-y", "--no-install-recommends", package], capture_output=True, text=True
-    )
+    command = ["apt-get", "install", "-y", "--no-install-recommends", package]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Unavailable(f"apt-get cannot install {package} ({last_line(done.stderr)})")
 
@@ -170,14 +170,8 @@ def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) ->
         arguments += ["-append", f"console=ttyS0 quiet panic=-1 mitigations=off job={job.name}"]
         arguments += ["-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"]
         arguments += ["-nodefaults", "-no-reboot", "-display", "none", "-net", "none", "-serial", "stdio"]
-        with subprocess.Popen(
-            ["timeout", str(limit), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as guest:
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(["timeout", str(limit), *arguments], **pipes, text=True, errors="replace") as guest:
             assert guest.stdout is not None
             for line in guest.stdout:
                 yield line.replace("\r", "").rstrip("\n")

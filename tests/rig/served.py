@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.models.loading import ModelChoice
-from ktconvert.pipeline.models.serving.server import load
 
 PATIENCE = 300  # seconds; only what never happens takes so long
 
@@ -129,7 +128,7 @@ class Served:
 @contextmanager
 def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
     """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of server.load."""
-    from ktconvert.pipeline.models.serving.server import Server
+    from ktconvert.pipeline.models.serving.server import Server, load
 
     choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
     application, scheduler = load(choice, **more)
