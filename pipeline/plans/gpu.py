@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.quantization import GpuOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.plans.quantizing import Quantizing, equalized_for, plan_of, rounded
+from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
@@ -46,13 +46,19 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
     metadata = checkpoint.shard_metadata(facts, source, ABOUT)
+    if options.calibrated:
+        making = walking.compensated(request, model, fmt, rest, metadata)
+    else:
+        limit, given = options.max_shard_size, options.weights
+        stage = quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=given)
+        making = rounded(stage)
     shards = ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
     return plan_of(
         request,
         model,
         fmt,
-        _quantizing(request, model, fmt, rest, metadata),
+        making,
         copy_tensors.decoded_others(rest),
         facts,
         metadata,
@@ -77,19 +83,6 @@ def require_possible(options: GpuOptions) -> None:
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
         remedy = "give it to that, or use `ktconvert calibrate`"
         raise UsageError(f"--save-statistics needs GPTQ's engine stream, which goes through the model; {remedy}.")
-
-
-def _quantizing(
-    request: Request[GpuOptions], model: MoeModel, fmt: Format, rest: OtherTensors, metadata: dict[str, str]
-) -> Quantizing:
-    if request.options.calibrated:
-        from ktconvert.pipeline.plans import walking
-
-        return walking.compensated(request, model, fmt, rest, metadata)
-    limit, options = request.options.max_shard_size, request.options.weights
-    return rounded(
-        quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=options)
-    )
 
 
 def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
