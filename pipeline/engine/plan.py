@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -113,7 +113,7 @@ class Plan:
 
     source         the identity of the input's files; reads: every file that is read, the input's and others'
     facts          what the output is (method, sizes, layers ...), for manifest, card and people
-    scratch_bytes  of files that exist while it runs, beside the units
+    scratch_bytes  of files that exist while it runs, beside the units; portion_bytes: more, where workers make portions
     advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
     found          figures of the units -> facts that are known only when these are done, for the manifest
     """
@@ -127,6 +127,7 @@ class Plan:
     assembly: Assembly
     conversion: Conversion
     scratch_bytes: int = 0
+    portion_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
     found: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda stats: {}
@@ -152,6 +153,10 @@ class Plan:
             hit = [n for n, unit in enumerate(stage.units) if self.conversion.read_by(unit) & set(files)]
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
+
+    def shared_out(self) -> Plan:
+        """The plan where an executor's workers do the work."""
+        return replace(self, scratch_bytes=self.scratch_bytes + self.portion_bytes, portion_bytes=0)
 
     def document(self, overwrite: bool = False) -> SavedPlan:
         return SavedPlan(
@@ -189,10 +194,10 @@ def require_unchanged(plan: Plan) -> None:
         )
 
 
-def require_shareable(plan: Plan, option: str) -> None:
-    """Raise UsageError, naming the option, for a plan whose units need each other."""
+def require_parts(plan: Plan) -> None:
+    """Raise UsageError for a plan whose units need each other: nobody would wait for them."""
     if any(stage.chain for stage in plan.stages):
         raise UsageError(
-            f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
-            f"made at the same time; leave out {option}."
+            f"{plan.request.command}: each layer's calibration needs what the layer before left, so parts cannot be "
+            "made one by one; give --executor instead of --part."
         )

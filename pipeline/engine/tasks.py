@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -13,10 +15,12 @@ from msgspec.structs import replace
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.journal import Failed, Lost, Start
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start, Taken
+from ktconvert.pipeline.engine.loop import tell_done
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.units import Made, Stage, Unit
+from ktconvert.pipeline.engine.threads import ThreadRunner
+from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
@@ -42,10 +46,14 @@ class Tasks:
         self._ended: set[str] = set()
         self._again: Counter[str] = Counter()
         self._looked = 0.0
+        self._looking = threading.Lock()  # portions are taken by the thread that makes their unit
 
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
-        output, version = str(self._work.paths.output), tool_version()
-        task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
+    def submit(
+        self, stage: Stage[Any], unit: Unit[Any], fingerprint: str | None = None, portion: Any = None
+    ) -> Future[Attempt | Failure]:
+        """Have a unit made, or a portion of this fingerprint."""
+        output, version, name = str(self._work.paths.output), tool_version(), fingerprint or unit.fingerprint
+        task = Task(output, self._run, version, stage.name, unit.key, name, self._reopen, self._threads, portion)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken
@@ -72,9 +80,35 @@ class Tasks:
         self._reporter.worker(made.worker, None)
         return made_of(self._work.paths, made)
 
+    def away(self, stage: Stage[Any], unit: Unit[Any], portions: Sequence[Any]) -> Generator[Made, None, None]:
+        """Have portions of a unit made, all at the same time, and yield what came of each, in order. Their attempts
+        stay until all were taken, for a coordinator that comes after this one.
+        """
+        assert stage.portion is not None
+        own = [stage.portion(unit, portion) for portion in portions]
+
+        def submit(n: int) -> Future[Attempt | Failure]:
+            return self.submit(stage, unit, own[n].fingerprint, portions[n])
+
+        flying = [submit(n) for n in range(len(own))]
+        try:
+            for n, portion in enumerate(own):
+                while (made := self.take(portion, flying[n])) is None:
+                    flying[n] = submit(n)
+                self._work.journal.append(Taken(unit=portion.name, **made.who))
+                tell_done(self._work.paths.output, self._reporter, portion, made)
+                yield made
+        finally:
+            for future in flying:
+                future.cancel()
+        for portion in own:
+            for attempt in attempts.read(self._work.paths, portion):
+                if attempt.ended is not None:
+                    attempts.forget(self._work.paths, attempt)
+
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         self._look()
-        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in self._known.values())
+        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in [*self._known.values()])
         return not begun and future.cancel()
 
     def watch(self) -> None:
@@ -82,21 +116,22 @@ class Tasks:
             self._look()
 
     def _look(self) -> None:
-        self._looked = time.monotonic()
-        for attempt in attempts.read(self._work.paths, known=self._ended):
-            if attempt.ended is not None:
-                self._ended.add(attempt.name)
-            if attempt.run != self._run:
-                continue
-            known = self._known.get(attempt.name)
-            self._known[attempt.name] = replace(attempt, result=None)
-            if known is None:
-                self._reporter.event("start", **self._note(attempts.started(attempt)))
-                self._reporter.at(attempt.unit)
-                self._reporter.worker(attempt.worker, attempt.unit)
-            if attempt.failure is not None:
-                self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
-                self._reporter.worker(attempt.worker, None)
+        with self._looking:
+            self._looked = time.monotonic()
+            for attempt in attempts.read(self._work.paths, known=self._ended):
+                if attempt.ended is not None:
+                    self._ended.add(attempt.name)
+                if attempt.run != self._run:
+                    continue
+                known = self._known.get(attempt.name)
+                self._known[attempt.name] = replace(attempt, result=None)
+                if known is None:
+                    self._reporter.event("start", **self._note(attempts.started(attempt)))
+                    self._reporter.at(attempt.unit)
+                    self._reporter.worker(attempt.worker, attempt.unit)
+                if attempt.failure is not None:
+                    self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
+                    self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
         """Note that the attempts at a unit that have not ended are of no use any more: it was made, or is given up."""
@@ -111,6 +146,33 @@ class Tasks:
         self._work.journal.append(record)
         who = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
         return {"output": str(self._work.paths.output), **who}
+
+
+class WalkRunner:
+    """A runner of a plan with a walk: units of the chain by a thread here, which has portions of them made by tasks
+    (Tasks.away); other units by tasks.
+    """
+
+    most = sys.maxsize
+
+    def __init__(self, here: ThreadRunner, tasks: Tasks) -> None:
+        self._here, self._tasks = here, tasks
+        self._of: dict[Future[Any], Runner] = {}
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        runner: Runner = self._here if stage.chain else self._tasks
+        future = runner.submit(stage, unit)
+        self._of[future] = runner
+        return future
+
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
+        return self._of.pop(future).take(unit, future)
+
+    def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
+        return self._of[future].give_up(unit, future)
+
+    def watch(self) -> None:
+        self._tasks.watch()
 
 
 def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:

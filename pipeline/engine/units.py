@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +33,7 @@ class Unit(Generic[Work]):
     kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
                later ones; 0 for none
+    portion    whether it is no unit of a plan, but what a worker makes of one while the rest is made elsewhere
     work       what the stage needs to know to run it; follows from the above
     """
 
@@ -49,6 +50,7 @@ class Unit(Generic[Work]):
     kept: bool = True
     handed_on: int = 0
     side: int = 0
+    portion: bool = False
 
     @cached_property
     def fingerprint(self) -> str:
@@ -133,12 +135,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's run function may use. pool: threads for parts of a unit, of which `window` may be in flight."""
+    """What a stage's run function may use.
+
+    pool  threads for parts of a unit, of which `window` may be in flight
+    away  has portions of the unit made by workers; None where there are none
+    """
 
     pool: ThreadPoolExecutor
     window: int
     reporter: Reporter
     chain: Link | None = None
+    away: Away | None = None
 
     @property
     def link(self) -> Link:
@@ -148,7 +155,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):
-    """Units of one kind, and the function that makes one. chain: each unit needs what the one before it left."""
+    """Units of one kind, and the function that makes one.
+
+    chain    whether each unit needs what the one before it left
+    portion  (unit, what of it, picklable) -> a portion of the unit, which `run` makes, too
+    """
 
     name: str
     title: str
@@ -156,6 +167,7 @@ class Stage(Generic[Work]):
     run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
     needs: tuple[str, ...] = ("source",)
+    portion: Callable[[Unit[Work], Any], Unit[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,10 @@ class Made:
     who: dict[str, Any] = field(default_factory=dict)
     link: Link | None = None
     for_chain: tuple[Written, ...] = ()
+
+
+# What of a unit workers are to make -> what they made, in that order; their files are there until the last is taken.
+Away = Callable[[Sequence[Any]], Generator[Made, None, None]]
 
 
 class Runner(Protocol):

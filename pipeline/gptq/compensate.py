@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ class Compensate:
                after GPTQ; "full": errors are also weighed by what they do to predictions
     too_few    experts with linears that were rounded to nearest since too few tokens were routed to them
     fell_back  linears that were rounded to nearest since their Hessian could not be factorized
+    shared     what all experts of the layer share
     """
 
     encoding: Encoding
@@ -60,9 +62,8 @@ class Compensate:
     steps: str = "plain"
     too_few: list[int] = field(default_factory=list)
     fell_back: list[Item] = field(default_factory=list)
+    shared: Shared = field(default_factory=lambda: Shared())
     replaces = True
-    _shared: _Metric | None = None  # of the Hessian that gate and up of all experts share
-    _outputs: gptq.Factor | None = None  # of what predictions feel of the layer's outputs
 
     @property
     def evidence(self) -> Evidence:
@@ -72,6 +73,8 @@ class Compensate:
         """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
         naming the layer, where a Hessian or a loss is not finite.
         """
+        if group.left is not None:
+            return self._take_over(group, group.left)
         rounded = {}
         for expert in group.weights:
             made = self._quantize(group, expert)
@@ -79,6 +82,26 @@ class Compensate:
                 self.write(expert, projection, made[projection][0])
             rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
+
+    def _take_over(self, group: ExpertGroup, left: Mapping[str, npt.NDArray[Any]]) -> Mapping[int, ExpertWeights]:
+        """Write what a worker left of a group: linears by their left_name, and `notes`."""
+        for expert, projection in product(group.weights, PROJECTIONS):
+            width, hidden = group.weights[expert].gate.shape
+            parts = enumerate(ExpertGrid(group.layer, hidden, width, self.parts).parts(expert, projection))
+            count = range(len(self.encoding.tensors(1, 1)))
+            stored = [(part, [left[left_name(expert, projection, at, n)] for n in count]) for at, part in parts]
+            self.write(expert, projection, stored)
+        self.too_few += left["too_few"].tolist()
+        self.fell_back += [(int(expert), PROJECTIONS[number]) for expert, number in left["fell_back"]]
+        return group.weights
+
+    def notes(self) -> dict[str, npt.NDArray[Any]]:
+        """What a worker leaves beside linears: too_few [experts], fell_back [linears, 2] as (expert, projection)."""
+        fell_back = [(expert, PROJECTIONS.index(projection)) for expert, projection in self.fell_back]
+        return {
+            "too_few": np.array(self.too_few, np.int64),
+            "fell_back": np.array(fell_back, np.int64).reshape(-1, 2),
+        }
 
     def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
         """Each linear of an expert, and the BF16 values that its codes stand for."""
@@ -175,18 +198,18 @@ class Compensate:
         if projections != ("down",):
             down = group.weights[expert].down
             return predictions.factorize(predictions.of_middle(group.outputs, down, group.slopes[expert]))
-        self._outputs = self._outputs or predictions.factorize(group.outputs)
-        return self._outputs
+        self.shared.outputs = self.shared.outputs or predictions.factorize(group.outputs)
+        return self.shared.outputs
 
     def _metric(self, hessian: gptq.Hessian, *, shared: bool) -> _Metric:
         """What follows from a Hessian; one that all experts of a layer share is factorized once."""
-        if shared and self._shared is not None:
-            return self._shared
+        if shared and self.shared.metric is not None:
+            return self.shared.metric
         factor = gptq.factorize(hessian, self.dampening)
         descends = self.steps != "plain" and not factor.fell_back
         metric = _Metric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
         if shared:
-            self._shared = metric
+            self.shared.metric = metric
         return metric
 
 
@@ -195,6 +218,21 @@ class _Metric(NamedTuple):
 
     factor: gptq.Factor
     errors: torch.Tensor | None
+
+
+@dataclass
+class Shared:
+    """What all experts of a layer share: what follows from the Hessian of gate and up, and the factor of what
+    predictions feel of the layer's outputs.
+    """
+
+    metric: _Metric | None = None
+    outputs: gptq.Factor | None = None
+
+
+def left_name(expert: int, projection: str, part: int, tensor: int) -> str:
+    """The name by which a worker leaves a tensor of a part of a linear; both numbered in the encoding's order."""
+    return f"{expert}.{projection}.{part}.{tensor}"
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:

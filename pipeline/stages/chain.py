@@ -13,7 +13,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.pipeline.engine.units import Link, Unit
+from ktconvert.pipeline.engine.units import Context, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
@@ -128,9 +128,10 @@ def walk(
     lm: LayeredModel,
     group: int,
     consumers: Sequence[Consumer],
-    link: Link,
+    context: Context,
 ) -> None:
     """Take all sequences through a layer, and those before without experts. group: experts in memory at a time."""
+    link = context.link
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
     entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
@@ -142,7 +143,8 @@ def walk(
             entering.path.unlink()
         entering = left
     with entering:
-        walk_layer(LayerWalk(model, lm, layer, lengths, group), consumers, entering, link.scratch, link.handed_on)
+        one = LayerWalk(model, lm, layer, lengths, group)
+        walk_layer(one, consumers, entering, link.scratch, link.handed_on, context.away)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate
+from ktconvert.pipeline.gptq.compensate import Compensate, Shared, Stored, Write, left_name
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import GptqWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
+from ktconvert.pipeline.walk import portions
+from ktconvert.pipeline.walk.arrays import write_arrays
+from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.footprint import REMEDIES
-from ktconvert.pipeline.walk.layer import SamplesWork, read_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion
+from ktconvert.pipeline.walk.portions import PortionWork
 from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
@@ -99,11 +104,14 @@ def stage(
     if document is not None:
         units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     run = functools.partial(gather_statistics.run_in_chain, threads, REMEDIES, _run_layer)
-    return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
+    title = f"calibrate, and quantize experts to {fmt.name}"
+    return Stage(NAME, title, tuple(units), run, chain=True, portion=portions.unit_of)
 
 
-def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
-    work = unit.work
+def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
+    if isinstance(unit.work, PortionWork):
+        return _run_portion(unit, partial)
+    work: GptqWork = unit.work
     files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(work, partial, context)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
     return Result(files, tensors, figures)
@@ -111,19 +119,48 @@ def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
 
 def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
-    link = context.link
-    settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
+    link, gathering = context.link, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
-        options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa, settings.steps)
-        gathered = (gathering.counts,) if link.side is None else gathering.consumers
-        consumers = (*gathered, compensate)
-        chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)
+        compensate = _compensate(work, files.write)
+        consumers = (*_gathered(gathering, link.side is not None), compensate)
+        chain.walk(work.model, work.layer, work.before, work.skeleton(), work.settings.group, consumers, context)
         written, tensors = files.finish()
     if link.side is not None:
         gathering.write(link.side)
     reported = report(work, gathering.counts.tokens[work.layer], compensate, context.reporter)
     return written, tensors, {**error_of_sample(work, partial), **reported}
+
+
+def _compensate(work: GptqWork, write: Write, shared: Shared | None = None) -> Compensate:
+    of = work.settings
+    options = of.dampening, of.rounding, of.sees, of.floor
+    own = Compensate(work.fmt.encoding, *options, nearest(work), write, work.grid.numa, of.steps)
+    return own if shared is None else replace(own, shared=shared)
+
+
+def _gathered(gathering: gather_statistics.Gathering, statistics: bool) -> tuple[Consumer, ...]:
+    return gathering.consumers if statistics else (gathering.counts,)
+
+
+@functools.lru_cache(1)
+def _shared(layer: str, sha256: str) -> Shared:
+    """What all portions of a layer that a worker makes have in common."""
+    return Shared()
+
+
+def _run_portion(unit: Unit[PortionWork], partial: Path) -> Result:
+    portion, work = unit.work.portion, unit.work.of.work
+    arrays: dict[str, Any] = {}
+
+    def write(expert: int, projection: str, stored: Stored) -> None:
+        for number, (_, tensors) in enumerate(stored):
+            arrays.update({left_name(expert, projection, number, n): tensor for n, tensor in enumerate(tensors)})
+
+    compensate = _compensate(work, write, _shared(unit.work.of.fingerprint, portion.sha256))
+    consumers = (*_gathered(gather_statistics.Gathering(work.layer), unit.work.of.side > 0), compensate)
+    arrays |= visit_portion(work.model, work.skeleton(), work.layer, portion, kinds_of(consumers), compensate)
+    arrays |= compensate.notes()
+    return Result((write_arrays(partial, arrays),), len(arrays))
 
 
 def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:

@@ -7,34 +7,40 @@ and outputs of the experts, for all sequences, lie in files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import DirectFile, RowFile
-from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.units import Context, Result, Written
-from ktconvert.pipeline.walk import bf16
+from ktconvert.pipeline.engine.units import Away, Context, Result
+from ktconvert.pipeline.walk import bf16, portions
+from ktconvert.pipeline.walk.arrays import Arrays, read_arrays, write_arrays
 from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
-from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.footprint import GRADIENTS
 from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.portions import Accumulators, ExpertInputs, Portion
 from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:
     import torch
 
-Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+
+class Visited(NamedTuple):
+    """A group of experts, fields as of ExpertGroup; gathered: by kind of evidence."""
+
+    weights: Mapping[int, ExpertWeights]
+    gathered: Mapping[Evidence, Accumulators]
+    slopes: Mapping[int, torch.Tensor]
+    left: Arrays | None = None
 
 
 @dataclass(frozen=True)
@@ -74,26 +80,32 @@ class LayerWalk:
 
 
 def walk_layer(
-    walk: LayerWalk, consumers: Sequence[Consumer], entering: RowFile, scratch: Path, leaving: Path | None
+    walk: LayerWalk,
+    consumers: Sequence[Consumer],
+    entering: RowFile,
+    scratch: Path,
+    leaving: Path | None,
+    away: Away | None = None,
 ) -> None:
     """Run all sequences through a layer with experts.
 
     entering  rows [tokens, hidden] of what enters the layer
     scratch   folder for the inputs and outputs of the experts, of that size each
     leaving   path of a new, durable file for what leaves the layer; None if it is not needed
+    away      has portions visited by workers (visit_portion); None: experts are visited here
     Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as
     LayeredModel does.
     """
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
-    kinds = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
+    kinds = kinds_of(consumers)
     with walk.lm.loaded(walk.layer), ExitStack() as files:
         walk.lm.require_causal(walk.layer)
-        inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / "inputs")), kinds)
+        inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / portions.ROWS)), kinds)
         if leaving is None:
-            return _visit_experts(walk, inputs, consumers, kinds, None)
+            return _visit_experts(walk, inputs, consumers, kinds, None, away)
         outputs = files.enter_context(_file_like(entering, scratch / "outputs"))
-        _visit_experts(walk, inputs, consumers, kinds, outputs)
+        _visit_experts(walk, inputs, consumers, kinds, outputs, away)
         with _file_like(entering, leaving) as left:
             for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
 
@@ -118,23 +130,17 @@ def _file_like(other: RowFile, path: Path) -> RowFile:
     return RowFile(path, other.count, other.width, new=True)
 
 
-@dataclass
-class _Inputs:
-    """The inputs of the layer's experts: rows in a file, the router's ids and weights [T, k], and evidence."""
-
-    rows: RowFile
-    ids: list[torch.Tensor]
-    shares: list[torch.Tensor]
-    shared: Mapping[Evidence, Accumulator]
-    outputs: torch.Tensor | None = None
+def kinds_of(consumers: Sequence[Consumer]) -> list[Evidence]:
+    """The kinds of evidence that they need, each once, in their order."""
+    return [*dict.fromkeys(consumer.evidence for consumer in consumers if consumer.evidence is not None)]
 
 
-def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Evidence]) -> _Inputs:
+def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Sequence[Evidence]) -> ExpertInputs:
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
     shared = {kind: kind.empty(entering.width, walk.lm.device) for kind in kinds if kind.shared}
-    inputs, with_outputs, leaving = _Inputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
+    inputs, with_outputs, leaving = ExpertInputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
     every = -(-entering.count // GRADIENTS)
     for start, hidden in walk.sequences(entering):
         x, ids, shares, left = walk.lm.routed_inputs(walk.layer, hidden, through=with_outputs)
@@ -153,35 +159,92 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
 
 
 def _visit_experts(
-    walk: LayerWalk, inputs: _Inputs, consumers: Sequence[Consumer], kinds: set[Evidence], outputs: RowFile | None
+    walk: LayerWalk,
+    inputs: ExpertInputs,
+    consumers: Sequence[Consumer],
+    kinds: Sequence[Evidence],
+    outputs: RowFile | None,
+    away: Away | None,
 ) -> None:
     """Pass groups of experts to the consumers; the sums of their outputs, by token, go to `outputs`."""
     experts = walk.model.shape(walk.layer)[0]
-    tokens = sum(
-        (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in inputs.ids),
-        np.zeros(experts, np.int64),
-    )
-    for start in range(0, experts, walk.group):
-        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts))}
+    tokens = inputs.tokens(experts)
+    if away is None:
+        groups = _visited_here(walk, inputs, kinds, range(experts))
+    else:
+        groups = _visited_away(walk, inputs, kinds, consumers, away)
+    with closing(groups):
+        for weights, gathered, slopes, left in groups:
+            computing: Mapping[int, ExpertWeights] = weights
+            for consumer in consumers:
+                gate_up, down = gathered.get(consumer.evidence, ({}, {})) if consumer.evidence else ({}, {})
+                group = ExpertGroup(walk.layer, tokens, weights, gate_up, down, inputs.outputs, slopes, left)
+                replaced = consumer.take(group)
+                if consumer.replaces:
+                    assert replaced is not None and replaced.keys() == weights.keys()
+                    computing = replaced
+            if outputs is not None:
+                _add_outputs(walk, inputs, computing, outputs)
+
+
+def _visited_here(
+    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], experts: range
+) -> Generator[Visited, None, None]:
+    for start in range(experts.start, experts.stop, walk.group):
+        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts.stop))}
         slopes: dict[int, torch.Tensor] = {}
         gathered = _gather(walk, inputs, weights, kinds, slopes if inputs.outputs is not None else None)
-        computing: Mapping[int, ExpertWeights] = weights
-        for consumer in consumers:
-            gate_up, down = gathered[consumer.evidence] if consumer.evidence is not None else ({}, {})
-            group = ExpertGroup(walk.layer, tokens, weights, gate_up, down, inputs.outputs, slopes)
-            replaced = consumer.take(group)
-            if consumer.replaces:
-                assert replaced is not None and replaced.keys() == weights.keys()
-                computing = replaced
-        if outputs is not None:
-            _add_outputs(walk, inputs, computing, outputs)
+        yield Visited(weights, gathered, slopes)
+
+
+def _visited_away(
+    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], consumers: Sequence[Consumer], away: Away
+) -> Generator[Visited, None, None]:
+    """What workers left of the layer's portions, in order: evidence of consumers that only look, and the weights that
+    replace the experts.
+    """
+    device, replacing = walk.lm.device, [consumer.evidence for consumer in consumers if consumer.replaces]
+    own = {number: kind for number, kind in enumerate(kinds) if kind not in replacing}
+    handed_out = portions.hand_out(inputs, walk.lengths, kinds, walk.model.shape(walk.layer)[0], walk.group)
+    with closing(away(handed_out)) as made:
+        for portion, one in zip(handed_out, made, strict=True):
+            left, experts = read_arrays(one.path), range(portion.first, portion.stop)
+            gathered = portions.evidence_of(own, left, experts, inputs, device)
+            weights = portions.weights_of(left, experts, device) if replacing else {e: walk.weights(e) for e in experts}
+            yield Visited(weights, gathered, {}, left)
+
+
+def visit_portion(
+    model: MoeModel,
+    lm: LayeredModel,
+    layer: int,
+    portion: Portion,
+    kinds: Sequence[Evidence],
+    consumer: Consumer | None = None,
+) -> Arrays:
+    """What a worker leaves of a portion for the walk that waits for it.
+
+    kinds     of evidence that all consumers of the walk need, as kinds_of gives them
+    consumer  the one that replaces the experts, if there is one
+    """
+    own = {number: kind for number, kind in enumerate(kinds) if consumer is None or kind != consumer.evidence}
+    with portions.handed_out(portion, kinds, lm.hidden, lm.device) as (lengths, inputs):
+        walk = LayerWalk(model, lm, layer, lengths, portion.stop - portion.first)
+        (one,) = _visited_here(walk, inputs, kinds, range(portion.first, portion.stop))
+        left = portions.evidence_left(own, one.gathered)
+        if consumer is None or consumer.evidence is None:
+            return left
+        tokens, evidence = inputs.tokens(model.shape(layer)[0]), one.gathered[consumer.evidence]
+        rounded = consumer.take(ExpertGroup(layer, tokens, one.weights, *evidence, inputs.outputs, one.slopes))
+        assert rounded is not None
+        return {**left, **portions.weights_left(rounded)}
 
 
 def _gather(
     walk: LayerWalk,
-    inputs: _Inputs,
+    inputs: ExpertInputs,
     weights: Mapping[int, ExpertWeights],
-    kinds: set[Evidence],
+    kinds: Sequence[Evidence],
     slopes: dict[int, torch.Tensor] | None,
 ) -> Mapping[Evidence, Accumulators]:
     """The evidence of a group's linears, over all sequences; into `slopes`, if given, that of ExpertGroup."""
@@ -215,7 +278,7 @@ def _gather(
     return gathered
 
 
-def _add_outputs(walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], outputs: RowFile) -> None:
+def _add_outputs(walk: LayerWalk, inputs: ExpertInputs, weights: Mapping[int, ExpertWeights], outputs: RowFile) -> None:
     """Add the outputs of a group of experts for the tokens routed to them, in BF16, expert after expert."""
     import torch
 
@@ -265,12 +328,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
             )
     lengths = np.array([len(ids) for ids in samples], np.int64)
     ids = np.concatenate(samples)
-    arrays = {"input_ids": ids, "lengths": lengths}
-    plan = plan_shard([TensorInfo(name, "I64", array.shape, array.nbytes) for name, array in arrays.items()], {})
-    with DirectFile(partial, plan.size) as file:
-        for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
-            file.append(data)
-        digest = file.close()
+    written = write_arrays(partial, {"input_ids": ids, "lengths": lengths})
     _require_known_tokens(calibration, lm, ids)
     if link.handed_on is not None:
         with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
@@ -279,7 +337,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
                 leaving.write(start, bf16.to_bits(hidden))
                 start += len(hidden)
             leaving.sync()
-    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
+    return Result((written,), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
 
 
 def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) -> None:
@@ -294,6 +352,5 @@ def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) 
 
 def read_samples(path: Path) -> list[Ids]:
     """The samples that write_samples wrote, each int64 [T]. Raises InputError for a damaged file."""
-    header = read_header(path)
-    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
+    stored = read_arrays(path)
     return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])
