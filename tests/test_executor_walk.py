@@ -3,10 +3,10 @@ of a layer, and whoever dies meanwhile."""
 
 import json
 import multiprocessing
+import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import pytest
 
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui.progress import Reporter
-from rig import calibrated, conversion
+from rig import calibrated, conversion, forks, killpoint
+from rig.dask_cluster import Cluster
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -77,3 +78,104 @@ def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Execu
     assert begun == done
     portions = [unit for unit, _ in begun if ".experts-" in unit]
     assert len(portions) == 4  # two of each layer
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killpoint.build(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(scope="module")
+def servers(shim: Path) -> Iterator[forks.Forks]:
+    with forks.Forks([shim], 1, modules=("distributed", *calibrated.MODULES)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def wanted(dataset: Path, servers: forks.Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    output = tmp_path_factory.mktemp("wanted") / "out"
+    assert servers.run(words(output, dataset), output.with_suffix(".said")).returncode == 0
+    return conversion.tree(output)
+
+
+def words(output: Path, dataset: Path, *more: str) -> list[str]:
+    given = ("--gptq-steps", "descent", "--threadpool-count", "1", *more)
+    return calibrated.scale_gptq(calibrated.EXAMPLE, output, dataset, *given)
+
+
+def at(cluster: Cluster) -> tuple[str, str]:
+    return "--executor", f"dask:{cluster.file}"
+
+
+def finished(done: Any, output: Path, wanted: Any) -> None:
+    assert done.returncode == 0, done.stderr
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
+
+
+def test_a_worker_killed_in_the_middle_of_a_portion(
+    dataset: Path, wanted: Any, servers: forks.Forks, shim: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    output = tmp_path / "o" / "out"
+    output.parent.mkdir()
+    cluster.start("a", env=killpoint.stopping(shim, f"{output}.work/partial/gptq.layer-000.experts-", 2))
+    with ThreadPoolExecutor(1) as pool:
+        coordinator = pool.submit(servers.run, words(output, dataset, *at(cluster), "--json"), tmp_path / "said")
+        cluster.wait_until_stopped("a")
+        status = servers.run(["status", output, "--json"], tmp_path / "status", printed=tmp_path / "printed").stdout
+        cluster.start("b")
+        cluster.send("a", signal.SIGKILL)
+        finished(coordinator.result(), output, wanted)
+    making = json.loads(status)
+    assert (making["done"], making["units"]) == (1, 3)  # portions do not count
+    assert {unit["unit"] for unit in making["making"]} == {"gptq.layer-000", "gptq.layer-000.experts-000-003"}
+    lost = [e["unit"] for e in conversion.events((tmp_path / "said").read_text()) if e["event"] == "lost"]
+    assert lost == ["gptq.layer-000.experts-000-003"]
+
+
+def test_a_killed_coordinator(
+    dataset: Path, wanted: Any, servers: forks.Forks, cluster: Cluster, tmp_path: Path
+) -> None:
+    """When all portions of a layer were taken, and none was removed: the next one makes none of them again, but threads
+    make the layer."""
+    cluster.start("c")
+    output, other = tmp_path / "o" / "out", tmp_path / "p" / "out"
+    for each in (output, other):
+        each.parent.mkdir()
+    env = {"KILLPOINT_ROOT": f"{output}.work/partial/gptq.layer-001.", "KILLPOINT_N": "3"}
+    done = servers.run(words(output, dataset, *at(cluster)), tmp_path / "said", env)
+    assert done.returncode == killpoint.KILLED, done.stderr
+    work = output.with_name("out.work")
+    made = {path.stem for path in work.glob("attempts/gptq.layer-001.experts-*.json")}
+    assert len(made) == 2
+    shutil.copytree(work, other.with_name("out.work"))
+    done = servers.run(["resume", output, *at(cluster), "--json"], tmp_path / "said")
+    finished(done, output, wanted)
+    told = conversion.events(done.stderr)
+    assert {e.get("attempt") for e in told if e["event"] == "done" and ".experts-" in e["unit"]} == made
+    finished(servers.run(["resume", other], tmp_path / "said"), other, wanted)
+
+
+def test_a_worker_on_another_machine(dataset: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    output = tmp_path / "o" / "out"
+    output.parent.mkdir()
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", env={"ATEN_CPU_CAPABILITY": "default", "KTCONVERT_HOST": "museum"})
+        done = servers.run(words(output, dataset, *at(cluster)), tmp_path / "said")
+    conversion.refused(done, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
+
+
+def test_the_plan_says_what_lies_on_disk_for_workers(dataset: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    def needed(*more: str) -> int:
+        given = words(tmp_path / "out", dataset, "--dry-run", "--json", *more)
+        shown = servers.run(given, tmp_path / "said", printed=tmp_path / "printed").stdout
+        return int(json.loads(shown)["disk"]["of files that exist only meanwhile"])
+
+    experts = 8 * 3 * 256 * 256
+    assert needed("--executor", "dask:local:1") > needed() + 2 * experts  # their BF16 values, among other things
