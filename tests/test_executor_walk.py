@@ -1,7 +1,6 @@
 """--executor where the model has to run, GPTQ and `calibrate`: the bytes are those of threads, whoever visits the experts
 of a layer, and whoever dies meanwhile."""
 
-import json
 import multiprocessing
 import shutil
 import signal
@@ -15,6 +14,7 @@ import pytest
 
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.status import look
 from rig import calibrated, conversion, forks, killpoint
 from rig.dask_cluster import Cluster
 
@@ -128,11 +128,10 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
     with ThreadPoolExecutor(1) as pool:
         coordinator = pool.submit(servers.run, words(output, dataset, *at(cluster), "--json"), tmp_path / "said")
         cluster.wait_until_stopped("a")
-        status = servers.run(["status", output, "--json"], tmp_path / "status", printed=tmp_path / "printed").stdout
+        making = look(output)
         cluster.start("b")
         cluster.send("a", signal.SIGKILL)
         finished(coordinator.result(), output, wanted)
-    making = json.loads(status)
     assert (making["done"], making["units"]) == (1, 3)  # portions do not count
     assert {unit["unit"] for unit in making["making"]} == {"gptq.layer-000", "gptq.layer-000.experts-000-003"}
     lost = [e["unit"] for e in conversion.events((tmp_path / "said").read_text()) if e["event"] == "lost"]
@@ -148,7 +147,7 @@ def test_a_killed_coordinator(
     output, other = tmp_path / "o" / "out", tmp_path / "p" / "out"
     for each in (output, other):
         each.parent.mkdir()
-    env = {"KILLPOINT_ROOT": f"{output}.work/partial/gptq.layer-001.", "KILLPOINT_N": "3"}
+    env = {"KILLPOINT_ROOT": f"{output}.work/partial/gptq.layer-001.experts-", "KILLPOINT_N": "1"}
     done = servers.run(words(output, dataset, *at(cluster)), tmp_path / "said", env)
     assert done.returncode == killpoint.KILLED, done.stderr
     work = output.with_name("out.work")
@@ -175,7 +174,8 @@ def test_the_plan_says_what_lies_on_disk_for_workers(dataset: Path, servers: for
     def needed(*more: str) -> int:
         given = words(tmp_path / "out", dataset, "--dry-run", "--json", *more)
         shown = servers.run(given, tmp_path / "said", printed=tmp_path / "printed").stdout
-        return int(json.loads(shown)["disk"]["of files that exist only meanwhile"])
+        [plan] = [event for event in conversion.events(shown) if event["event"] == "plan"]
+        return int(plan["disk"]["of files that exist only meanwhile"])
 
     experts = 8 * 3 * 256 * 256
     assert needed("--executor", "dask:local:1") > needed() + 2 * experts  # their BF16 values, among other things

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import deque
@@ -126,7 +127,8 @@ def _for_chain(link: Link | None) -> tuple[Written, ...]:
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     at = stage.units.index(unit)
-    store, scratch = work.paths.store, work.paths.partial / unit.name
+    # No other run's: a worker of one that died may wake and look there, and must not find what is being written.
+    store, scratch = work.paths.store, work.paths.partial / f"{unit.name}.{secrets.token_hex(4)}"
     scratch.mkdir()
     return Link(
         before=store / stage.units[at - 1].handed_on_name if at and stage.units[at - 1].handed_on else None,
