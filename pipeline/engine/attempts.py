@@ -94,7 +94,7 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
         process=own,
         began=now(),
         oom_kills=machine.oom_kills(),
-        portion=unit.portion,
+        portion=unit.portion is not None,
     )
     return _save(paths, attempt)
 

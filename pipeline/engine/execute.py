@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.tasks import Tasks, WalkRunner, made_of
+from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
 from ktconvert.pipeline.engine.units import Runner, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -100,7 +100,7 @@ def execute(
                 (work,) = (work for _, work in works)
                 count = fit_threads([plan for plan, _ in works], reporter)
                 (here,) = stack.enter_context(thread_runners([work], reporter, count, units, tasks[0].away))
-                runners = [WalkRunner(here, tasks[0])]
+                tasks[0].here = here
         shares = []
         for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True):
             keep, end = partial(publish_unit, plan, work, reporter), partial(_end, plan, work, reporter)

@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.loop import tell_done
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.threads import ThreadRunner
-from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
+from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
@@ -32,6 +32,8 @@ LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 class Tasks:
     """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
     `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
+
+    here  makes the units of chains, and has portions of them made by workers (away)
     """
 
     most = sys.maxsize  # who is free takes the next one: nothing here knows how many workers there are
@@ -47,13 +49,19 @@ class Tasks:
         self._again: Counter[str] = Counter()
         self._looked = 0.0
         self._looking = threading.Lock()  # portions are taken by the thread that makes their unit
+        self.here: ThreadRunner | None = None
+        self._made_here: set[Future[Any]] = set()
 
-    def submit(
-        self, stage: Stage[Any], unit: Unit[Any], fingerprint: str | None = None, portion: Any = None
-    ) -> Future[Attempt | Failure]:
-        """Have a unit made, or a portion of this fingerprint."""
-        output, version, name = str(self._work.paths.output), tool_version(), fingerprint or unit.fingerprint
-        task = Task(output, self._run, version, stage.name, unit.key, name, self._reopen, self._threads, portion)
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        if self.here is None or not stage.chain:
+            return self._submit(unit)
+        self._made_here.add(future := self.here.submit(stage, unit))
+        return future
+
+    def _submit(self, unit: Unit[Any]) -> Future[Attempt | Failure]:
+        output, version, (key, portion) = str(self._work.paths.output), tool_version(), unit.portion or (unit.key, None)
+        about = self._reopen, self._threads, portion
+        task = Task(output, self._run, version, unit.stage, key, unit.fingerprint, *about)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken
@@ -61,10 +69,29 @@ class Tasks:
             broken.set_exception(error)
             return broken
 
-    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made | None:
+    def away(self, portions: Sequence[Unit[Any]]) -> Generator[Made, None, None]:
+        """As Context has it. Attempts stay until all were taken, for a coordinator that comes after this one."""
+        flying = [self._submit(portion) for portion in portions]
+        try:
+            for n, portion in enumerate(portions):
+                while (made := self.take(portion, flying[n])) is None:
+                    flying[n] = self._submit(portion)
+                self._work.journal.append(Taken(unit=portion.name, **made.who))
+                tell_done(self._work.paths.output, self._reporter, portion, made)
+                yield made
+        finally:
+            for future in flying:
+                future.cancel()
+        for attempt in (each for portion in portions for each in attempts.read(self._work.paths, portion)):
+            if attempt.ended is not None:
+                attempts.forget(self._work.paths, attempt)
+
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
         """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
         worker's failure, and KtconvertError where the executor lost the task.
         """
+        if future in self._made_here and self.here is not None:
+            return self.here.take(unit, future)
         try:
             made = result_of(future, unit.name, f"`ktconvert resume {self._work.paths.output}`")
         except WorkerLostError as error:
@@ -79,32 +106,6 @@ class Tasks:
         self._lose(unit, made)
         self._reporter.worker(made.worker, None)
         return made_of(self._work.paths, made)
-
-    def away(self, stage: Stage[Any], unit: Unit[Any], portions: Sequence[Any]) -> Generator[Made, None, None]:
-        """Have portions of a unit made, all at the same time, and yield what came of each, in order. Their attempts
-        stay until all were taken, for a coordinator that comes after this one.
-        """
-        assert stage.portion is not None
-        own = [stage.portion(unit, portion) for portion in portions]
-
-        def submit(n: int) -> Future[Attempt | Failure]:
-            return self.submit(stage, unit, own[n].fingerprint, portions[n])
-
-        flying = [submit(n) for n in range(len(own))]
-        try:
-            for n, portion in enumerate(own):
-                while (made := self.take(portion, flying[n])) is None:
-                    flying[n] = submit(n)
-                self._work.journal.append(Taken(unit=portion.name, **made.who))
-                tell_done(self._work.paths.output, self._reporter, portion, made)
-                yield made
-        finally:
-            for future in flying:
-                future.cancel()
-        for portion in own:
-            for attempt in attempts.read(self._work.paths, portion):
-                if attempt.ended is not None:
-                    attempts.forget(self._work.paths, attempt)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         self._look()
@@ -146,33 +147,6 @@ class Tasks:
         self._work.journal.append(record)
         who = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
         return {"output": str(self._work.paths.output), **who}
-
-
-class WalkRunner:
-    """A runner of a plan with a walk: units of the chain by a thread here, which has portions of them made by tasks
-    (Tasks.away); other units by tasks.
-    """
-
-    most = sys.maxsize
-
-    def __init__(self, here: ThreadRunner, tasks: Tasks) -> None:
-        self._here, self._tasks = here, tasks
-        self._of: dict[Future[Any], Runner] = {}
-
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
-        runner: Runner = self._here if stage.chain else self._tasks
-        future = runner.submit(stage, unit)
-        self._of[future] = runner
-        return future
-
-    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
-        return self._of.pop(future).take(unit, future)
-
-    def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
-        return self._of[future].give_up(unit, future)
-
-    def watch(self) -> None:
-        self._tasks.watch()
 
 
 def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -48,41 +48,28 @@ class ThreadRunner:
 
 @contextlib.contextmanager
 def thread_runners(
-    works: Sequence[WorkDir],
-    reporter: Reporter,
-    threads: int,
-    units: int,
-    away: Callable[[Stage[Any], Unit[Any], Sequence[Any]], Generator[Made, None, None]] | None = None,
+    works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int, away: Any = None
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share the packing threads. RuntimeError where the system gives no threads.
-
-    away  has portions of a unit of the only output made elsewhere
+    """A runner for each output; all share the packing threads. away: as of Context, where there is one output.
+    RuntimeError where the system gives no threads.
     """
     with pools(threads, units) as (pool, window, runner, most):
-        context = Context(pool, window, reporter)
+        context = Context(pool, window, reporter, away=away)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
         yield [
-            ThreadRunner(runner, most, partial(_make, work, context, which, away))
+            ThreadRunner(runner, most, partial(_make, work, context, which))
             for work, which in zip(works, about, strict=True)
         ]
 
 
-def _make(
-    work: WorkDir,
-    context: Context,
-    about: str,
-    away: Callable[[Stage[Any], Unit[Any], Sequence[Any]], Generator[Made, None, None]] | None,
-    stage: Stage[Any],
-    unit: Unit[Any],
-) -> Made:
+def _make(work: WorkDir, context: Context, about: str, stage: Stage[Any], unit: Unit[Any]) -> Made:
     begun = time.monotonic()
     link = _link(work, stage, unit) if stage.chain else None
     work.journal.append(Start(unit=unit.name))
     context.reporter.at(f"{about}{unit.key}")
     context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
     path = work.paths.partial / unit.stored_name
-    own = None if away is None else partial(away, stage, unit)
-    result = stage.run(unit, path, replace(context, chain=link, away=own))
+    result = stage.run(unit, path, replace(context, chain=link))
     return Made(path, result, time.monotonic() - begun, link=link, for_chain=_for_chain(link))
 
 

@@ -33,7 +33,7 @@ class Unit(Generic[Work]):
     kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
                later ones; 0 for none
-    portion    whether it is no unit of a plan, but what a worker makes of one while the rest is made elsewhere
+    portion    of what is no unit of a plan, but what a worker makes of one: that one's key, and what of it, picklable
     work       what the stage needs to know to run it; follows from the above
     """
 
@@ -50,7 +50,7 @@ class Unit(Generic[Work]):
     kept: bool = True
     handed_on: int = 0
     side: int = 0
-    portion: bool = False
+    portion: tuple[str, Any] | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -138,14 +138,15 @@ class Context:
     """What a stage's run function may use.
 
     pool  threads for parts of a unit, of which `window` may be in flight
-    away  has portions of the unit made by workers; None where there are none
+    away  has portions of the unit made by workers, all at the same time: what they made, in order, with files that are
+          there until the last is taken; None where there are no workers
     """
 
     pool: ThreadPoolExecutor
     window: int
     reporter: Reporter
     chain: Link | None = None
-    away: Away | None = None
+    away: Callable[[Sequence[Unit[Any]]], Generator[Made, None, None]] | None = None
 
     @property
     def link(self) -> Link:
@@ -158,7 +159,7 @@ class Stage(Generic[Work]):
     """Units of one kind, and the function that makes one.
 
     chain    whether each unit needs what the one before it left
-    portion  (unit, what of it, picklable) -> a portion of the unit, which `run` makes, too
+    portion  (unit, what of it) -> a portion of the unit, which `run` makes, too
     """
 
     name: str
@@ -184,10 +185,6 @@ class Made:
     who: dict[str, Any] = field(default_factory=dict)
     link: Link | None = None
     for_chain: tuple[Written, ...] = ()
-
-
-# What of a unit workers are to make -> what they made, in that order; their files are there until the last is taken.
-Away = Callable[[Sequence[Any]], Generator[Made, None, None]]
 
 
 class Runner(Protocol):

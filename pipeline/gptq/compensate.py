@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,7 +70,7 @@ class Compensate:
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
-        naming the layer, where a Hessian or a loss is not finite.
+        naming the layer, where a Hessian or a loss is not finite. What a worker left of them is written.
         """
         if group.left is not None:
             return self._take_over(group, group.left)
@@ -83,25 +82,15 @@ class Compensate:
             rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
 
-    def _take_over(self, group: ExpertGroup, left: Mapping[str, npt.NDArray[Any]]) -> Mapping[int, ExpertWeights]:
-        """Write what a worker left of a group: linears by their left_name, and `notes`."""
-        for expert, projection in product(group.weights, PROJECTIONS):
+    def _take_over(self, group: ExpertGroup, left: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
+        for expert, projection, stored in left["linears"]:
             width, hidden = group.weights[expert].gate.shape
-            parts = enumerate(ExpertGrid(group.layer, hidden, width, self.parts).parts(expert, projection))
-            count = range(len(self.encoding.tensors(1, 1)))
-            stored = [(part, [left[left_name(expert, projection, at, n)] for n in count]) for at, part in parts]
-            self.write(expert, projection, stored)
-        self.too_few += left["too_few"].tolist()
-        self.fell_back += [(int(expert), PROJECTIONS[number]) for expert, number in left["fell_back"]]
+            parts = ExpertGrid(group.layer, hidden, width, self.parts).parts(expert, projection)
+            tensors = [[tensor.cpu().numpy() for tensor in each] for each in stored]
+            self.write(expert, projection, [*zip(parts, tensors, strict=True)])
+        self.too_few += left["too_few"]
+        self.fell_back += left["fell_back"]
         return group.weights
-
-    def notes(self) -> dict[str, npt.NDArray[Any]]:
-        """What a worker leaves beside linears: too_few [experts], fell_back [linears, 2] as (expert, projection)."""
-        fell_back = [(expert, PROJECTIONS.index(projection)) for expert, projection in self.fell_back]
-        return {
-            "too_few": np.array(self.too_few, np.int64),
-            "fell_back": np.array(fell_back, np.int64).reshape(-1, 2),
-        }
 
     def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
         """Each linear of an expert, and the BF16 values that its codes stand for."""
@@ -230,9 +219,19 @@ class Shared:
     outputs: gptq.Factor | None = None
 
 
-def left_name(expert: int, projection: str, part: int, tensor: int) -> str:
-    """The name by which a worker leaves a tensor of a part of a linear; both numbered in the encoding's order."""
-    return f"{expert}.{projection}.{part}.{tensor}"
+@dataclass
+class Made:
+    """The linears that a worker's Compensate gives to `write`, to be left for another's `take`."""
+
+    linears: list[tuple[int, str, list[list[torch.Tensor]]]] = field(default_factory=list)
+
+    def write(self, expert: int, projection: str, stored: Stored) -> None:
+        import torch
+
+        self.linears.append((expert, projection, [[torch.from_numpy(x) for x in tensors] for _, tensors in stored]))
+
+    def left_by(self, done: Compensate) -> dict[str, Any]:
+        return {"linears": self.linears, "too_few": done.too_few, "fell_back": done.fell_back}
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -19,22 +20,22 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages import chain
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk import portions
-from ktconvert.pipeline.walk.arrays import read_arrays, write_arrays
 from ktconvert.pipeline.walk.calibration_data import WalkSettings
 from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
 from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
 from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion, write_samples
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.portions import PortionWork
 from ktconvert.quantizers import gptq
 
 VERSION = 1
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
+DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Gathering:
     def write(self, path: Path) -> tuple[Written, int]:
         """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
         tensors = self.tensors()
-        return write_arrays(path, tensors), len(tensors)
+        return _write_tensors(path, tensors, {}), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
         """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
@@ -120,8 +121,24 @@ def moments_bytes(model: MoeModel, layer: int) -> int:
 
 def read_layer(path: Path) -> LayerSums:
     """What was gathered, without second moments. Raises InputError for a damaged file."""
-    stored = read_arrays(path, ("counts", "inputs", "middle"))
+    stored = {}
+    for entry in read_header(path).entries:
+        if entry.name not in ("counts", "inputs", "middle"):
+            continue
+        dtype = DTYPES[entry.dtype]
+        values = np.fromfile(path, dtype, entry.nbytes // dtype.itemsize, offset=entry.start)
+        stored[entry.name] = values.reshape(entry.shape)
     return LayerSums(stored["counts"], stored["inputs"], stored["middle"])
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
+    with DirectFile(path, plan.size) as file:
+        file.append(plan.header)
+        for values in tensors.values():
+            file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return Written("", plan.size, file.close())
 
 
 @dataclass(frozen=True)
@@ -216,7 +233,7 @@ def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
         own = work.sums(link, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
-    return write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}), 1
+    return _write_tensors(partial, {folder.KEY: counts}, {"format": "pt", **metadata}), 1
 
 
 def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
@@ -280,13 +297,13 @@ def stage(
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
-    if isinstance(unit.work, PortionWork):
+    if isinstance(unit.work, portions.PortionWork):
         return _run_portion(unit.work, partial)
     work: CalibrateWork = unit.work
     layer = work.step.layer
 
     def walk(consumers: Sequence[Consumer]) -> None:
-        chain.walk(work.model, layer, work.step.before, work.skeleton(), work.group, consumers, context)
+        chain.walk(unit, context, work.model, layer, work.step.before, work.skeleton(), work.group, consumers)
 
     if work.moments:
         gathering, written, tensors = write_with_moments(partial, work.model, layer, walk)
@@ -299,8 +316,8 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     return Result((written,), tensors, {"layer": layer, "routed_tokens": tokens})
 
 
-def _run_portion(work: PortionWork, partial: Path) -> Result:
+def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
     of: CalibrateWork = work.of.work
     kinds = [*kinds_of(Gathering(of.step.layer).consumers), *([GatherMoments.evidence] if of.moments else ())]
     left = visit_portion(of.model, of.skeleton(), of.step.layer, work.portion, kinds)
-    return Result((write_arrays(partial, left),), len(left))
+    return Result((portions.write(partial, left),), 0)

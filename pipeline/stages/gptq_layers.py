@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,16 @@ from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate, Shared, Stored, Write, left_name
+from ktconvert.pipeline.gptq.compensate import Compensate, Made, Shared, Write
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import GptqWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk import portions
-from ktconvert.pipeline.walk.arrays import write_arrays
 from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.footprint import REMEDIES
 from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion
-from ktconvert.pipeline.walk.portions import PortionWork
 from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
@@ -109,21 +106,24 @@ def stage(
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
-    if isinstance(unit.work, PortionWork):
-        return _run_portion(unit, partial)
+    if isinstance(unit.work, portions.PortionWork):
+        return _run_portion(unit.work, partial)
     work: GptqWork = unit.work
-    files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(work, partial, context)
+    files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(unit, partial, context)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
     return Result(files, tensors, figures)
 
 
-def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+Layer = tuple[tuple[Written, ...], int, dict[str, Any]]  # files, the number of tensors, figures
+
+
+def write_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Layer:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
-    link, gathering = context.link, gather_statistics.Gathering(work.layer)
+    work, link, gathering = unit.work, context.link, gather_statistics.Gathering(unit.work.layer)
     with writer(work, partial, context.reporter) as files:
-        compensate = _compensate(work, files.write)
-        consumers = (*_gathered(gathering, link.side is not None), compensate)
-        chain.walk(work.model, work.layer, work.before, work.skeleton(), work.settings.group, consumers, context)
+        consumers, compensate = _consumers(unit, gathering, files.write, Shared())
+        settings = work.settings
+        chain.walk(unit, context, work.model, work.layer, work.before, work.skeleton(), settings.group, consumers)
         written, tensors = files.finish()
     if link.side is not None:
         gathering.write(link.side)
@@ -131,40 +131,34 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
     return written, tensors, {**error_of_sample(work, partial), **reported}
 
 
-def _compensate(work: GptqWork, write: Write, shared: Shared | None = None) -> Compensate:
-    of = work.settings
-    options = of.dampening, of.rounding, of.sees, of.floor
-    own = Compensate(work.fmt.encoding, *options, nearest(work), write, work.grid.numa, of.steps)
-    return own if shared is None else replace(own, shared=shared)
-
-
-def _gathered(gathering: gather_statistics.Gathering, statistics: bool) -> tuple[Consumer, ...]:
-    return gathering.consumers if statistics else (gathering.counts,)
+def _consumers(
+    unit: Unit[GptqWork], gathering: gather_statistics.Gathering, write: Write, shared: Shared
+) -> tuple[tuple[Consumer, ...], Compensate]:
+    """All of a layer's, and the one that replaces the experts."""
+    work, of = unit.work, unit.work.settings
+    options = of.dampening, of.rounding, of.sees, of.floor, nearest(work), write, work.grid.numa, of.steps
+    compensate = Compensate(work.fmt.encoding, *options, shared=shared)
+    return (*(gathering.consumers if unit.side else (gathering.counts,)), compensate), compensate
 
 
 @functools.lru_cache(1)
-def _shared(layer: str, sha256: str) -> Shared:
-    """What all portions of a layer that a worker makes have in common."""
+def _shared(_layer: str, _sha256: str) -> Shared:
+    """What the portions of a layer that a worker makes have in common."""
     return Shared()
 
 
-def _run_portion(unit: Unit[PortionWork], partial: Path) -> Result:
-    portion, work = unit.work.portion, unit.work.of.work
-    arrays: dict[str, Any] = {}
-
-    def write(expert: int, projection: str, stored: Stored) -> None:
-        for number, (_, tensors) in enumerate(stored):
-            arrays.update({left_name(expert, projection, number, n): tensor for n, tensor in enumerate(tensors)})
-
-    compensate = _compensate(work, write, _shared(unit.work.of.fingerprint, portion.sha256))
-    consumers = (*_gathered(gather_statistics.Gathering(work.layer), unit.work.of.side > 0), compensate)
-    arrays |= visit_portion(work.model, work.skeleton(), work.layer, portion, kinds_of(consumers), compensate)
-    arrays |= compensate.notes()
-    return Result((write_arrays(partial, arrays),), len(arrays))
+def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
+    unit, portion, made = work.of, work.portion, Made()
+    shared = _shared(unit.fingerprint, portion.sha256)
+    consumers, compensate = _consumers(unit, gather_statistics.Gathering(unit.work.layer), made.write, shared)
+    of: GptqWork = unit.work
+    left = visit_portion(of.model, of.skeleton(), of.layer, portion, kinds_of(consumers), compensate)
+    return Result((portions.write(partial, {**left, **made.left_by(compensate)}),), 0)
 
 
-def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+def write_whole(unit: Unit[GptqWork], partial: Path, context: Context) -> Layer:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
+    work = unit.work
     quantized = work.oneshot(context.link.store[chain.SAMPLES])
     with writer(work, partial, context.reporter) as files:
         for expert in range(work.model.shape(work.layer)[0]):

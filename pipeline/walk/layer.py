@@ -15,23 +15,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import RowFile
+from ktconvert.layouts.files.direct_file import DirectFile, RowFile
+from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.units import Away, Context, Result
+from ktconvert.pipeline.engine.units import Context, Made, Result, Written
 from ktconvert.pipeline.walk import bf16, portions
-from ktconvert.pipeline.walk.arrays import Arrays, read_arrays, write_arrays
 from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
-from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.footprint import GRADIENTS
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.portions import Accumulators, ExpertInputs, Portion
+from ktconvert.pipeline.walk.portions import ExpertInputs, Left, Portion
 from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:
     import torch
+
+
+Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+# Portions -> what workers made of them, in order; their files are there until the last is taken.
+Away = Callable[[Sequence[Portion]], Generator[Made, None, None]]
 
 
 class Visited(NamedTuple):
@@ -40,7 +47,7 @@ class Visited(NamedTuple):
     weights: Mapping[int, ExpertWeights]
     gathered: Mapping[Evidence, Accumulators]
     slopes: Mapping[int, torch.Tensor]
-    left: Arrays | None = None
+    left: Left | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ def _visit_experts(
     if away is None:
         groups = _visited_here(walk, inputs, kinds, range(experts))
     else:
-        groups = _visited_away(walk, inputs, kinds, consumers, away)
+        groups = _visited_away(walk, inputs, kinds, away)
     with closing(groups):
         for weights, gathered, slopes, left in groups:
             computing: Mapping[int, ExpertWeights] = weights
@@ -198,20 +205,20 @@ def _visited_here(
 
 
 def _visited_away(
-    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], consumers: Sequence[Consumer], away: Away
+    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], away: Away
 ) -> Generator[Visited, None, None]:
-    """What workers left of the layer's portions, in order: evidence of consumers that only look, and the weights that
-    replace the experts.
-    """
-    device, replacing = walk.lm.device, [consumer.evidence for consumer in consumers if consumer.replaces]
-    own = {number: kind for number, kind in enumerate(kinds) if kind not in replacing}
+    """What workers left of the layer's portions, in order (visit_portion)."""
     handed_out = portions.hand_out(inputs, walk.lengths, kinds, walk.model.shape(walk.layer)[0], walk.group)
     with closing(away(handed_out)) as made:
         for portion, one in zip(handed_out, made, strict=True):
-            left, experts = read_arrays(one.path), range(portion.first, portion.stop)
-            gathered = portions.evidence_of(own, left, experts, inputs, device)
-            weights = portions.weights_of(left, experts, device) if replacing else {e: walk.weights(e) for e in experts}
-            yield Visited(weights, gathered, {}, left)
+            left, experts = portions.read(one.path, walk.lm.device), range(portion.first, portion.stop)
+            gathered: dict[Evidence, Accumulators] = {}
+            for number, sides in left["evidence"].items():
+                kind = kinds[number]
+                *own, down = ({e: portions.accumulator(kind, x) for e, x in side.items()} for side in sides)
+                gathered[kind] = own[0] if own else dict.fromkeys(experts, inputs.shared[kind]), down
+            weights = {e: ExpertWeights(*x) for e, x in left["weights"].items()}
+            yield Visited(weights or {e: walk.weights(e) for e in experts}, gathered, {}, left)
 
 
 def visit_portion(
@@ -221,23 +228,28 @@ def visit_portion(
     portion: Portion,
     kinds: Sequence[Evidence],
     consumer: Consumer | None = None,
-) -> Arrays:
-    """What a worker leaves of a portion for the walk that waits for it.
+) -> dict[str, Any]:
+    """What a worker leaves of a portion for the walk that waits for it: evidence of consumers that only look, and the
+    weights that replace the experts.
 
     kinds     of evidence that all consumers of the walk need, as kinds_of gives them
     consumer  the one that replaces the experts, if there is one
     """
-    own = {number: kind for number, kind in enumerate(kinds) if consumer is None or kind != consumer.evidence}
+    replacing = None if consumer is None else consumer.evidence
     with portions.handed_out(portion, kinds, lm.hidden, lm.device) as (lengths, inputs):
         walk = LayerWalk(model, lm, layer, lengths, portion.stop - portion.first)
         (one,) = _visited_here(walk, inputs, kinds, range(portion.first, portion.stop))
-        left = portions.evidence_left(own, one.gathered)
-        if consumer is None or consumer.evidence is None:
-            return left
-        tokens, evidence = inputs.tokens(model.shape(layer)[0]), one.gathered[consumer.evidence]
-        rounded = consumer.take(ExpertGroup(layer, tokens, one.weights, *evidence, inputs.outputs, one.slopes))
-        assert rounded is not None
-        return {**left, **portions.weights_left(rounded)}
+        evidence = {
+            number: [{e: vars(x) for e, x in side.items()} for side in one.gathered[kind][kind.shared :]]
+            for number, kind in enumerate(kinds)
+            if kind != replacing
+        }
+        rounded = None
+        if consumer is not None and replacing is not None:
+            tokens, own = inputs.tokens(model.shape(layer)[0]), one.gathered[replacing]
+            rounded = consumer.take(ExpertGroup(layer, tokens, one.weights, *own, inputs.outputs, one.slopes))
+        weights = {e: (own.gate, own.up, own.down) for e, own in (rounded or {}).items()}
+        return {"evidence": evidence, "weights": weights}
 
 
 def _gather(
@@ -328,7 +340,12 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
             )
     lengths = np.array([len(ids) for ids in samples], np.int64)
     ids = np.concatenate(samples)
-    written = write_arrays(partial, {"input_ids": ids, "lengths": lengths})
+    arrays = {"input_ids": ids, "lengths": lengths}
+    plan = plan_shard([TensorInfo(name, "I64", array.shape, array.nbytes) for name, array in arrays.items()], {})
+    with DirectFile(partial, plan.size) as file:
+        for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
+            file.append(data)
+        digest = file.close()
     _require_known_tokens(calibration, lm, ids)
     if link.handed_on is not None:
         with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
@@ -337,7 +354,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
                 leaving.write(start, bf16.to_bits(hidden))
                 start += len(hidden)
             leaving.sync()
-    return Result((written,), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
+    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
 
 
 def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) -> None:
@@ -352,5 +369,6 @@ def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) 
 
 def read_samples(path: Path) -> list[Ids]:
     """The samples that write_samples wrote, each int64 [T]. Raises InputError for a damaged file."""
-    stored = read_arrays(path)
+    header = read_header(path)
+    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
     return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])

@@ -5,27 +5,26 @@ they leave does.
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.walk.arrays import Arrays, of_tensor, read_arrays, tensor_of, write_arrays
-from ktconvert.pipeline.walk.consumers import Accumulator, Evidence, ExpertWeights, Tokens
+from ktconvert.pipeline.engine.units import Unit, Written
+from ktconvert.pipeline.walk.consumers import Accumulator, Evidence, Tokens
 
 if TYPE_CHECKING:
     import torch
 
 EXPERTS = 4  # of a portion: few, for many workers; several, for each reads all rows
 ROWS, GIVEN = "inputs", "given"  # files in the layer's folder: what its experts read, and what else workers need
-Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+Left = Mapping[str, Any]  # what a worker leaves, or finds: tensors, numbers and words, in lists, tuples and mappings
 
 
 @dataclass
@@ -44,9 +43,8 @@ class ExpertInputs:
         return sum(counts, np.zeros(experts, np.int64))
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Some experts of a layer, as they travel. folder: the layer's; sha256: of GIVEN there."""
+class Portion(NamedTuple):
+    """Experts first..stop-1 of a layer, as they travel. folder: the layer's; sha256: of GIVEN there."""
 
     folder: str
     sha256: str
@@ -54,8 +52,7 @@ class Portion:
     stop: int
 
 
-@dataclass(frozen=True)
-class PortionWork:
+class PortionWork(NamedTuple):
     """The work of a portion, of the layer's unit `of`."""
 
     of: Unit[Any]
@@ -70,7 +67,7 @@ def unit_of(layer: Unit[Any], portion: Portion) -> Unit[PortionWork]:
         versions=layer.versions,
         params=(("of", layer.fingerprint), ("given", portion.sha256)),
         bytes_out=0,
-        portion=True,
+        portion=(layer.key, portion),
         work=PortionWork(layer, portion),
     )
 
@@ -81,22 +78,18 @@ def hand_out(
     """Write what workers need beside the rows; returns the layer's portions, of at most so many experts each."""
     import torch
 
-    arrays = {"lengths": np.array(lengths, np.int64)}
-    arrays |= {"ids": of_tensor(torch.cat(inputs.ids)), "shares": of_tensor(torch.cat(inputs.shares))}
-    for number, kind in enumerate(kinds):
-        arrays |= stored(f"{number}", inputs.shared[kind]) if kind.shared else {}
-    if inputs.outputs is not None:
-        arrays["outputs"] = of_tensor(inputs.outputs)
     inputs.rows.sync()
     folder, size = inputs.rows.path.parent, min(EXPERTS, most)
-    digest = write_arrays(folder / GIVEN, arrays).sha256
+    given = {"lengths": [*lengths], "ids": torch.cat(inputs.ids), "shares": torch.cat(inputs.shares)}
+    shared = {number: vars(inputs.shared[kind]) for number, kind in enumerate(kinds) if kind.shared}
+    digest = write(folder / GIVEN, {**given, "shared": shared, "outputs": inputs.outputs}).sha256
     firsts = range(0, experts, size)
     return [Portion(str(folder), digest, first, min(first + size, experts)) for first in firsts]
 
 
 @functools.lru_cache(1)
-def _given(folder: str, sha256: str) -> Arrays:
-    return read_arrays(Path(folder) / GIVEN)
+def _given(folder: str, _sha256: str, device: Any) -> Left:
+    return read(Path(folder) / GIVEN, device)
 
 
 @contextmanager
@@ -104,66 +97,30 @@ def handed_out(
     portion: Portion, kinds: Sequence[Evidence], width: int, device: Any
 ) -> Iterator[tuple[list[int], ExpertInputs]]:
     """The lengths of sequences and the inputs of the layer's experts, as a worker finds them."""
-    import torch
-
-    given = _given(portion.folder, portion.sha256)
-    lengths = given["lengths"].tolist()
-    ids, shares = (list(torch.split(tensor_of(given[name]), lengths)) for name in ("ids", "shares"))
-    shared = {kind: restored(kind, given, f"{n}", device) for n, kind in enumerate(kinds) if kind.shared}
-    outputs = tensor_of(given["outputs"], device) if "outputs" in given else None
+    given = _given(portion.folder, portion.sha256, device)
+    lengths, shared = given["lengths"], {kinds[n]: accumulator(kinds[n], x) for n, x in given["shared"].items()}
+    ids, shares = (list(given[name].cpu().split(lengths)) for name in ("ids", "shares"))
     with RowFile(Path(portion.folder) / ROWS, sum(lengths), width, new=False) as rows:
-        yield lengths, ExpertInputs(rows, ids, shares, shared, outputs)
+        yield lengths, ExpertInputs(rows, ids, shares, shared, given["outputs"])
 
 
-# --- what workers leave ---------------------------------------------------------------------------
-
-
-def stored(name: str, accumulator: Any) -> dict[str, npt.NDArray[Any]]:
-    """The fields of an accumulator, a dataclass of tensors and integers."""
-    values = {f"{name}.{key}": value for key, value in vars(accumulator).items()}
-    return {key: np.array(x, np.int64) if isinstance(x, int) else of_tensor(x) for key, x in values.items()}
-
-
-def restored(kind: Evidence, arrays: Arrays, name: str, device: Any) -> Accumulator:
-    """The accumulator that `stored` has put there."""
-    empty: Any = kind.empty(0, device)
-    found = {key: arrays[f"{name}.{key}"] for key in vars(empty)}
-    values = {key: tensor_of(x, device) if x.shape else int(x) for key, x in found.items()}
-    whole: Accumulator = replace(empty, **values)
+def accumulator(kind: Evidence, fields: Mapping[str, Any]) -> Accumulator:
+    """The one that had these fields."""
+    empty: Any = kind.empty(0, None)
+    whole: Accumulator = replace(empty, **fields)
     return whole
 
 
-def evidence_left(kinds: Mapping[int, Evidence], gathered: Mapping[Evidence, Accumulators]) -> Arrays:
-    """What was gathered of these kinds, by their numbers, but for what all experts share."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for number, kind in kinds.items():
-        for side in range(kind.shared, 2):
-            for expert, accumulator in gathered[kind][side].items():
-                arrays |= stored(f"{number}.{side}.{expert}", accumulator)
-    return arrays
+def write(path: Path, what: Left) -> Written:
+    """Write a new file, synced."""
+    import torch
+
+    torch.save(dict(what), data := io.BytesIO())
+    return Written("", data.getbuffer().nbytes, publish.write_file(path, data.getbuffer()))
 
 
-def evidence_of(
-    kinds: Mapping[int, Evidence], arrays: Arrays, experts: Sequence[int], inputs: ExpertInputs, device: Any
-) -> dict[Evidence, Accumulators]:
-    """The inverse of evidence_left."""
-    gathered: dict[Evidence, Accumulators] = {}
-    for number, kind in kinds.items():
-        gate_up, down = (
-            {
-                e: inputs.shared[kind] if side < kind.shared else restored(kind, arrays, f"{number}.{side}.{e}", device)
-                for e in experts
-            }
-            for side in range(2)
-        )
-        gathered[kind] = gate_up, down
-    return gathered
+def read(path: Path, device: Any = "cpu") -> Left:
+    import torch
 
-
-def weights_left(weights: Mapping[int, ExpertWeights]) -> Arrays:
-    return {f"{e}.{name}": of_tensor(getattr(own, name)) for e, own in weights.items() for name in PROJECTIONS}
-
-
-def weights_of(arrays: Arrays, experts: Sequence[int], device: Any) -> dict[int, ExpertWeights]:
-    """The inverse of weights_left."""
-    return {e: ExpertWeights(**{p: tensor_of(arrays[f"{e}.{p}"], device) for p in PROJECTIONS}) for e in experts}
+    found: Left = torch.load(path, map_location=device, weights_only=True)
+    return found
