@@ -5,13 +5,15 @@ import multiprocessing
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.status import look
@@ -78,6 +80,24 @@ def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Execu
     assert begun == done
     portions = [unit for unit, _ in begun if ".experts-" in unit]
     assert len(portions) == 4  # two of each layer
+
+
+class Flips(Executor):
+    """Makes what it is given, and then a bit of it flips."""
+
+    def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(attempt := fn(*arguments))
+        conversion.edit(locate(Path(arguments[0].output)).partial / attempt.name, -5000, keep_time=True)
+        return future
+
+
+def test_a_bit_that_flipped_in_what_a_worker_left(dataset: Path, tmp_path: Path) -> None:
+    """It is found before it goes into the layer, and made again by the next run."""
+    begun = plan("calibrate", tmp_path / "out", dataset)
+    with pytest.raises(ResourceError, match=r"experts-000-003.*is not what was written there"):
+        commands.run(begun, Flips())
+    assert commands.run(begun)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,8 @@ class Unit(Generic[Work]):
     kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
                later ones; 0 for none
-    portion    of what is no unit of a plan, but what a worker makes of one: that one's key, and what of it, picklable
+    portion    of what is no unit of a plan, but what a worker makes of one: that one's key, and a picklable function
+               that gives this one for it
     work       what the stage needs to know to run it; follows from the above
     """
 
@@ -50,7 +51,7 @@ class Unit(Generic[Work]):
     kept: bool = True
     handed_on: int = 0
     side: int = 0
-    portion: tuple[str, Any] | None = None
+    portion: tuple[str, Callable[[Unit[Any]], Unit[Any]]] | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,11 +157,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):
-    """Units of one kind, and the function that makes one.
-
-    chain    whether each unit needs what the one before it left
-    portion  (unit, what of it) -> a portion of the unit, which `run` makes, too
-    """
+    """Units of one kind, and the function that makes one. chain: each unit needs what the one before it left."""
 
     name: str
     title: str
@@ -168,7 +165,6 @@ class Stage(Generic[Work]):
     run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
     needs: tuple[str, ...] = ("source",)
-    portion: Callable[[Unit[Work], Any], Unit[Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Task:
     """A unit as it travels.
 
     run      the token in the work directory of `output`
-    portion  what of the unit, as Stage.portion takes it; None: all of it
+    portion  as of Unit; None: the unit itself
     threads  for packing, None: the CPUs that the worker may use
     """
 
@@ -50,7 +50,7 @@ class Task:
     fingerprint: str
     reopen: Reopen
     threads: int | None = None
-    portion: Any = None
+    portion: Callable[[Unit[Any]], Unit[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Opened:
         """The unit of a task. Raises OutputError where this host would make something else of it."""
         for stage, unit in [(one, unit) for one in self.plan.stages for unit in one.units]:
             if (stage.name, unit.key) == (task.stage, task.key):
-                own = unit if task.portion is None or stage.portion is None else stage.portion(unit, task.portion)
+                own = unit if task.portion is None else task.portion(unit)
                 if own.fingerprint == task.fingerprint:
                     return stage, own
         raise OutputError(

@@ -293,7 +293,7 @@ def stage(
         )
     units += closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
     run = functools.partial(run_in_chain, threads, REMEDIES_TO_CALIBRATE, _run_layer)
-    return Stage(NAME, "gather what experts read", tuple(units), run, chain=True, portion=portions.unit_of)
+    return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:

@@ -101,8 +101,7 @@ def stage(
     if document is not None:
         units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     run = functools.partial(gather_statistics.run_in_chain, threads, REMEDIES, _run_layer)
-    title = f"calibrate, and quantize experts to {fmt.name}"
-    return Stage(NAME, title, tuple(units), run, chain=True, portion=portions.unit_of)
+    return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:

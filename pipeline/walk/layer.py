@@ -211,7 +211,8 @@ def _visited_away(
     handed_out = portions.hand_out(inputs, walk.lengths, kinds, walk.model.shape(walk.layer)[0], walk.group)
     with closing(away(handed_out)) as made:
         for portion, one in zip(handed_out, made, strict=True):
-            left, experts = portions.read(one.path, walk.lm.device), range(portion.first, portion.stop)
+            left = portions.read(one.path, one.result.files[0].sha256, walk.lm.device)
+            experts = range(portion.first, portion.stop)
             gathered: dict[Evidence, Accumulators] = {}
             for number, sides in left["evidence"].items():
                 kind = kinds[number]

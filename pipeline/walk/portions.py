@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.pipeline.engine.units import Unit, Written
@@ -67,7 +68,7 @@ def unit_of(layer: Unit[Any], portion: Portion) -> Unit[PortionWork]:
         versions=layer.versions,
         params=(("of", layer.fingerprint), ("given", portion.sha256)),
         bytes_out=0,
-        portion=(layer.key, portion),
+        portion=(layer.key, functools.partial(unit_of, portion=portion)),
         work=PortionWork(layer, portion),
     )
 
@@ -88,8 +89,8 @@ def hand_out(
 
 
 @functools.lru_cache(1)
-def _given(folder: str, _sha256: str, device: Any) -> Left:
-    return read(Path(folder) / GIVEN, device)
+def _given(folder: str, sha256: str, device: Any) -> Left:
+    return read(Path(folder) / GIVEN, sha256, device)
 
 
 @contextmanager
@@ -119,8 +120,11 @@ def write(path: Path, what: Left) -> Written:
     return Written("", data.getbuffer().nbytes, publish.write_file(path, data.getbuffer()))
 
 
-def read(path: Path, device: Any = "cpu") -> Left:
+def read(path: Path, sha256: str, device: Any) -> Left:
+    """Raises ResourceError where it is not what was written."""
     import torch
 
-    found: Left = torch.load(path, map_location=device, weights_only=True)
+    if publish.sha256(data := path.read_bytes()) != sha256:
+        raise ResourceError(f"{path}: is not what was written there (its SHA-256); check the disk, then resume.")
+    found: Left = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
     return found
