@@ -16,9 +16,10 @@ import pages
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "many-machines.md"
 
 # Measured, CPU time of one core (AMD EPYC with AVX-512 and BF16): seconds for an expert of 7168 x 2048 as in gptq.py,
-# AMXINT4, for an eighth of its rows (full: for 128), times as many; products of matrices, in FLOP/s.
+# AMXINT4, for an eighth of its rows (full: for 128, and 2.8 s are counted for the correction of rows that are left),
+# times as many; products of matrices, in FLOP/s; SHA-256, in bytes/s (docs/explanation/resume.md).
 SECONDS = {"plain": 4.7, "descent": 22.7, "full": 49.6}
-BF16, FLOAT32 = 207e9, 84e9
+BF16, FLOAT32, HASH = 207e9, 84e9, 1.1e9
 # Assumed: a host's cores, the part of their speed that they reach together, bytes/s of the file system.
 CORES, TOGETHER, FILES = 64, 0.5, 20e9
 SAMPLES, LENGTH, TOP_K = (128, 512), 2048, 8
@@ -57,9 +58,9 @@ def work(model: Model, samples: int, steps: str) -> float:
 
 
 def files(model: Model, samples: int, hosts: int) -> float:
-    """Seconds of a layer for its rows, which every host reads, and what is left of experts, written and read."""
+    """Seconds of a layer for its rows, which every host reads, and what is left of experts: written, read, hashed."""
     rows, left = 2 * samples * LENGTH * HIDDEN, model.experts * 3 * HIDDEN * WIDTH * 2.5
-    return (hosts * rows + 2 * left) / FILES if hosts > 1 else 0.0
+    return (hosts * rows + 2 * left) / FILES + left / HASH if hosts > 1 else 0.0
 
 
 def table() -> str:

@@ -57,7 +57,7 @@ class StartEvent(AnyEvent, tag="start"):
 
 
 class DoneEvent(AnyEvent, tag="done"):
-    """A unit is finished and durable; with `--executor`, or a portion of a layer that is walked through was taken."""
+    """A unit is finished and durable; or, with `--executor`, a layer has taken over a portion."""
 
     output: Output
     unit: UnitName
