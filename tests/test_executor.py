@@ -256,15 +256,6 @@ def test_what_is_no_executor(
     assert not (tmp_path / "o").exists()
 
 
-def test_parts_of_a_chain_are_refused_before_anything_else(
-    inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
-) -> None:
-    words = ["gpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--quant-method", "GPTQ"]
-    done = servers.run([*words, "--part", "0/2"], tmp_path / "said")
-    conversion.refused(done, 2, "gpu: each layer's calibration needs", "give --executor instead of --part")
-    assert not (tmp_path / "o").exists()
-
-
 LOGS = """
 import logging, sys
 from ktconvert.pipeline.engine.dask_executor import connected

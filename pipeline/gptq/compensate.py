@@ -82,6 +82,16 @@ class Compensate:
             rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
 
+    def left(self, linears: Sequence[tuple[int, str, Stored]]) -> dict[str, Any]:
+        """What a worker leaves of a group beside evidence and weights; linears: as they were written."""
+        import torch
+
+        tensors = [
+            (expert, projection, [[torch.from_numpy(x) for x in each] for _, each in stored])
+            for expert, projection, stored in linears
+        ]
+        return {"linears": tensors, "too_few": self.too_few, "fell_back": self.fell_back}
+
     def _take_over(self, group: ExpertGroup, left: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
         for expert, projection, stored in left["linears"]:
             width, hidden = group.weights[expert].gate.shape
@@ -217,21 +227,6 @@ class Shared:
 
     metric: _Metric | None = None
     outputs: gptq.Factor | None = None
-
-
-@dataclass
-class Made:
-    """The linears that a worker's Compensate gives to `write`, to be left for another's `take`."""
-
-    linears: list[tuple[int, str, list[list[torch.Tensor]]]] = field(default_factory=list)
-
-    def write(self, expert: int, projection: str, stored: Stored) -> None:
-        import torch
-
-        self.linears.append((expert, projection, [[torch.from_numpy(x) for x in tensors] for _, tensors in stored]))
-
-    def left_by(self, done: Compensate) -> dict[str, Any]:
-        return {"linears": self.linears, "too_few": done.too_few, "fell_back": done.fell_back}
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:

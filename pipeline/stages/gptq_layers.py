@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate, Made, Shared, Write
+from ktconvert.pipeline.gptq.compensate import Compensate, Shared, Stored, Write
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import GptqWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, gather_statistics
@@ -147,12 +147,12 @@ def _shared(_layer: str, _sha256: str) -> Shared:
 
 
 def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
-    unit, portion, made = work.of, work.portion, Made()
-    shared = _shared(unit.fingerprint, portion.sha256)
-    consumers, compensate = _consumers(unit, gather_statistics.Gathering(unit.work.layer), made.write, shared)
+    unit, portion, linears = work.of, work.portion, list[tuple[int, str, Stored]]()
     of: GptqWork = unit.work
+    gathering, shared = gather_statistics.Gathering(of.layer), _shared(unit.fingerprint, portion.sha256)
+    consumers, compensate = _consumers(unit, gathering, lambda *linear: linears.append(linear), shared)
     left = visit_portion(of.model, of.skeleton(), of.layer, portion, kinds_of(consumers), compensate)
-    return Result((portions.write(partial, {**left, **made.left_by(compensate)}),), 0)
+    return Result((portions.write(partial, {**left, **compensate.left(linears)}),), 0)
 
 
 def write_whole(unit: Unit[GptqWork], partial: Path, context: Context) -> Layer:
