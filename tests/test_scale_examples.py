@@ -71,6 +71,15 @@ def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path):
     assert all(spelled["tls"][role].keys() == page["tls"][role].keys() for role in ("scheduler", "worker", "client"))
 
 
+def test_the_hours_of_gptq_follow_from_the_numbers_beside_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gptq_hosts import SECONDS, table
+
+    assert table() in PAGE
+    plain, descent, full = SECONDS.values()
+    assert f"{plain}, {descent} and {full} s for an expert" in " ".join(PAGE.split())
+
+
 def test_the_script_for_slurm_is_a_script():
     subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"], check=True)
 

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.existing import adopts, nothing_to_do, saved_plan
 from ktconvert.pipeline.engine.lock import ProcessPart, unlock
 from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
 from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
+from ktconvert.pipeline.engine.plan import Plan, Request, require_parts
 from ktconvert.pipeline.options import quantization
 from ktconvert.pipeline.options.declare import Option, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
@@ -158,8 +158,8 @@ def convert(name: str, options: ConversionOptions) -> None:
     for note in _notes(plans):
         reporter.note(note)
     if options.dry_run:
-        check(plans, options.workers, part)
-        dry_run.show_plans(plans, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
+        shown = check(plans, options.workers, part)
+        dry_run.show_plans(shown, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
         return
     if options.existing.force_unlock:
         for plan in plans:
@@ -196,8 +196,7 @@ def go_on(options: quantization.ResumeOptions) -> None:
     request = replace(request, options=with_values(request.options, **tuning))
     plan = commands.plan_request(request, None if options.dry_run else reporter.hashed)
     if options.dry_run:
-        check([plan], options.workers)
-        dry_run.show_plans([plan], as_json=options.reporting.json_events)
+        dry_run.show_plans(check([plan], options.workers), as_json=options.reporting.json_events)
         return
     require_all_parts(plan, paths)
     make([plan], reporter, options.workers, execution.cpuinfer_threads, trust_store=options.leftovers.trust_store)
@@ -226,17 +225,17 @@ def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = 
         reporter.note(f"--force-unlock took away {taken}")
 
 
-def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> None:
-    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plans or each other."""
+def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> Sequence[Plan]:
+    """The plans as --executor has them made. Raises UsageError where --executor or --part cannot be understood, or do
+    not go with the plans or each other.
+    """
     name = workers.executor
     require_known(name)
-    for plan in plans:
-        if part is not None:
-            require_shareable(plan, "--part")
-        if not name.startswith(DEFAULT):
-            require_shareable(plan, "--executor")
+    for plan in plans if part is not None else ():
+        require_parts(plan)
     if part is not None and not name.startswith(DEFAULT):
         raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
+    return plans if name.startswith(DEFAULT) else [plan.shared_out() for plan in plans]
 
 
 def make(

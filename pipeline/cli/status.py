@@ -94,7 +94,8 @@ def _found(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
     records = journal.read(paths.journal)
     finished = journal.finished(records)
     tried = attempts.read(paths)
-    made = {a.fingerprint: a for a in tried if a.is_whole(paths) and a.fingerprint not in finished}
+    whole = (a for a in tried if not a.portion and a.is_whole(paths))
+    made = {a.fingerprint: a for a in whole if a.fingerprint not in finished}
     by: dict[str, dict[str, float]] = {}
     last_host = Holder.this().host
     for record in records:

@@ -36,6 +36,7 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ended      None while it lasts, and where its process died; result: once the file is whole and durable
     failure    the sentence with which it failed; warnings: what the user should read, in sentences
     oom_kills  the kernel's count when it began (machine.oom_kills)
+    portion    of a unit that is no unit of the plan (Unit)
     """
 
     name: str
@@ -49,6 +50,7 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     failure: str | None = None
     oom_kills: Number | None = None
     warnings: tuple[str, ...] = ()
+    portion: bool = False
 
     @property
     def worker(self) -> str:
@@ -90,6 +92,7 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
         process=own,
         began=now(),
         oom_kills=machine.oom_kills(),
+        portion=unit.portion is not None,
     )
     return _save(paths, attempt)
 

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
-from ktconvert.pipeline.engine.plan import Plan, require_shareable
+from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
 from ktconvert.pipeline.engine.units import Runner
@@ -48,12 +48,11 @@ def execute(
     other. Returns False when there was nothing to do. What makes one impossible is raised before anything is written.
 
     trust_store  files that an earlier run finished count by their sizes, and are not hashed
-    executor     its workers `reopen` the plan, make units and pack with so many threads each (None: the CPUs that they
-                 may use); None: threads of this process make them
+    executor     its workers `reopen` the plan, make units, of a chain portions of units, and pack with so many threads
+                 each (None: the CPUs that they may use); None: threads of this process make them
     """
     if executor is not None:
-        for plan in plans:
-            require_shareable(plan, "--executor")
+        plans = [plan.shared_out() for plan in plans]
     finished = [_is_finished(plan, overwrite) for plan in plans]
     left = [plan for plan, done in zip(plans, finished, strict=True) if not done]
     for plan in left:
@@ -94,7 +93,12 @@ def execute(
             runners = stack.enter_context(thread_runners([work for _, work in works], reporter, threads, units))
         else:
             assert reopen is not None
-            runners = [Tasks(work, reporter, executor, reopen, threads) for _, work in works]
+            runners = tasks = [Tasks(work, reporter, executor, reopen, threads) for _, work in works]
+            if any(stage.chain for plan, _ in works for stage in plan.stages):  # then there is no other output
+                (work,) = (work for _, work in works)
+                count = fit_threads([plan for plan, _ in works], reporter)
+                (here,) = stack.enter_context(thread_runners([work], reporter, count, units, tasks[0].away))
+                tasks[0].here = here
         shares = []
         for (plan, work), units_of_plan, runner in zip(works, to_do, runners, strict=True):
             keep, end = partial(publish_unit, plan, work, reporter), partial(_end, plan, work, reporter)

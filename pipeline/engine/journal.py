@@ -65,6 +65,10 @@ class Lost(OfUnit, frozen=True, kw_only=True, tag="lost"):
     """An attempt is of no use any more: it ended without a word, or another was done first."""
 
 
+class Taken(OfUnit, frozen=True, kw_only=True, tag="taken"):
+    """A portion that a worker made went into its unit."""
+
+
 class Done(OfUnit, frozen=True, kw_only=True, tag="done"):
     """It is published. for_chain: the files that it has in the store for other units of its chain."""
 
@@ -90,7 +94,7 @@ class Assembled(Event, frozen=True, kw_only=True, tag="assembled"):
     inode: Number
 
 
-Record = Run | End | Start | Failed | Lost | Done | Forgotten | Dropped | Assembled
+Record = Run | End | Start | Failed | Lost | Taken | Done | Forgotten | Dropped | Assembled
 
 
 def read(path: Path) -> list[Record]:
@@ -187,7 +191,7 @@ def last_run(records: Iterable[Record]) -> tuple[Run, dict[str, Start]] | None:
                 run, flying = record, {}
             case Start():
                 flying[record.unit] = record
-            case Done():
+            case Done() | Taken():
                 flying.pop(record.unit, None)
             case End():
                 run = None

@@ -218,11 +218,11 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     work.record(unit, made)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
-    tell_done(plan, reporter, unit, made)
+    tell_done(plan.request.output, reporter, unit, made)
 
 
-def tell_done(plan: Plan, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
-    output, name, seconds = plan.request.output, unit.name, round(made.seconds, 3)
+def tell_done(output: Path, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
+    name, seconds = unit.name, round(made.seconds, 3)
     nbytes, stats = sum(w.nbytes for w in made.result.files), made.result.stats
     reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)
     where = f" on {made.who['host']}" if made.who else ""

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, 
 from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.engine.plan import Plan, require_shareable
+from ktconvert.pipeline.engine.plan import Plan, require_parts
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import ThreadRunner, pools
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
@@ -57,7 +57,7 @@ def _of_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: bool = False) -> None:
     """Make every N-th unit, as far as it is not there. Raises UsageError for a plan that is a chain."""
-    require_shareable(plan, "--part")
+    require_parts(plan)
     if already_finished(plan, overwrite):
         return nothing_to_do(plan.request.output, reporter)
     plan.require_ready()
@@ -74,7 +74,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
         require_disk([(plan, paths, [unit for _, (unit,) in mine])])
         stop = StopFlag()
         with stop.installed(), _runner(plan, paths, reporter, len(mine)) as runner:
-            run_units([Share(plan, mine, runner, partial(tell_done, plan, reporter))], reporter, stop)
+            run_units([Share(plan, mine, runner, partial(tell_done, plan.request.output, reporter))], reporter, stop)
         _summary(plan, paths, part, len(mine), reporter)
     finally:
         held.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -84,7 +84,7 @@ class Plan:
     companions     (path below the output, file to copy); config: config.json, to be written, if there is one
     loose          whether there is no index: weights are loose folders, or there are none
     kept_layers    loose layer folders that were in the output before and stay as they are; None where it must hold none
-    scratch_bytes  of files that exist while it runs, beside the units
+    scratch_bytes  of files that exist while it runs, beside the units; portion_bytes: more, where workers make portions
     advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
     require_ready  raises KtconvertError where this machine must not run what is left to do
     check          looks at the complete folder before it appears: VerificationError where it is not what it should be
@@ -105,6 +105,7 @@ class Plan:
     kept_layers: tuple[int, ...] | None = None
     side_output: SideOutput | None = None
     scratch_bytes: int = 0
+    portion_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
     require_ready: Callable[[], None] = lambda: None
@@ -142,6 +143,10 @@ class Plan:
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
 
+    def shared_out(self) -> Plan:
+        """The plan where an executor's workers do the work."""
+        return replace(self, scratch_bytes=self.scratch_bytes + self.portion_bytes, portion_bytes=0)
+
     def document(self, overwrite: bool = False) -> SavedPlan:
         return SavedPlan(
             version=FORMAT,
@@ -177,9 +182,8 @@ def require_unchanged(plan: Plan) -> None:
         raise InputError(f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 
 
-def require_shareable(plan: Plan, option: str) -> None:
-    """Raise UsageError, naming the option, for a plan whose units need each other."""
+def require_parts(plan: Plan) -> None:
+    """Raise UsageError for a plan whose units need each other: nobody would wait for them."""
     if any(stage.chain for stage in plan.stages):
-        what = "each layer's calibration needs what the layer before left, so several cannot be made at the same time"
-        remedy = f"leave out {option}"
-        raise UsageError(f"{plan.request.command}: {what}; {remedy}.")
+        what = "each layer's calibration needs what the layer before left, so parts cannot be made one by one"
+        raise UsageError(f"{plan.request.command}: {what}; give --executor instead of --part.")

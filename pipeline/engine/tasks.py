@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -13,9 +15,11 @@ from msgspec.structs import replace
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.journal import Failed, Lost, Start
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start, Taken
+from ktconvert.pipeline.engine.loop import tell_done
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
+from ktconvert.pipeline.engine.threads import ThreadRunner
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
@@ -28,6 +32,8 @@ LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 class Tasks:
     """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
     `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
+
+    here  makes the units of chains, and has portions of them made by workers (away)
     """
 
     most = sys.maxsize  # who is free takes the next one: nothing here knows how many workers there are
@@ -42,10 +48,20 @@ class Tasks:
         self._ended: set[str] = set()
         self._again: Counter[str] = Counter()
         self._looked = 0.0
+        self._looking = threading.Lock()  # portions are taken by the thread that makes their unit
+        self.here: ThreadRunner | None = None
+        self._made_here: set[Future[Any]] = set()
 
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
-        output, version = str(self._work.paths.output), tool_version()
-        task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        if self.here is None or not stage.chain:
+            return self._submit(unit)
+        self._made_here.add(future := self.here.submit(stage, unit))
+        return future
+
+    def _submit(self, unit: Unit[Any]) -> Future[Attempt | Failure]:
+        output, version, (key, portion) = str(self._work.paths.output), tool_version(), unit.portion or (unit.key, None)
+        about = self._reopen, self._threads, portion
+        task = Task(output, self._run, version, unit.stage, key, unit.fingerprint, *about)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken
@@ -53,10 +69,29 @@ class Tasks:
             broken.set_exception(error)
             return broken
 
-    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made | None:
+    def away(self, portions: Sequence[Unit[Any]]) -> Generator[Made, None, None]:
+        """As Context has it. Attempts stay until all were taken, for a coordinator that comes after this one."""
+        flying = [self._submit(portion) for portion in portions]
+        try:
+            for n, portion in enumerate(portions):
+                while (made := self.take(portion, flying[n])) is None:
+                    flying[n] = self._submit(portion)
+                self._work.journal.append(Taken(unit=portion.name, **made.who))
+                tell_done(self._work.paths.output, self._reporter, portion, made)
+                yield made
+        finally:
+            for future in flying:
+                future.cancel()
+        for attempt in (each for portion in portions for each in attempts.read(self._work.paths, portion)):
+            if attempt.ended is not None:
+                attempts.forget(self._work.paths, attempt)
+
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
         """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
         worker's failure, and KtconvertError where the executor lost the task.
         """
+        if future in self._made_here and self.here is not None:
+            return self.here.take(unit, future)
         try:
             made = result_of(future, unit.name, f"`ktconvert resume {self._work.paths.output}`")
         except WorkerLostError as error:
@@ -74,7 +109,7 @@ class Tasks:
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         self._look()
-        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in self._known.values())
+        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in [*self._known.values()])
         return not begun and future.cancel()
 
     def watch(self) -> None:
@@ -82,21 +117,22 @@ class Tasks:
             self._look()
 
     def _look(self) -> None:
-        self._looked = time.monotonic()
-        for attempt in attempts.read(self._work.paths, known=self._ended):
-            if attempt.ended is not None:
-                self._ended.add(attempt.name)
-            if attempt.run != self._run:
-                continue
-            known = self._known.get(attempt.name)
-            self._known[attempt.name] = replace(attempt, result=None)
-            if known is None:
-                self._reporter.event("start", **self._note(attempts.started(attempt)))
-                self._reporter.at(attempt.unit)
-                self._reporter.worker(attempt.worker, attempt.unit)
-            if attempt.failure is not None:
-                self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
-                self._reporter.worker(attempt.worker, None)
+        with self._looking:
+            self._looked = time.monotonic()
+            for attempt in attempts.read(self._work.paths, known=self._ended):
+                if attempt.ended is not None:
+                    self._ended.add(attempt.name)
+                if attempt.run != self._run:
+                    continue
+                known = self._known.get(attempt.name)
+                self._known[attempt.name] = replace(attempt, result=None)
+                if known is None:
+                    self._reporter.event("start", **self._note(attempts.started(attempt)))
+                    self._reporter.at(attempt.unit)
+                    self._reporter.worker(attempt.worker, attempt.unit)
+                if attempt.failure is not None:
+                    self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
+                    self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
         """Note that the attempts at a unit that have not ended are of no use any more: it was made, or is given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import deque
@@ -47,11 +48,13 @@ class ThreadRunner:
 
 @contextlib.contextmanager
 def thread_runners(
-    works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int
+    works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int, away: Any = None
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share the packing threads. RuntimeError where the system gives no threads."""
+    """A runner for each output; all share the packing threads. away: as of Context, where there is one output.
+    RuntimeError where the system gives no threads.
+    """
     with pools(threads, units) as (pool, window, runner, most):
-        context = Context(pool, window, reporter)
+        context = Context(pool, window, reporter, away=away)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
         yield [
             ThreadRunner(runner, most, partial(_make, work, context, which))
@@ -111,7 +114,8 @@ def _for_chain(link: Link | None) -> tuple[Written, ...]:
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     at = stage.units.index(unit)
-    store, scratch = work.paths.store, work.paths.partial / unit.name
+    # No other run's: a worker of one that died may wake and look there, and must not find what is being written.
+    store, scratch = work.paths.store, work.paths.partial / f"{unit.name}.{secrets.token_hex(4)}"
     scratch.mkdir()
     return Link(
         before=store / stage.units[at - 1].handed_on_name if at and stage.units[at - 1].handed_on else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +34,8 @@ class Unit(Generic[Work]):
     kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
                later ones; 0 for none
+    portion    of what is no unit of a plan, but what a worker makes of one: that one's key, and a picklable function
+               that gives this one for it
     work       what the stage needs to know to run it; follows from the above
     """
 
@@ -51,6 +53,7 @@ class Unit(Generic[Work]):
     kept: bool = True
     handed_on: int = 0
     side: int = 0
+    portion: tuple[str, Callable[[Unit[Any]], Unit[Any]]] | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -135,12 +138,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's run function may use. pool: threads for parts of a unit, of which `window` may be in flight."""
+    """What a stage's run function may use.
+
+    pool  threads for parts of a unit, of which `window` may be in flight
+    away  has portions of the unit made by workers, all at the same time: what they made, in order, with files that are
+          there until the last is taken; None where there are no workers
+    """
 
     pool: ThreadPoolExecutor
     window: int
     reporter: Reporter
     chain: Link | None = None
+    away: Callable[[Sequence[Unit[Any]]], Generator[Made, None, None]] | None = None
 
     @property
     def link(self) -> Link:

@@ -35,8 +35,11 @@ Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 @dataclass(frozen=True)
 class Task:
-    """A unit as it travels. run: the token in the work directory of `output`; threads: for packing, None: the CPUs that
-    the worker may use.
+    """A unit as it travels.
+
+    run      the token in the work directory of `output`
+    portion  as of Unit; None: the unit itself
+    threads  for packing, None: the CPUs that the worker may use
     """
 
     output: str
@@ -47,6 +50,7 @@ class Task:
     fingerprint: str
     reopen: Reopen
     threads: int | None = None
+    portion: Callable[[Unit[Any]], Unit[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,10 @@ class Opened:
     def find(self, task: Task) -> tuple[Stage[Any], Unit[Any]]:
         """The unit of a task. Raises OutputError where this host would make something else of it."""
         for stage, unit in [(one, unit) for one in self.plan.stages for unit in one.units]:
-            if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
-                return stage, unit
+            if (stage.name, unit.key) == (task.stage, task.key):
+                own = unit if task.portion is None else task.portion(unit)
+                if own.fingerprint == task.fingerprint:
+                    return stage, own
         raise OutputError(
             f"{self.paths.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
             "the same ktconvert on all hosts, and see that they read the same files."

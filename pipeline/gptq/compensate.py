@@ -46,6 +46,7 @@ class Compensate:
                after GPTQ; "full": errors are also weighed by what they do to predictions
     too_few    experts with linears that were rounded to nearest since too few tokens were routed to them
     fell_back  linears that were rounded to nearest since their Hessian could not be factorized
+    shared     what all experts of the layer share
     """
 
     encoding: Encoding
@@ -59,9 +60,8 @@ class Compensate:
     steps: str = "plain"
     too_few: list[int] = field(default_factory=list)
     fell_back: list[Item] = field(default_factory=list)
+    shared: Shared = field(default_factory=lambda: Shared())
     replaces = True
-    _shared: _Metric | None = None  # of the Hessian that gate and up of all experts share
-    _outputs: gptq.Factor | None = None  # of what predictions feel of the layer's outputs
 
     @property
     def evidence(self) -> Evidence:
@@ -69,8 +69,10 @@ class Compensate:
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
-        naming the layer, where a Hessian or a loss is not finite.
+        naming the layer, where a Hessian or a loss is not finite. What a worker left of them is written.
         """
+        if group.left is not None:
+            return self._take_over(group, group.left)
         rounded = {}
         for expert in group.weights:
             made = self._quantize(group, expert)
@@ -78,6 +80,26 @@ class Compensate:
                 self.write(expert, projection, made[projection][0])
             rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
+
+    def left(self, linears: Sequence[tuple[int, str, Stored]]) -> dict[str, Any]:
+        """What a worker leaves of a group beside evidence and weights; linears: as they were written."""
+        import torch
+
+        tensors = [
+            (expert, projection, [[torch.from_numpy(x) for x in each] for _, each in stored])
+            for expert, projection, stored in linears
+        ]
+        return {"linears": tensors, "too_few": self.too_few, "fell_back": self.fell_back}
+
+    def _take_over(self, group: ExpertGroup, left: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
+        for expert, projection, stored in left["linears"]:
+            width, hidden = group.weights[expert].gate.shape
+            parts = ExpertGrid(group.layer, hidden, width, self.parts).parts(expert, projection)
+            tensors = [[tensor.cpu().numpy() for tensor in each] for each in stored]
+            self.write(expert, projection, [*zip(parts, tensors, strict=True)])
+        self.too_few += left["too_few"]
+        self.fell_back += left["fell_back"]
+        return group.weights
 
     def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
         """Each linear of an expert, and the BF16 values that its codes stand for."""
@@ -174,18 +196,18 @@ class Compensate:
         if projections != ("down",):
             down = group.weights[expert].down
             return predictions.factorize(predictions.of_middle(group.outputs, down, group.slopes[expert]))
-        self._outputs = self._outputs or predictions.factorize(group.outputs)
-        return self._outputs
+        self.shared.outputs = self.shared.outputs or predictions.factorize(group.outputs)
+        return self.shared.outputs
 
     def _metric(self, hessian: gptq.Hessian, *, shared: bool) -> _Metric:
         """What follows from a Hessian; one that all experts of a layer share is factorized once."""
-        if shared and self._shared is not None:
-            return self._shared
+        if shared and self.shared.metric is not None:
+            return self.shared.metric
         factor = gptq.factorize(hessian, self.dampening)
         descends = self.steps != "plain" and not factor.fell_back
         metric = _Metric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
         if shared:
-            self._shared = metric
+            self.shared.metric = metric
         return metric
 
 
@@ -194,6 +216,16 @@ class _Metric(NamedTuple):
 
     factor: gptq.Factor
     errors: torch.Tensor | None
+
+
+@dataclass
+class Shared:
+    """What all experts of a layer share: what follows from the Hessian of gate and up, and the factor of what
+    predictions feel of the layer's outputs.
+    """
+
+    metric: _Metric | None = None
+    outputs: gptq.Factor | None = None
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:

@@ -60,6 +60,7 @@ def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], N
         require_ready=lambda: walking.require_same_machine(request, environment.WALK_PACKAGES),
         check=read_statistics,
         scratch_bytes=footprint.footprint(shape).disk,
+        portion_bytes=footprint.footprint(shape).portions,
         advice=tuple(footprint.advice(shape)),
         remedies=footprint.REMEDIES_TO_CALIBRATE,
     )

@@ -123,12 +123,15 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
-    """The plan that was saved for an output, made again on another host or later, with other tuning. Raises OutputError
-    where there is none, InputError where its input is not what it was.
+    """The plan that was saved for an output, made again on another host or later, with other tuning; a walk with the
+    threads with which it was begun, since sums depend on their number. Raises OutputError where there is none,
+    InputError where its input is not what it was.
     """
     if (saved := saved_plan(locate(output))) is None:
         raise OutputError(f"{output}: no conversion into it was begun.")
     request = saved_request(output, saved)
+    if isinstance(request.options, QuantizationOptions | CalibrateOptions) and request.options.machine.machine:
+        tuning = {**tuning, "cpuinfer_threads": request.options.machine.machine["threads"]}
     plan = plan_request(replace(request, options=with_values(request.options, **tuning)))
     other, touched = changed_files(saved.source, plan)
     if other or touched:

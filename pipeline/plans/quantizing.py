@@ -37,6 +37,7 @@ class Quantizing:
     stage: Stage[Any]
     peak_memory: Callable[[int], int]
     scratch_bytes: int = 0
+    portion_bytes: int = 0
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
@@ -122,6 +123,7 @@ def plan_of(
         require_ready=quantizing.require_ready,
         check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
         scratch_bytes=quantizing.scratch_bytes,
+        portion_bytes=quantizing.portion_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
         found=found,

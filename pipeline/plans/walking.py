@@ -69,6 +69,7 @@ def compensated(
         ),
         lambda _: _peak(model, settings, shape),
         scratch_bytes=footprint.footprint(shape).disk if stream else 0,
+        portion_bytes=footprint.footprint(shape).portions if stream else 0,
         notes=() if stream else (ONESHOT,),
         advice=tuple(footprint.advice(shape)) if stream else (),
         remedies=footprint.REMEDIES,

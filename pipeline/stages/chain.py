@@ -13,13 +13,14 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.pipeline.engine.units import Link, Unit
+from ktconvert.pipeline.engine.units import Context, Unit
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration_data import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.footprint import LAYER
 from ktconvert.pipeline.walk.layer import LayerWalk, SamplesWork, read_samples, walk_dense_layer, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.portions import unit_of
 
 SAMPLES = "samples"
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
@@ -122,15 +123,20 @@ def tensors_of_layer(model: MoeModel, rest: Mapping[str, OtherTensor], layer: in
 
 
 def walk(
+    unit: Unit[Any],
+    context: Context,
     model: MoeModel,
     layer: int,
     before: Sequence[int],
     lm: LayeredModel,
     group: int,
     consumers: Sequence[Consumer],
-    link: Link,
 ) -> None:
-    """Take all sequences through a layer, and those before without experts. group: experts in memory at a time."""
+    """Take all sequences through a layer, which `unit` makes, and those before without experts. group: experts in
+    memory at a time.
+    """
+    link, away = context.link, context.away
+    by_workers = None if away is None else lambda portions: away([unit_of(unit, portion) for portion in portions])
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
     entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
@@ -142,7 +148,8 @@ def walk(
             entering.path.unlink()
         entering = left
     with entering:
-        walk_layer(LayerWalk(model, lm, layer, lengths, group), consumers, entering, link.scratch, link.handed_on)
+        one = LayerWalk(model, lm, layer, lengths, group)
+        walk_layer(one, consumers, entering, link.scratch, link.handed_on, by_workers)
 
 
 @contextmanager

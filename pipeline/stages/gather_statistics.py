@@ -25,10 +25,11 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages import chain
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.walk import portions
 from ktconvert.pipeline.walk.calibration_data import WalkSettings
 from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
 from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
-from ktconvert.pipeline.walk.layer import SamplesWork, read_samples, write_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion, write_samples
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq
 
@@ -295,11 +296,14 @@ def stage(
     return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
 
 
-def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Result:
-    work, layer, link = unit.work, unit.work.step.layer, context.link
+def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
+    if isinstance(unit.work, portions.PortionWork):
+        return _run_portion(unit.work, partial)
+    work: CalibrateWork = unit.work
+    layer = work.step.layer
 
     def walk(consumers: Sequence[Consumer]) -> None:
-        chain.walk(work.model, layer, work.step.before, work.skeleton(), work.group, consumers, link)
+        chain.walk(unit, context, work.model, layer, work.step.before, work.skeleton(), work.group, consumers)
 
     if work.moments:
         gathering, written, tensors = write_with_moments(partial, work.model, layer, walk)
@@ -310,3 +314,10 @@ def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Re
     context.reporter.advance(unit.bytes_in)
     tokens = spread(gathering.counts.tokens[layer])
     return Result((written,), tensors, {"layer": layer, "routed_tokens": tokens})
+
+
+def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
+    of: CalibrateWork = work.of.work
+    kinds = [*kinds_of(Gathering(of.step.layer).consumers), *([GatherMoments.evidence] if of.moments else ())]
+    left = visit_portion(of.model, of.skeleton(), of.step.layer, work.portion, kinds)
+    return Result((portions.write(partial, left),), 0)

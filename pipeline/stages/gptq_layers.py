@@ -13,14 +13,16 @@ from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate
+from ktconvert.pipeline.gptq.compensate import Compensate, Shared, Stored, Write
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import GptqWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, gather_statistics
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
+from ktconvert.pipeline.walk import portions
+from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.footprint import REMEDIES
-from ktconvert.pipeline.walk.layer import SamplesWork, read_samples
+from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion
 from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
@@ -102,23 +104,25 @@ def stage(
     return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
 
 
-def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
-    work = unit.work
-    files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(work, partial, context)
+def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
+    if isinstance(unit.work, portions.PortionWork):
+        return _run_portion(unit.work, partial)
+    work: GptqWork = unit.work
+    files, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(unit, partial, context)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
     return Result(files, tensors, figures)
 
 
-def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+Layer = tuple[tuple[Written, ...], int, dict[str, Any]]  # files, the number of tensors, figures
+
+
+def write_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Layer:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
-    link = context.link
-    settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
+    work, link, gathering = unit.work, context.link, gather_statistics.Gathering(unit.work.layer)
     with writer(work, partial, context.reporter) as files:
-        options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa, settings.steps)
-        gathered = (gathering.counts,) if link.side is None else gathering.consumers
-        consumers = (*gathered, compensate)
-        chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)
+        consumers, compensate = _consumers(unit, gathering, files.write, Shared())
+        settings = work.settings
+        chain.walk(unit, context, work.model, work.layer, work.before, work.skeleton(), settings.group, consumers)
         written, tensors = files.finish()
     if link.side is not None:
         gathering.write(link.side)
@@ -126,8 +130,34 @@ def write_layer(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[
     return written, tensors, {**error_of_sample(work, partial), **reported}
 
 
-def write_whole(work: GptqWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
+def _consumers(
+    unit: Unit[GptqWork], gathering: gather_statistics.Gathering, write: Write, shared: Shared
+) -> tuple[tuple[Consumer, ...], Compensate]:
+    """All of a layer's, and the one that replaces the experts."""
+    work, of = unit.work, unit.work.settings
+    options = of.dampening, of.rounding, of.sees, of.floor, nearest(work), write, work.grid.numa, of.steps
+    compensate = Compensate(work.fmt.encoding, *options, shared=shared)
+    return (*(gathering.consumers if unit.side else (gathering.counts,)), compensate), compensate
+
+
+@functools.lru_cache(1)
+def _shared(_layer: str, _sha256: str) -> Shared:
+    """What the portions of a layer that a worker makes have in common."""
+    return Shared()
+
+
+def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
+    unit, portion, linears = work.of, work.portion, list[tuple[int, str, Stored]]()
+    of: GptqWork = unit.work
+    gathering, shared = gather_statistics.Gathering(of.layer), _shared(unit.fingerprint, portion.sha256)
+    consumers, compensate = _consumers(unit, gathering, lambda *linear: linears.append(linear), shared)
+    left = visit_portion(of.model, of.skeleton(), of.layer, portion, kinds_of(consumers), compensate)
+    return Result((portions.write(partial, {**left, **compensate.left(linears)}),), 0)
+
+
+def write_whole(unit: Unit[GptqWork], partial: Path, context: Context) -> Layer:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
+    work = unit.work
     quantized = work.oneshot(context.link.store[chain.SAMPLES])
     with writer(work, partial, context.reporter) as files:
         for expert in range(work.model.shape(work.layer)[0]):

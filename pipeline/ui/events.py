@@ -57,7 +57,7 @@ class StartEvent(AnyEvent, tag="start"):
 
 
 class DoneEvent(AnyEvent, tag="done"):
-    """A unit is finished and durable."""
+    """A unit is finished and durable; or, with `--executor`, a layer has taken over a portion."""
 
     output: Output
     unit: UnitName

@@ -78,6 +78,8 @@ class ExpertGroup:
              where nobody asked
     slopes   of each expert then, the sum of s s^T over its tokens, float32 [2 I, 2 I]: s are the derivatives of what
              down reads with respect to gate and up, times the routing weight
+    left     what a worker left of them: then `weights` are those that replace them, if any do, and who replaced them
+             gets no evidence
     """
 
     layer: int
@@ -87,6 +89,7 @@ class ExpertGroup:
     down: Mapping[int, Any]
     outputs: torch.Tensor | None = None
     slopes: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    left: Mapping[str, Any] | None = None
 
 
 class Consumer(Protocol):

@@ -93,6 +93,7 @@ class Footprint:
     gpu       memory of the card at most; 0 without one
     disk      files of activations that exist together, beside the output: what enters a layer and its experts, what
               leaves them, and what leaves layers without experts before it
+    portions  files by which the walk and an executor's workers hand each other what they need, of a layer
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
     hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
@@ -105,6 +106,7 @@ class Footprint:
     host: int
     gpu: int
     disk: int
+    portions: int
     layer: int
     weights: int
     hessians: int
@@ -152,11 +154,17 @@ def footprint(shape: WalkShape) -> Footprint:
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF
     routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
+    # Handed out: the router's choices, the shared Hessian, what predictions feel; left of each expert: its values and
+    # codes, or its sums.
+    given = routing + shared * (shape.calibrate != "routed") + shape.outputs * h * h * FLOAT
+    left = 3 * h * i * (8 * HALF + shape.bits + 1) // 8 * shape.quantizes  # at most a bit of scales for a weight
+    left += (h + i) * DOUBLE * (squares > 0) + i * i * FLOAT * shape.moments
     moved = shape.rest + group * expert + sequence  # what passes through main memory on its way to a card
     return Footprint(
         host=LIBRARIES + routing + (moved if shape.on_gpu else peak),
         gpu=CUDA + peak if shape.on_gpu else 0,
         disk=(5 if shape.dense else 4) * boundary,
+        portions=given + shape.experts * left,
         layer=shape.experts * expert,
         weights=shape.rest + group * expert,
         hessians=hessians,

@@ -7,11 +7,11 @@ and outputs of the experts, for all sequences, lie in files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,18 +23,31 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.units import Context, Result, Written
-from ktconvert.pipeline.walk import bf16
+from ktconvert.pipeline.engine.units import Context, Made, Result, Written
+from ktconvert.pipeline.walk import bf16, portions
 from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
 from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.footprint import GRADIENTS
 from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.portions import ExpertInputs, Left, Portion
 from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:
     import torch
 
+
 Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+# Portions -> what workers made of them, in order; their files are there until the last is taken.
+Away = Callable[[Sequence[Portion]], Generator[Made, None, None]]
+
+
+class Visited(NamedTuple):
+    """A group of experts, fields as of ExpertGroup; gathered: by kind of evidence."""
+
+    weights: Mapping[int, ExpertWeights]
+    gathered: Mapping[Evidence, Accumulators]
+    slopes: Mapping[int, torch.Tensor]
+    left: Left | None = None
 
 
 @dataclass(frozen=True)
@@ -74,26 +87,32 @@ class LayerWalk:
 
 
 def walk_layer(
-    walk: LayerWalk, consumers: Sequence[Consumer], entering: RowFile, scratch: Path, leaving: Path | None
+    walk: LayerWalk,
+    consumers: Sequence[Consumer],
+    entering: RowFile,
+    scratch: Path,
+    leaving: Path | None,
+    away: Away | None = None,
 ) -> None:
     """Run all sequences through a layer with experts.
 
     entering  rows [tokens, hidden] of what enters the layer
     scratch   folder for the inputs and outputs of the experts, of that size each
     leaving   path of a new, durable file for what leaves the layer; None if it is not needed
+    away      has portions visited by workers (visit_portion); None: experts are visited here
     Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as
     LayeredModel does.
     """
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
-    kinds = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
+    kinds = kinds_of(consumers)
     with walk.lm.loaded(walk.layer), ExitStack() as files:
         walk.lm.require_causal(walk.layer)
-        inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / "inputs")), kinds)
+        inputs = _record(walk, entering, files.enter_context(_file_like(entering, scratch / portions.ROWS)), kinds)
         if leaving is None:
-            return _visit_experts(walk, inputs, consumers, kinds, None)
+            return _visit_experts(walk, inputs, consumers, kinds, None, away)
         outputs = files.enter_context(_file_like(entering, scratch / "outputs"))
-        _visit_experts(walk, inputs, consumers, kinds, outputs)
+        _visit_experts(walk, inputs, consumers, kinds, outputs, away)
         with _file_like(entering, leaving) as left:
             for (start, hidden), (_, summed) in zip(walk.sequences(entering), walk.sequences(outputs), strict=True):
 
@@ -118,23 +137,17 @@ def _file_like(other: RowFile, path: Path) -> RowFile:
     return RowFile(path, other.count, other.width, new=True)
 
 
-@dataclass
-class _Inputs:
-    """The inputs of the layer's experts: rows in a file, the router's ids and weights [T, k], and evidence."""
-
-    rows: RowFile
-    ids: list[torch.Tensor]
-    shares: list[torch.Tensor]
-    shared: Mapping[Evidence, Accumulator]
-    outputs: torch.Tensor | None = None
+def kinds_of(consumers: Sequence[Consumer]) -> list[Evidence]:
+    """The kinds of evidence that they need, each once, in their order."""
+    return [*dict.fromkeys(consumer.evidence for consumer in consumers if consumer.evidence is not None)]
 
 
-def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Evidence]) -> _Inputs:
+def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: Sequence[Evidence]) -> ExpertInputs:
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
     shared = {kind: kind.empty(entering.width, walk.lm.device) for kind in kinds if kind.shared}
-    inputs, with_outputs, leaving = _Inputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
+    inputs, with_outputs, leaving = ExpertInputs(rows, [], [], shared), any(kind.outputs for kind in kinds), []
     every = -(-entering.count // GRADIENTS)
     for start, hidden in walk.sequences(entering):
         x, ids, shares, left = walk.lm.routed_inputs(walk.layer, hidden, through=with_outputs)
@@ -153,35 +166,98 @@ def _record(walk: LayerWalk, entering: RowFile, rows: RowFile, kinds: set[Eviden
 
 
 def _visit_experts(
-    walk: LayerWalk, inputs: _Inputs, consumers: Sequence[Consumer], kinds: set[Evidence], outputs: RowFile | None
+    walk: LayerWalk,
+    inputs: ExpertInputs,
+    consumers: Sequence[Consumer],
+    kinds: Sequence[Evidence],
+    outputs: RowFile | None,
+    away: Away | None,
 ) -> None:
     """Pass groups of experts to the consumers; the sums of their outputs, by token, go to `outputs`."""
     experts = walk.model.shape(walk.layer)[0]
-    tokens = sum(
-        (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in inputs.ids),
-        np.zeros(experts, np.int64),
-    )
-    for start in range(0, experts, walk.group):
-        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts))}
+    tokens = inputs.tokens(experts)
+    if away is None:
+        groups = _visited_here(walk, inputs, kinds, range(experts))
+    else:
+        groups = _visited_away(walk, inputs, kinds, away)
+    with closing(groups):
+        for weights, gathered, slopes, left in groups:
+            computing: Mapping[int, ExpertWeights] = weights
+            for consumer in consumers:
+                gate_up, down = gathered.get(consumer.evidence, ({}, {})) if consumer.evidence else ({}, {})
+                group = ExpertGroup(walk.layer, tokens, weights, gate_up, down, inputs.outputs, slopes, left)
+                replaced = consumer.take(group)
+                if consumer.replaces:
+                    assert replaced is not None and replaced.keys() == weights.keys()
+                    computing = replaced
+            if outputs is not None:
+                _add_outputs(walk, inputs, computing, outputs)
+
+
+def _visited_here(
+    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], experts: range
+) -> Generator[Visited, None, None]:
+    for start in range(experts.start, experts.stop, walk.group):
+        weights = {e: walk.weights(e) for e in range(start, min(start + walk.group, experts.stop))}
         slopes: dict[int, torch.Tensor] = {}
         gathered = _gather(walk, inputs, weights, kinds, slopes if inputs.outputs is not None else None)
-        computing: Mapping[int, ExpertWeights] = weights
-        for consumer in consumers:
-            gate_up, down = gathered[consumer.evidence] if consumer.evidence is not None else ({}, {})
-            group = ExpertGroup(walk.layer, tokens, weights, gate_up, down, inputs.outputs, slopes)
-            replaced = consumer.take(group)
-            if consumer.replaces:
-                assert replaced is not None and replaced.keys() == weights.keys()
-                computing = replaced
-        if outputs is not None:
-            _add_outputs(walk, inputs, computing, outputs)
+        yield Visited(weights, gathered, slopes)
+
+
+def _visited_away(
+    walk: LayerWalk, inputs: ExpertInputs, kinds: Sequence[Evidence], away: Away
+) -> Generator[Visited, None, None]:
+    """What workers left of the layer's portions, in order (visit_portion)."""
+    handed_out = portions.hand_out(inputs, walk.lengths, kinds, walk.model.shape(walk.layer)[0], walk.group)
+    with closing(away(handed_out)) as made:
+        for portion, one in zip(handed_out, made, strict=True):
+            left = portions.read(one.path, one.result.files[0].sha256, walk.lm.device)
+            experts = range(portion.first, portion.stop)
+            gathered: dict[Evidence, Accumulators] = {}
+            for number, sides in left["evidence"].items():
+                kind = kinds[number]
+                *own, down = ({e: portions.accumulator(kind, x) for e, x in side.items()} for side in sides)
+                gathered[kind] = own[0] if own else dict.fromkeys(experts, inputs.shared[kind]), down
+            weights = {e: ExpertWeights(*x) for e, x in left["weights"].items()}
+            yield Visited(weights or {e: walk.weights(e) for e in experts}, gathered, {}, left)
+
+
+def visit_portion(
+    model: MoeModel,
+    lm: LayeredModel,
+    layer: int,
+    portion: Portion,
+    kinds: Sequence[Evidence],
+    consumer: Consumer | None = None,
+) -> dict[str, Any]:
+    """What a worker leaves of a portion for the walk that waits for it: evidence of consumers that only look, and the
+    weights that replace the experts.
+
+    kinds     of evidence that all consumers of the walk need, as kinds_of gives them
+    consumer  the one that replaces the experts, if there is one
+    """
+    replacing = None if consumer is None else consumer.evidence
+    with portions.handed_out(portion, kinds, lm.hidden, lm.device) as (lengths, inputs):
+        walk = LayerWalk(model, lm, layer, lengths, portion.stop - portion.first)
+        (one,) = _visited_here(walk, inputs, kinds, range(portion.first, portion.stop))
+        evidence = {
+            number: [{e: vars(x) for e, x in side.items()} for side in one.gathered[kind][kind.shared :]]
+            for number, kind in enumerate(kinds)
+            if kind != replacing
+        }
+        rounded = None
+        if consumer is not None and replacing is not None:
+            tokens, own = inputs.tokens(model.shape(layer)[0]), one.gathered[replacing]
+            rounded = consumer.take(ExpertGroup(layer, tokens, one.weights, *own, inputs.outputs, one.slopes))
+        weights = {e: (own.gate, own.up, own.down) for e, own in (rounded or {}).items()}
+        return {"evidence": evidence, "weights": weights}
 
 
 def _gather(
     walk: LayerWalk,
-    inputs: _Inputs,
+    inputs: ExpertInputs,
     weights: Mapping[int, ExpertWeights],
-    kinds: set[Evidence],
+    kinds: Sequence[Evidence],
     slopes: dict[int, torch.Tensor] | None,
 ) -> Mapping[Evidence, Accumulators]:
     """The evidence of a group's linears, over all sequences; into `slopes`, if given, that of ExpertGroup."""
@@ -215,7 +291,7 @@ def _gather(
     return gathered
 
 
-def _add_outputs(walk: LayerWalk, inputs: _Inputs, weights: Mapping[int, ExpertWeights], outputs: RowFile) -> None:
+def _add_outputs(walk: LayerWalk, inputs: ExpertInputs, weights: Mapping[int, ExpertWeights], outputs: RowFile) -> None:
     """Add the outputs of a group of experts for the tokens routed to them, in BF16, expert after expert."""
     import torch
 
