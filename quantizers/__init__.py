@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.native_quant.matrix import Matrix
 
 __all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "GROUP_SIZES", "MOE_GRIDS", "ROW_GRIDS", "SIGNED_GRIDS", "Grid", "Matrix"]

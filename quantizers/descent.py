@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import compensation
 from ktconvert.quantizers import Grid, mxfp4
 from ktconvert.quantizers.gptq import Factor, Hessian
 
@@ -58,7 +58,7 @@ def refine(weight: torch.Tensor, metric: torch.Tensor, chosen: Chosen, grid: Gri
     codes = chosen.codes.clone(memory_format=torch.contiguous_format)
     arrays = [x.contiguous().cpu().numpy() for x in (metric, chosen.scale, codes, gradient)]
     for _ in range(SWEEPS):
-        kernels.descend(grid.code_range, *arrays, threads=torch.get_num_threads())
+        compensation.descend(grid.code_range, *arrays, threads=torch.get_num_threads())
     codes, gradient = (torch.from_numpy(x).to(weight.device) for x in arrays[2:])
     return _fit(metric, Chosen(codes, chosen.scale), gradient, grid)
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.native_quant.kernels import SEARCHED_GROUP, CodeRange
+from ktconvert.native_quant.compensation import CodeRange
+from ktconvert.native_quant.kernels import SEARCHED_GROUP
 from ktconvert.quantizers import Grid, mxfp4
 from ktconvert.quantizers.groups import EMPTY_SCALE
 from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32, f32_to_bf16

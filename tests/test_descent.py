@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant import compensation
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS, group_search, scales
 from rig import isas
 
@@ -67,7 +67,7 @@ def test_kernels_are_the_definition(name: str, n: int, groups: int, group: int, 
     want = definition(GRIDS[name].code_range, hessian, scale, codes, gradient)
     for _ in isas.each():
         got = codes.copy(), gradient.copy()
-        changed = kernels.descend(GRIDS[name].code_range, hessian, scale, *got, threads=threads)
+        changed = compensation.descend(GRIDS[name].code_range, hessian, scale, *got, threads=threads)
         assert changed == np.count_nonzero(got[0] != codes)
         for ours, wanted in zip(got, want, strict=True):
             np.testing.assert_array_equal(ours, wanted)
@@ -76,7 +76,7 @@ def test_kernels_are_the_definition(name: str, n: int, groups: int, group: int, 
 def test_wrong_arguments_are_refused() -> None:
     hessian, weight, scale, codes = problem(np.random.default_rng(0), "rawint4", 5, 2, 32)
     good = {"code_range": CodeRange(-8, 7), "hessian": hessian, "scale": scale, "codes": codes, "gradient": weight}
-    kernels.descend(**good)
+    compensation.descend(**good)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
         ({"scale": np.zeros((5, 3), np.float32)}, "do not fall into groups"),
@@ -88,7 +88,7 @@ def test_wrong_arguments_are_refused() -> None:
     ]
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
-            kernels.descend(**(good | arguments))
+            compensation.descend(**(good | arguments))
 
 
 @with_torch
