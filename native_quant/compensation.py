@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import F32, FLOAT32, I8, INT8, PANEL_ROWS, pointer_to
+from ktconvert.native_quant.kernels import F32, FLOAT32, I8, INT8, PANEL_ROWS, pointer_to, scratch_for
 from ktconvert.native_quant.own_cpus import use_own_cpus
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
@@ -60,6 +60,41 @@ def gptq_block(
     def part(rows: slice) -> int:
         pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
         return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
+
+    _by_rows(part, n, threads)
+
+
+STRIP: int = lib.KTQ_STRIP_COLUMNS
+
+
+def compensate(
+    code_range: CodeRange, strips: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1
+) -> None:
+    """Quantizes all columns of a linear one after the other, each time correcting those to its right; and says what the
+    errors that are left ask for.
+
+    code_range as in gptq_block. All arrays are float32, k a multiple of STRIP. strips [k / STRIP, k, STRIP]: the factor
+    U of the inverse Hessian in and above the diagonal, and below it U[j, i] / U[j, j]. scale [n, k]: of each weight.
+    weight [n, k] becomes the values of the codes. gradient [n, k] is written: (weight - values) @ Hessian. NaN stays
+    NaN. The number of threads changes no bit. Equations: numerics.md, section 7b.
+    """
+    _require_codes(code_range, threads)
+    if weight.ndim != 2 or not weight.size or weight.shape[1] % STRIP:
+        raise ValueError(f"weight must have rows, and columns in multiples of {STRIP}, not shape {weight.shape}")
+    n, k = weight.shape
+    factor = pointer_to("strips", strips, FLOAT32, (k // STRIP, k, STRIP), writable=False)
+    pointer_to("scale", scale, FLOAT32, (n, k), writable=False)
+    pointer_to("weight", weight, FLOAT32, (n, k))
+    pointer_to("gradient", gradient, FLOAT32, (n, k))
+    for a, b in combinations((weight, gradient, scale, strips), 2):
+        if np.may_share_memory(a, b):
+            raise ValueError("no two of the arrays may share memory")
+    read_environment()
+
+    def part(rows: slice) -> int:
+        pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, gradient))
+        scratch = ffi.cast("float *", scratch_for(4 * k))
+        return lib.ktq_compensate(*code_range, len(weight[rows]), k, factor, *pointers, scratch)
 
     _by_rows(part, n, threads)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ktconvert.native_quant import compensation
-from ktconvert.quantizers import Grid, mxfp4
+from ktconvert.quantizers import Grid, gptq, mxfp4
 from ktconvert.quantizers.gptq import Factor, Hessian
 
 if TYPE_CHECKING:
@@ -33,34 +33,74 @@ class Chosen(NamedTuple):
         return _values(self.codes.float(), self.scale)
 
 
-def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> torch.Tensor:
-    """The dampened Hessian of GPTQ's factor, float32 [k, k], so that both mean the same by an error; 0 in rows and
-    columns of inputs that were never other than 0."""
+class Metric(NamedTuple):
+    """What errors of a linear [n, k] cost: the metric of its inputs, and what follows from it.
+
+    factor  of the dampened Hessian
+    errors  float32 [k, k], that Hessian in the order of columns that are stored; 0 in rows and columns of inputs that
+            were never other than 0
+    strips  float32 [k / STRIP, k, STRIP], the factor as compensation.compensate reads it; None on other devices
+    """
+
+    factor: Factor
+    errors: torch.Tensor
+    strips: torch.Tensor | None
+
+
+def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
+    """The dampened Hessian of GPTQ's factor."""
     import torch
 
-    metric = hessian.sum / hessian.batches
-    diagonal = torch.diagonal(metric)
-    diagonal.add_(torch.where(factor.dead, 0, dampening * diagonal.mean()))
-    return metric
+    errors = hessian.sum / hessian.batches
+    diagonal = torch.diagonal(errors)
+    diagonal.add_(torch.where(factor.dead, 0, dampening * torch.where(factor.dead, 1, diagonal).mean()))
+    upper, strips = factor.upper, None
+    if upper.device.type == "cpu":
+        both = upper + (upper / torch.diagonal(upper)[:, None]).triu(1).T
+        strips = both.reshape(len(upper), -1, compensation.STRIP).transpose(0, 1).contiguous()
+    return Metric(factor, errors, strips)
 
 
-def refine(weight: torch.Tensor, metric: torch.Tensor, chosen: Chosen, grid: Grid) -> Chosen:
-    """Fit scales, sweep over the codes twice, and fit scales again.
+def choose(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> Chosen:
+    """Round a linear [n, k] by GPTQ, beginning with these scales, float32 [n, groups], and refine what it chose. Raises
+    gptq.NotFinite where its errors are not finite."""
+    return refine(metric.errors, *_rounded(weight, metric, scale, grid), grid)
 
-    weight  [n, k], as GPTQ read it
-    metric  float32 [k, k], finite, symmetric and positive semidefinite
+
+def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> tuple[Chosen, torch.Tensor]:
+    """What GPTQ chooses, and the gradient of the errors that it leaves, float32 [n, k]."""
+    import torch
+
+    if metric.strips is None:
+        values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
+        return Chosen(gptq.codes(values, scale, grid.code_range), scale), (weight.float() - values) @ metric.errors
+    order = metric.factor.order
+    columns = weight.index_select(1, order).float().masked_fill_(metric.factor.dead[order], 0)
+    each = gptq.usable(scale, len(order)).index_select(1, order // (len(order) // scale.shape[1]))
+    gradient = torch.empty_like(columns)
+    arrays = (x.numpy() for x in (metric.strips, each, columns, gradient))
+    compensation.compensate(grid.code_range, *arrays, threads=torch.get_num_threads())
+    if not bool(torch.isfinite(gradient).all()):
+        raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")
+    values, gradient = (x.index_select(1, torch.argsort(order)) for x in (columns, gradient))
+    return Chosen(gptq.codes(values, scale, grid.code_range), scale), gradient
+
+
+def refine(errors: torch.Tensor, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -> Chosen:
+    """Sweep over the codes twice, and fit scales.
+
+    errors    float32 [k, k], finite, symmetric and positive semidefinite
+    gradient  float32 [n, k], (weight - chosen.values) @ errors, which is used up
     The error in this metric is never larger than before, but for float32's rounding.
     """
     import torch
 
-    gradient = ((weight.float() - chosen.values) @ metric).contiguous()
-    chosen = _fit(metric, chosen, gradient, grid)
     codes = chosen.codes.clone(memory_format=torch.contiguous_format)
-    arrays = [x.contiguous().cpu().numpy() for x in (metric, chosen.scale, codes, gradient)]
+    arrays = [x.contiguous().cpu().numpy() for x in (errors, chosen.scale, codes, gradient)]
     for _ in range(SWEEPS):
         compensation.descend(grid.code_range, *arrays, threads=torch.get_num_threads())
-    codes, gradient = (torch.from_numpy(x).to(weight.device) for x in arrays[2:])
-    return _fit(metric, Chosen(codes, chosen.scale), gradient, grid)
+    codes, gradient = (torch.from_numpy(x).to(errors.device) for x in arrays[2:])
+    return _fit(errors, Chosen(codes, chosen.scale), gradient, grid)
 
 
 SWEEPS = 2

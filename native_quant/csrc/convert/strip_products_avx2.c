@@ -1,0 +1,3 @@
+/* AVX2: strip_products_template.h. */
+#include "vectors_avx2.h"
+#include "strip_products_template.h"
