@@ -1,5 +1,5 @@
-"""CPU seconds that the steps of GPTQ take for one expert, by shape. What a layer has once for all its experts, the factors
-of the Hessian of gate and up and of what predictions feel of its outputs, is not counted; nor are samples.
+"""CPU seconds that the steps of GPTQ take for one expert, by shape. What a layer has once for all its experts, the
+factors of the Hessian of gate and up and of what predictions feel of its outputs, is not counted; nor are samples.
 
     python benchmarks/gptq.py [--method AMXINT4] [--threads 1] [--rounds 3]
 """
@@ -72,6 +72,8 @@ def costs(hidden: int, width: int, method: str, rounds: int) -> dict[str, float]
         else:
             own = timed(functools.partial(gptq.factorize, inputs, DAMPENING), rounds)
             seconds = {name: total + own for name, total in seconds.items()}
+            own = timed(functools.partial(descent.metric_of, inputs, factor, DAMPENING), rounds)
+            seconds |= {name: seconds[name] + own for name in ("descent", "full")}
     return seconds
 
 

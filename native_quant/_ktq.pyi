@@ -121,6 +121,7 @@ class Lib:
         k: int,
         group: int,
         hessian: Any,
+        diagonal: Any,
         scale: Any,
         codes: Any,
         gradient: Any,

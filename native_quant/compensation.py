@@ -67,9 +67,7 @@ def gptq_block(
 STRIP: int = lib.KTQ_STRIP_COLUMNS
 
 
-def compensate(
-    code_range: CodeRange, strips: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1
-) -> None:
+def compensate(code_range: CodeRange, strips: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1) -> None:
     """Quantizes all columns of a linear one after the other, each time correcting those to its right; and says what the
     errors that are left ask for.
 
@@ -111,6 +109,7 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
         raise ValueError(f"codes {codes.shape} do not fall into groups of scales {scale.shape}")
     n, k = codes.shape
     metric = pointer_to("hessian", hessian, FLOAT32, (k, k), writable=False)
+    diagonal = ffi.from_buffer("float[]", np.ascontiguousarray(np.diagonal(hessian)))
     pointer_to("scale", scale, FLOAT32, (n, scale.shape[1]), writable=False)
     pointer_to("codes", codes, INT8, (n, k))
     pointer_to("gradient", gradient, FLOAT32, (n, k))
@@ -121,7 +120,9 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
         count, group = ffi.new("int64_t *"), k // scale.shape[1]
         arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
         scales, own, held = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
-        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, scales, own, held, count)
+        result: int = lib.ktq_descend(
+            *code_range, len(codes[rows]), k, group, metric, diagonal, scales, own, held, count
+        )
         changed.append(count[0])
         return result
 

@@ -139,7 +139,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
     import torch
 
     n, k = weight.shape
-    scale = usable(scale, k)
+    scale = _usable(scale, k)
     group_of = factor.order // (k // scale.shape[1])
     columns = weight.index_select(1, factor.order).to(torch.float32).masked_fill_(factor.dead[factor.order], 0)
     losses = torch.zeros(n, device=weight.device)
@@ -168,7 +168,7 @@ def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> t
     import torch
 
     n, k = values.shape
-    scale = usable(scale, k)
+    scale = _usable(scale, k)
     quotient = values.reshape(n, scale.shape[1], -1) / scale[:, :, None]
     return _nearest(quotient, code_range).to(torch.int8).reshape(n, k)
 
@@ -185,7 +185,7 @@ def _nearest(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
     return torch.round(quotient / step) * step
 
 
-def usable(scale: torch.Tensor, k: int) -> torch.Tensor:
+def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
     """The scales, 1 for 0: a group with the scale 0 holds nothing but zeros and subnormal values, whose codes are 0."""
     import torch
 

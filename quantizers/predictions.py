@@ -17,7 +17,7 @@ from ktconvert.quantizers.descent import Chosen
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 ROWS = 32  # rows that are rounded together, each as if it were alone: fewer are better, and take longer
 BLOCK = 256  # rows whose errors the rows after them take into account with one product
 DAMPENING = 0.1  # fraction of the mean of F's diagonal that is added to it: F is an estimate

@@ -149,11 +149,11 @@ int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, con
                    float *weight, float *gradient, float *scratch);
 
 /* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right. Codes as
-   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric; scale[n][k / group], where 0 and columns whose
+   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric, and its diagonal[k]; scale[n][k / group], where 0 and columns whose
    diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale) * hessian, which is kept up. *changed:
    how many codes changed. Rows do not depend on each other. */
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
-                const float *scale, int8_t *codes, float *gradient, int64_t *changed);
+                const float *diagonal, const float *scale, int8_t *codes, float *gradient, int64_t *changed);
 
 /* What n and k of a weight in panels of 32 rows (bytes.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };

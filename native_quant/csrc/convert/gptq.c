@@ -1,5 +1,5 @@
-/* GPTQ, a block of columns or all of them: 32 rows at a time are transposed, so that a column is a few vectors, processed
- * while they are in L1 and L2, and transposed back. Knows the order of rows, but no instruction set. */
+/* GPTQ, a block of columns or all of them: 32 rows at a time are transposed, so that a column is a few vectors,
+ * processed while they are in L1 and L2, and transposed back. Knows the order of rows, but no instruction set. */
 #include <string.h>
 
 #include "kernels.h"
@@ -7,9 +7,9 @@
 /* Rows of `width` float32, `pitch` apart -> tile[c][r]; lanes without a row are 0. */
 static void turn(const kt_kernels *kernels, const float *rows, int64_t pitch, int64_t count, int64_t width,
                  float *tile) {
-    if (count < KT_PANEL_ROWS) memset(tile, 0, (size_t)(width * KT_PANEL_ROWS) * sizeof *tile);
     for (int64_t c = 0; c < width; c += KT_PANEL_ROWS) {
         int64_t columns = width - c < KT_PANEL_ROWS ? width - c : KT_PANEL_ROWS;
+        if (count < KT_PANEL_ROWS) memset(tile + c * KT_PANEL_ROWS, 0, (size_t)(columns * KT_PANEL_ROWS) * sizeof *tile);
         /* To the kernel, the columns are rows, and the rows that are far apart columns. */
         kernels->transpose(4, (const uint8_t *)(rows + c), pitch * 4, columns, count,
                            (uint8_t *)(tile + c * KT_PANEL_ROWS), KT_PANEL_ROWS * 4);

@@ -10,7 +10,8 @@ TARGET void KERNEL_OF(strip_products)(int64_t count, const float *strip, const f
             for (int v = 0; v < VECTORS; v++) x[v] = load_ps(from + i * KT_PANEL_ROWS + v * LANES);
             for (int a = 0; a < AT_ONCE; a++) {
                 const floats factor = set1_ps(strip[i * KTQ_STRIP_COLUMNS + c + a]);
-                for (int v = 0; v < VECTORS; v++) left[a * VECTORS + v] = fnmadd_ps(x[v], factor, left[a * VECTORS + v]);
+                floats *sums = left + a * VECTORS;
+                for (int v = 0; v < VECTORS; v++) sums[v] = fnmadd_ps(x[v], factor, sums[v]);
             }
         }
         for (int i = 0; i < AT_ONCE * VECTORS; i++) store_ps(to + i * LANES, left[i]);
