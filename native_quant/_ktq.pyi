@@ -106,7 +106,7 @@ class Lib:
         precision: int,
         n: int,
         k: int,
-        strips: Any,
+        slices: Any,
         scale: Any,
         weight: Any,
         gradient: Any,

@@ -64,27 +64,27 @@ def gptq_block(
     _by_rows(part, n, threads)
 
 
-STRIP: int = lib.KTQ_STRIP_COLUMNS
+SLICE: int = lib.KTQ_SLICE_COLUMNS
 
 
-def compensate(code_range: CodeRange, strips: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1) -> None:
+def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1) -> None:
     """Quantizes all columns of a linear one after the other, each time correcting those to its right; and says what the
     errors that are left ask for.
 
-    code_range as in gptq_block. All arrays are float32, k a multiple of STRIP. strips [k / STRIP, k, STRIP]: the factor
+    code_range as in gptq_block. All arrays are float32, k a multiple of SLICE. slices [k / SLICE, k, SLICE]: the factor
     U of the inverse Hessian in and above the diagonal, and below it U[j, i] / U[j, j]. scale [n, k]: of each weight.
     weight [n, k] becomes the values of the codes. gradient [n, k] is written: (weight - values) @ Hessian. NaN stays
     NaN. The number of threads changes no bit. Equations: numerics.md, section 7b.
     """
     _require_codes(code_range, threads)
-    if weight.ndim != 2 or not weight.size or weight.shape[1] % STRIP:
-        raise ValueError(f"weight must have rows, and columns in multiples of {STRIP}, not shape {weight.shape}")
+    if weight.ndim != 2 or not weight.size or weight.shape[1] % SLICE:
+        raise ValueError(f"weight must have rows, and columns in multiples of {SLICE}, not shape {weight.shape}")
     n, k = weight.shape
-    factor = pointer_to("strips", strips, FLOAT32, (k // STRIP, k, STRIP), writable=False)
+    factor = pointer_to("slices", slices, FLOAT32, (k // SLICE, k, SLICE), writable=False)
     pointer_to("scale", scale, FLOAT32, (n, k), writable=False)
     pointer_to("weight", weight, FLOAT32, (n, k))
     pointer_to("gradient", gradient, FLOAT32, (n, k))
-    for a, b in combinations((weight, gradient, scale, strips), 2):
+    for a, b in combinations((weight, gradient, scale, slices), 2):
         if np.may_share_memory(a, b):
             raise ValueError("no two of the arrays may share memory")
     read_environment()

@@ -40,13 +40,13 @@ class Metric(NamedTuple):
     errors      float32 [k, k], that Hessian in the order of columns that are stored; 0 in rows and columns of inputs
                 that were never other than 0
     directions  float32 [k, DIRECTIONS]: for a row e, the square of e @ directions is about e @ errors @ e
-    strips      float32 [k / STRIP, k, STRIP], the factor as compensation.compensate reads it; None on other devices
+    slices      float32 [k / SLICE, k, SLICE], the factor as compensation.compensate reads it; None on other devices
     """
 
     factor: Factor
     errors: torch.Tensor
     directions: torch.Tensor
-    strips: torch.Tensor | None
+    slices: torch.Tensor | None
 
 
 def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
@@ -56,15 +56,15 @@ def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
     errors = hessian.sum / hessian.batches
     diagonal = torch.diagonal(errors)
     diagonal.add_(torch.where(factor.dead, 0, dampening * torch.where(factor.dead, 1, diagonal).mean()))
-    upper, strips = factor.upper, None
+    upper, slices = factor.upper, None
     signs = torch.randint(2, (len(upper), DIRECTIONS), generator=torch.Generator().manual_seed(0)) * 2 - 1
     signs = signs.to(upper) / DIRECTIONS**0.5
     directions = torch.empty_like(signs)
     directions[factor.order] = torch.linalg.solve_triangular(upper, signs, upper=True)
     if upper.device.type == "cpu":
         both = upper + (upper / torch.diagonal(upper)[:, None]).triu(1).T
-        strips = both.reshape(len(upper), -1, compensation.STRIP).transpose(0, 1).contiguous()
-    return Metric(factor, errors, directions, strips)
+        slices = both.reshape(len(upper), -1, compensation.SLICE).transpose(0, 1).contiguous()
+    return Metric(factor, errors, directions, slices)
 
 
 def choose(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> Chosen:
@@ -77,7 +77,7 @@ def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Gr
     """What GPTQ chooses, and the gradient of the errors that it leaves, float32 [n, k]."""
     import torch
 
-    if metric.strips is None:
+    if metric.slices is None:
         values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
         return Chosen(gptq.codes(values, scale, grid.code_range), scale), (weight.float() - values) @ metric.errors
     order = metric.factor.order
@@ -86,7 +86,7 @@ def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Gr
         columns.masked_fill_(metric.factor.dead[order], 0)
     each = torch.where(scale == 0, UNREACHED, scale).index_select(1, order // (len(order) // scale.shape[1]))
     gradient = torch.empty_like(columns)
-    arrays = (x.numpy() for x in (metric.strips, each, columns, gradient))
+    arrays = (x.numpy() for x in (metric.slices, each, columns, gradient))
     compensation.compensate(grid.code_range, *arrays, threads=torch.get_num_threads())
     if not bool(torch.isfinite(gradient.sum())):
         raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")

@@ -98,11 +98,11 @@ def compensated(seed: int, n: int, k: int, name: str, threads: int = 1) -> tuple
     metric = inputs.T @ inputs / len(inputs)
     upper = np.linalg.cholesky(np.linalg.inv(metric)).T
     both = upper + np.triu(upper / np.diag(upper)[:, None], 1).T
-    strips = np.ascontiguousarray(both.reshape(k, -1, compensation.STRIP).swapaxes(0, 1), np.float32)
+    slices = np.ascontiguousarray(both.reshape(k, -1, compensation.SLICE).swapaxes(0, 1), np.float32)
     weight = rng.standard_normal((n, k)).astype(np.float32)
     scale = np.repeat(np.abs(weight).max(1, keepdims=True) / np.float32(grid.high), k, 1)
     values, gradient = weight.copy(), np.full_like(weight, 7)
-    compensation.compensate(grid.code_range, strips, scale, values, gradient, threads=threads)
+    compensation.compensate(grid.code_range, slices, scale, values, gradient, threads=threads)
     codes = values / scale
     assert np.abs(codes - np.rint(codes)).max() < 1e-4 and codes.min() > grid.low - 0.1
     return values, gradient, (weight.astype(np.float64) - values) @ metric
@@ -112,31 +112,31 @@ def compensated(seed: int, n: int, k: int, name: str, threads: int = 1) -> tuple
 @given(
     name=st.sampled_from(list(GRIDS)),
     n=st.integers(1, 70),
-    strips=st.sampled_from([1, 3, 8, 11]),
+    slices=st.sampled_from([1, 3, 8, 11]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_what_gptq_leaves_is_the_gradient(name: str, n: int, strips: int, threads: int, seed: int) -> None:
+def test_what_gptq_leaves_is_the_gradient(name: str, n: int, slices: int, threads: int, seed: int) -> None:
     """Every instruction set gives scalar C's bits, whatever the threads; the gradient is that of float64, nearly."""
-    found = {isa: compensated(seed, n, strips * compensation.STRIP, name, threads) for isa in isas.each()}
+    found = {isa: compensated(seed, n, slices * compensation.SLICE, name, threads) for isa in isas.each()}
     values, gradient, want = found.pop("scalar")
     assert np.abs(gradient - want).max() < 1e-4 * np.abs(want).max()
     for others in found.values():
         for ours, wanted in zip(others[:2], (values, gradient), strict=True):
             np.testing.assert_array_equal(ours, wanted)
-    alone = compensated(seed, n, strips * compensation.STRIP, name)
+    alone = compensated(seed, n, slices * compensation.SLICE, name)
     np.testing.assert_array_equal(alone[1], gradient)
 
 
 def test_wrong_arguments_of_compensation_are_refused() -> None:
     weight = np.ones((5, 32), np.float32)
-    arrays = {"scale": weight + 1, "weight": weight, "gradient": weight + 2, "strips": np.ones((2, 32, 16), np.float32)}
+    arrays = {"scale": weight + 1, "weight": weight, "gradient": weight + 2, "slices": np.ones((2, 32, 16), np.float32)}
     good = {"code_range": CodeRange(-8, 7)} | arrays
     compensation.compensate(**good)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
         ({"weight": weight[:, :24]}, "multiples of 16"),
-        ({"strips": np.ones((32, 32), np.float32)}, "strips must be"),
+        ({"slices": np.ones((32, 32), np.float32)}, "slices must be"),
         ({"scale": np.ones((5, 1), np.float32)}, "scale must be"),
         ({"gradient": weight.astype(np.float64)}, "gradient must be"),
         ({"gradient": weight}, "may share memory"),

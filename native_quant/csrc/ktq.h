@@ -140,12 +140,12 @@ int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int6
                    const float *scale, float *weight, float *value, float *error);
 
 /* All columns of rows by GPTQ, and the gradient of the errors that it leaves, (weight - value) * H (numerics.md, section 7b).
-   Codes as in ktq_gptq_block. float32: strips[k / 16][k][16], in strips of columns: the factor U of the inverse of H in
+   Codes as in ktq_gptq_block. float32: slices[k / 16][k][16], in slices of columns: the factor U of the inverse of H in
    and above the diagonal, and below it U_ji / U_jj. Row after row: scale[n][k], of each weight; weight[n][k], which
-   becomes the values that the codes stand for; gradient[n][k], which is written. k: a multiple of KTQ_STRIP_COLUMNS.
+   becomes the values that the codes stand for; gradient[n][k], which is written. k: a multiple of KTQ_SLICE_COLUMNS.
    scratch: 64 * k float32 on a boundary of 64 bytes. Rows do not depend on each other. */
-enum { KTQ_STRIP_COLUMNS = 16 };
-int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *strips, const float *scale,
+enum { KTQ_SLICE_COLUMNS = 16 };
+int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
                    float *weight, float *gradient, float *scratch);
 
 /* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right. Codes as

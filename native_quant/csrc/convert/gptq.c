@@ -44,38 +44,38 @@ int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int6
     return KTQ_OK;
 }
 
-enum { STRIP = KTQ_STRIP_COLUMNS };
+enum { SLICE = KTQ_SLICE_COLUMNS };
 
 /* A block of the factor, [width][width], of which the upper triangle matters. */
-static void block_of(const float *strips, int64_t k, int64_t first, int64_t width, float *inverse) {
-    for (int64_t c = 0; c < width; c += STRIP)
+static void block_of(const float *slices, int64_t k, int64_t first, int64_t width, float *inverse) {
+    for (int64_t c = 0; c < width; c += SLICE)
         for (int64_t i = 0; i < width; i++)
-            memcpy(inverse + i * width + c, strips + (first + c) * k + (first + i) * STRIP, STRIP * sizeof *inverse);
+            memcpy(inverse + i * width + c, slices + (first + c) * k + (first + i) * SLICE, SLICE * sizeof *inverse);
 }
 
 /* The errors of 32 rows, [k][32], become their gradient, from the last column to the first. */
-static void solve(const kt_kernels *kernels, const float *strips, int64_t k, float *errors) {
-    for (int64_t first = k - STRIP; first >= 0; first -= STRIP) {
-        const float *strip = strips + first * k, *own = strip + first * STRIP;
+static void solve(const kt_kernels *kernels, const float *slices, int64_t k, float *errors) {
+    for (int64_t first = k - SLICE; first >= 0; first -= SLICE) {
+        const float *slice = slices + first * k, *own = slice + first * SLICE;
         float *to = errors + first * KT_PANEL_ROWS;
-        for (int64_t c = 0; c < STRIP; c++) {
-            const float reciprocal = 1.0f / own[c * STRIP + c];
+        for (int64_t c = 0; c < SLICE; c++) {
+            const float reciprocal = 1.0f / own[c * SLICE + c];
             for (int r = 0; r < KT_PANEL_ROWS; r++) to[c * KT_PANEL_ROWS + r] *= reciprocal;
         }
-        const int64_t after = first + STRIP;
-        kernels->strip_products(k - after, strip + after * STRIP, errors + after * KT_PANEL_ROWS, to);
-        for (int64_t i = STRIP - 1; i > 0; i--) {
-            float left[STRIP] = {0};
-            memcpy(left, own + i * STRIP, (size_t)i * sizeof *left);
-            kernels->strip_products(1, left, to + i * KT_PANEL_ROWS, to);
+        const int64_t after = first + SLICE;
+        kernels->slice_products(k - after, slice + after * SLICE, errors + after * KT_PANEL_ROWS, to);
+        for (int64_t i = SLICE - 1; i > 0; i--) {
+            float left[SLICE] = {0};
+            memcpy(left, own + i * SLICE, (size_t)i * sizeof *left);
+            kernels->slice_products(1, left, to + i * KT_PANEL_ROWS, to);
         }
     }
 }
 
-int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *strips, const float *scale,
+int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
                    float *weight, float *gradient, float *scratch) {
     if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
-    if (n < 1 || k < 1 || k % STRIP || !strips || !scale || !weight || !gradient || !scratch) return KTQ_EINVAL;
+    if (n < 1 || k < 1 || k % SLICE || !slices || !scale || !weight || !gradient || !scratch) return KTQ_EINVAL;
 
     _Alignas(64) float values[KTQ_GPTQ_COLUMNS * KT_PANEL_ROWS], inverse[KTQ_GPTQ_COLUMNS * KTQ_GPTQ_COLUMNS];
     float *left = scratch, *errors = scratch + k * KT_PANEL_ROWS;
@@ -86,15 +86,15 @@ int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, con
         turn(kernels, weight + at, k, count, k, left);
         for (int64_t first = 0; first < k; first += KTQ_GPTQ_COLUMNS) {
             int64_t width = k - first < KTQ_GPTQ_COLUMNS ? k - first : KTQ_GPTQ_COLUMNS;
-            for (int64_t c = first; c < first + width; c += STRIP)
-                kernels->strip_products(first, strips + c * k, errors, left + c * KT_PANEL_ROWS);
-            block_of(strips, k, first, width, inverse);
+            for (int64_t c = first; c < first + width; c += SLICE)
+                kernels->slice_products(first, slices + c * k, errors, left + c * KT_PANEL_ROWS);
+            block_of(slices, k, first, width, inverse);
             turn(kernels, scale + at + first, k, count, width, values);
             kernels->gptq(&(kt_gptq){{least, most, precision}, 0, width, inverse, left + first * KT_PANEL_ROWS, values,
                                      errors + first * KT_PANEL_ROWS});
             turn_back(kernels, values, count, width, weight + at + first, k);
         }
-        solve(kernels, strips, k, errors);
+        solve(kernels, slices, k, errors);
         turn_back(kernels, errors, count, k, gradient + at, k);
     }
     kt_leave(state);
