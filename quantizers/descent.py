@@ -40,7 +40,7 @@ class Metric(NamedTuple):
     errors      float32 [k, k], that Hessian in the order of columns that are stored; 0 in rows and columns of inputs
                 that were never other than 0
     directions  float32 [k, DIRECTIONS]: for a row e, the square of e @ directions is about e @ errors @ e
-    slices      float32 [k / SLICE, k, SLICE], the factor as compensation.compensate reads it; None on other devices
+    slices      float32 [k / SLICE, k, SLICE], the factor as compensation.compensate reads it; None where it cannot
     """
 
     factor: Factor
@@ -61,8 +61,8 @@ def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
     signs = signs.to(upper) / DIRECTIONS**0.5
     directions = torch.empty_like(signs)
     directions[factor.order] = torch.linalg.solve_triangular(upper, signs, upper=True)
-    if upper.device.type == "cpu":
-        both = upper + (upper / torch.diagonal(upper)[:, None]).triu(1).T
+    if upper.device.type == "cpu" and len(upper) % compensation.SLICE == 0:
+        both = (upper / torch.diagonal(upper)[:, None]).triu_(1).T + upper
         slices = both.reshape(len(upper), -1, compensation.SLICE).transpose(0, 1).contiguous()
     return Metric(factor, errors, directions, slices)
 
@@ -79,7 +79,20 @@ def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Gr
 
     if metric.slices is None:
         values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
-        return Chosen(gptq.codes(values, scale, grid.code_range), scale), (weight.float() - values) @ metric.errors
+        gradient = (weight.float() - values) @ metric.errors
+    else:
+        values, gradient = _compensated(weight, metric, scale, grid)
+    if not bool(torch.isfinite(gradient.sum())):
+        raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")
+    return Chosen(gptq.codes(values, scale, grid.code_range), scale), gradient
+
+
+def _compensated(
+    weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and gradient, float32 [n, k] each, by our kernel."""
+    import torch
+
     order = metric.factor.order
     columns = weight.index_select(1, order).float()
     if bool(metric.factor.dead.any()):
@@ -88,10 +101,8 @@ def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Gr
     gradient = torch.empty_like(columns)
     arrays = (x.numpy() for x in (metric.slices, each, columns, gradient))
     compensation.compensate(grid.code_range, *arrays, threads=torch.get_num_threads())
-    if not bool(torch.isfinite(gradient.sum())):
-        raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")
-    values, gradient = (x.index_select(1, torch.argsort(order)) for x in (columns, gradient))
-    return Chosen(gptq.codes(values, scale, grid.code_range), scale), gradient
+    back = torch.argsort(order)
+    return columns.index_select(1, back), gradient.index_select(1, back)
 
 
 def refine(metric: Metric, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -> Chosen:
