@@ -120,7 +120,7 @@ def test_what_gptq_leaves_is_the_gradient(name: str, n: int, slices: int, thread
     """Every instruction set gives scalar C's bits, whatever the threads; the gradient is that of float64, nearly."""
     found = {isa: compensated(seed, n, slices * compensation.SLICE, name, threads) for isa in isas.each()}
     values, gradient, want = found.pop("scalar")
-    assert np.abs(gradient - want).max() < 1e-4 * np.abs(want).max()
+    assert np.abs(gradient - want).max() < 1e-4 * np.abs(want).max() + 1e-5  # values are rounded to float32, too
     for others in found.values():
         for ours, wanted in zip(others[:2], (values, gradient), strict=True):
             np.testing.assert_array_equal(ours, wanted)
