@@ -99,6 +99,19 @@ class Lib:
         value: Any,
         error: Any,
     ) -> int: ...
+    def ktq_compensate(
+        self,
+        least: int,
+        most: int,
+        precision: int,
+        n: int,
+        k: int,
+        slices: Any,
+        scale: Any,
+        weight: Any,
+        gradient: Any,
+        scratch: Any,
+    ) -> int: ...
     def ktq_descend(
         self,
         least: int,
@@ -108,6 +121,7 @@ class Lib:
         k: int,
         group: int,
         hessian: Any,
+        diagonal: Any,
         scale: Any,
         codes: Any,
         gradient: Any,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +25,6 @@ from ktconvert.native_quant.instruction_sets import (
     set_isa,
 )
 from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, source_of
-from ktconvert.native_quant.own_cpus import use_own_cpus
 
 __all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
 
@@ -424,104 +421,3 @@ def weight_bytes(number: int, n: int, k: int) -> tuple[int, int]:
     codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
     raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
     return int(codes[0]), int(scales[0])
-
-
-# --- the inner loop of GPTQ -----------------------------------------------------------------------
-
-MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
-_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # the types to which values are rounded
-
-
-class CodeRange(NamedTuple):
-    """The codes of a grid: integers from the least to the greatest one, both included.
-
-    precision  the significant bits that a code has at most; 0: all integers are codes
-    """
-
-    least: int
-    most: int
-    precision: int = 0
-
-
-def gptq_block(
-    code_range: CodeRange, kind: str, inverse: F32, scale: F32, weight: F32, value: F32, error: F32, *, threads: int = 1
-) -> None:
-    """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
-
-    code_range: -128 <= least <= 0 <= most <= 127, and a precision of at most 7. All arrays are float32. inverse [width,
-    width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
-    each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
-    width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
-    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7.
-    """
-    _require_codes(code_range, threads)
-    if kind not in _RESULTS:
-        raise ValueError(f"kind '{kind}' is not one of bf16, f32")
-    if weight.ndim != 2 or not weight.shape[0] or not 1 <= weight.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"weight must have rows and 1 to {MAX_COLUMNS} columns, not shape {weight.shape}")
-    n, width = weight.shape
-    factor = pointer_to("inverse", inverse, FLOAT32, (width, width), writable=False)
-    pointer_to("scale", scale, FLOAT32, (n, width), writable=False)
-    for name, array in (("weight", weight), ("value", value), ("error", error)):
-        pointer_to(name, array, FLOAT32, (n, width))
-    for a, b in combinations((weight, value, error, scale, inverse), 2):
-        if np.may_share_memory(a, b):
-            raise ValueError("no two of the arrays may share memory")
-    read_environment()
-
-    def part(rows: slice) -> int:
-        pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
-        return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
-
-    _by_rows(part, n, threads)
-
-
-def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient: F32, *, threads: int = 1) -> int:
-    """One sweep of coordinate descent over codes; returns how many changed.
-
-    code_range as in gptq_block. hessian float32 [k, k], symmetric; scale float32 [n, k / group], 0 where codes stay;
-    codes int8 [n, k] and gradient float32 [n, k], which is (weight - codes * scale) @ hessian: both are kept up. The
-    number of threads changes no bit. Equations: numerics.md, section 7b.
-    """
-    _require_codes(code_range, threads)
-    if codes.ndim != 2 or not codes.size or scale.ndim != 2 or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
-        raise ValueError(f"codes {codes.shape} do not fall into groups of scales {scale.shape}")
-    n, k = codes.shape
-    metric = pointer_to("hessian", hessian, FLOAT32, (k, k), writable=False)
-    pointer_to("scale", scale, FLOAT32, (n, scale.shape[1]), writable=False)
-    pointer_to("codes", codes, INT8, (n, k))
-    pointer_to("gradient", gradient, FLOAT32, (n, k))
-    read_environment()
-    changed: list[int] = []
-
-    def part(rows: slice) -> int:
-        count, group = ffi.new("int64_t *"), k // scale.shape[1]
-        arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
-        scales, own, held = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
-        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, scales, own, held, count)
-        changed.append(count[0])
-        return result
-
-    _by_rows(part, n, threads)
-    return sum(changed)
-
-
-def _require_codes(code_range: CodeRange, threads: int) -> None:
-    least, most, precision = code_range
-    if not -128 <= least <= 0 <= most <= 127:
-        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
-    if not 0 <= precision <= 7:
-        raise ValueError(f"precision must be 0 to 7, not {precision}")
-    if threads < 1:
-        raise ValueError(f"threads must be 1 or more, not {threads}")
-
-
-def _by_rows(part: Callable[[slice], int], n: int, threads: int) -> None:
-    """Run a function of rows, which returns C's error code, on all of n rows, in whole panels for each thread."""
-    step = -(-n // (PANEL_ROWS * threads)) * PANEL_ROWS
-    if step >= n:
-        raise_error(part(slice(0, n)))
-        return
-    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=use_own_cpus) as pool:
-        for result in list(pool.map(part, (slice(first, first + step) for first in range(0, n, step)))):
-            raise_error(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.native_quant.matrix import Matrix as Matrix
 
 

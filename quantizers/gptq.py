@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant import compensation
+from ktconvert.native_quant.compensation import CodeRange
 
 if TYPE_CHECKING:
     import torch
@@ -221,7 +221,7 @@ def _compensate_block(block: Block, code_range: CodeRange) -> None:
         raise ValueError(f"scales must be bfloat16 or float32, not {scale.dtype}")
     if work.device.type == "cpu":
         arrays = [x.detach().numpy() for x in (inverse, scale.float(), work, value, error)]
-        kernels.gptq_block(code_range, KINDS[str(scale.dtype)], *arrays, threads=torch.get_num_threads())
+        compensation.gptq_block(code_range, KINDS[str(scale.dtype)], *arrays, threads=torch.get_num_threads())
     elif code_range in LIBRARY_BITS:
         _compensate_block_by_library(block, code_range)
     else:

@@ -9,7 +9,7 @@ both metrics an error E costs tr(F E H E^T), as in YAQA (Tseng, Sun, De Sa, 2025
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.descent import Chosen
@@ -17,8 +17,9 @@ from ktconvert.quantizers.descent import Chosen
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 ROWS = 32  # rows that are rounded together, each as if it were alone: fewer are better, and take longer
+BLOCK = 256  # rows whose errors the rows after them take into account with one product
 DAMPENING = 0.1  # fraction of the mean of F's diagonal that is added to it: F is an estimate
 FOLLOWING = 0.05  # the same, for each layer that follows
 
@@ -50,26 +51,47 @@ def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tenso
     return (weight.T @ _dampened(information) @ weight).repeat(2, 2) * slopes
 
 
-def factorize(information: torch.Tensor) -> gptq.Factor:
-    """The factor of F and the order of rows: the most important first. Raises gptq.NotFinite for one not finite."""
-    return gptq.factorize(gptq.Hessian(information, 1), DAMPENING)
+class Rows(NamedTuple):
+    """The order of rows, int64 [n], the most important first, and in it an upper root R, float32 [n, n]: F = R R^T."""
+
+    order: torch.Tensor
+    root: torch.Tensor
 
 
-def in_turn(
-    weight: torch.Tensor, factor: gptq.Factor, choose: Callable[[torch.Tensor, torch.Tensor], Chosen]
-) -> Chosen:
+def factorize(information: torch.Tensor) -> Rows:
+    """The order and the root of F; where it has none, rows do not depend on each other. Raises gptq.NotFinite for one
+    that is not finite."""
+    import torch
+
+    diagonal = information.diagonal()
+    if not bool(torch.isfinite(diagonal).all()):
+        raise gptq.NotFinite("what predictions feel of its outputs is not finite")
+    rising = torch.argsort(diagonal)
+    metric = _dampened(information)[rising][:, rising]
+    lower, info = torch.linalg.cholesky_ex(metric)
+    root = torch.eye(len(lower), device=lower.device) if info.item() else lower.flip(0, 1)
+    return Rows(rising.flip(0), root)
+
+
+def in_turn(weight: torch.Tensor, rows: Rows, choose: Callable[[torch.Tensor, torch.Tensor], Chosen]) -> Chosen:
     """Round a linear [n, k] some rows at a time, each time what is best after the errors of those before.
 
     choose  (rows, float32 [r, k], their numbers, int64 [r]) -> their codes and scales
     """
     import torch
 
-    left = weight.float().index_select(0, factor.order)
+    left = weight.float().index_select(0, rows.order)
+    errors, taken = torch.empty_like(left), torch.zeros_like(left)
     made = []
     for first in range(0, len(left), ROWS):
-        own, after = slice(first, first + ROWS), slice(first + ROWS, None)
-        made.append(choose(left[own], factor.order[own]))
-        error = torch.linalg.solve_triangular(factor.upper[own, own].T, left[own] - made[-1].values, upper=False)
-        left[after] -= factor.upper[own, after].T @ error
-    back = torch.argsort(factor.order)
+        own, block = slice(first, first + ROWS), first // BLOCK * BLOCK
+        if first and first == block:
+            before = slice(first - BLOCK, first)
+            taken[first:] += rows.root[before, first:].T @ errors[before]
+        before = slice(block, first)
+        taken[own] += rows.root[before, own].T @ errors[before]
+        answer = torch.linalg.solve_triangular(rows.root[own, own].T, taken[own], upper=False)
+        made.append(choose(left[own] + answer, rows.order[own]))
+        errors[own] = left[own] - made[-1].values
+    back = torch.argsort(rows.order)
     return Chosen(*(torch.cat(whole).index_select(0, back) for whole in zip(*made, strict=True)))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant import compensation
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from ktconvert.quantizers.reference import e8m0, e8m0_exponents
 from rig import group_search, isas
@@ -68,7 +68,7 @@ def test_kernels_are_the_definition(name: str, n: int, groups: int, group: int, 
     want = definition(GRIDS[name].code_range, hessian, scale, codes, gradient)
     for _ in isas.each():
         got = codes.copy(), gradient.copy()
-        changed = kernels.descend(GRIDS[name].code_range, hessian, scale, *got, threads=threads)
+        changed = compensation.descend(GRIDS[name].code_range, hessian, scale, *got, threads=threads)
         assert changed == np.count_nonzero(got[0] != codes)
         for ours, wanted in zip(got, want, strict=True):
             np.testing.assert_array_equal(ours, wanted)
@@ -77,7 +77,7 @@ def test_kernels_are_the_definition(name: str, n: int, groups: int, group: int, 
 def test_wrong_arguments_are_refused() -> None:
     hessian, weight, scale, codes = problem(np.random.default_rng(0), "rawint4", 5, 2, 32)
     good = {"code_range": CodeRange(-8, 7), "hessian": hessian, "scale": scale, "codes": codes, "gradient": weight}
-    kernels.descend(**good)
+    compensation.descend(**good)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
         ({"scale": np.zeros((5, 3), np.float32)}, "do not fall into groups"),
@@ -89,7 +89,63 @@ def test_wrong_arguments_are_refused() -> None:
     ]
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
-            kernels.descend(**(good | arguments))
+            compensation.descend(**(good | arguments))
+
+
+def compensated(seed: int, n: int, k: int, name: str, threads: int = 1) -> tuple[Any, Any, Any]:
+    """What a problem's weights become, the gradient, and the metric, in float64, of the problem."""
+    rng, grid = np.random.default_rng(seed), GRIDS[name]
+    inputs = rng.standard_normal((3 * k, k)) @ (np.eye(k) + rng.standard_normal((k, k)) / k**0.5)
+    metric = inputs.T @ inputs / len(inputs)
+    upper = np.linalg.cholesky(np.linalg.inv(metric)).T
+    both = upper + np.triu(upper / np.diag(upper)[:, None], 1).T
+    slices = np.ascontiguousarray(both.reshape(k, -1, compensation.SLICE).swapaxes(0, 1), np.float32)
+    weight = rng.standard_normal((n, k)).astype(np.float32)
+    scale = np.repeat(np.abs(weight).max(1, keepdims=True) / np.float32(grid.high), k, 1)
+    values, gradient = weight.copy(), np.full_like(weight, 7)
+    compensation.compensate(grid.code_range, slices, scale, values, gradient, threads=threads)
+    codes = values / scale
+    assert np.abs(codes - np.rint(codes)).max() < 1e-4 and codes.min() > grid.low - 0.1
+    return values, gradient, (weight.astype(np.float64) - values) @ metric
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(list(GRIDS)),
+    n=st.integers(1, 70),
+    slices=st.sampled_from([1, 3, 8, 11]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_what_gptq_leaves_is_the_gradient(name: str, n: int, slices: int, threads: int, seed: int) -> None:
+    """Every instruction set gives scalar C's bits, whatever the threads; the gradient is that of float64, nearly."""
+    found = {isa: compensated(seed, n, slices * compensation.SLICE, name, threads) for isa in isas.each()}
+    values, gradient, want = found.pop("scalar")
+    assert np.abs(gradient - want).max() < 1e-4 * np.abs(want).max() + 1e-5  # values are rounded to float32, too
+    for others in found.values():
+        for ours, wanted in zip(others[:2], (values, gradient), strict=True):
+            np.testing.assert_array_equal(ours, wanted)
+    alone = compensated(seed, n, slices * compensation.SLICE, name)
+    np.testing.assert_array_equal(alone[1], gradient)
+
+
+def test_wrong_arguments_of_compensation_are_refused() -> None:
+    weight = np.ones((5, 32), np.float32)
+    arrays = {"scale": weight + 1, "weight": weight, "gradient": weight + 2, "slices": np.ones((2, 32, 16), np.float32)}
+    good = {"code_range": CodeRange(-8, 7)} | arrays
+    compensation.compensate(**good)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
+        ({"weight": weight[:, :24]}, "multiples of 16"),
+        ({"slices": np.ones((32, 32), np.float32)}, "slices must be"),
+        ({"scale": np.ones((5, 1), np.float32)}, "scale must be"),
+        ({"gradient": weight.astype(np.float64)}, "gradient must be"),
+        ({"gradient": weight}, "may share memory"),
+        ({"threads": 0}, "threads must be"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            compensation.compensate(**(good | arguments))
 
 
 @with_torch
@@ -99,24 +155,31 @@ def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
     """Codes stay in range, scales can be stored and keep their sign; rows do not depend on each other."""
     import torch
 
-    from ktconvert.quantizers import descent
+    from ktconvert.quantizers import descent, gptq
 
     rng, grid = np.random.default_rng(seed), GRIDS[name]
-    hessian, weight, scale, codes = problem(rng, name, n, groups, 32)
-    metric = torch.from_numpy(hessian)
+    hessian, weight, scale, _ = problem(rng, name, n, groups, 32)
+    weight[0, :32] = 0  # what a scale of 0 means
+    inputs = gptq.Hessian(torch.from_numpy(hessian), 1)
+    factor = gptq.factorize(inputs, 0.01)
+    metric = descent.metric_of(inputs, factor, 0.01)
 
-    def refined(rows: Any) -> tuple[Any, Any]:
-        chosen = descent.Chosen(torch.from_numpy(codes[rows].copy()), torch.from_numpy(scale[rows].copy()))
-        found = descent.refine(torch.from_numpy(weight[rows]), metric, chosen, grid)
+    def chosen(rows: Any) -> tuple[Any, Any]:
+        found = descent.choose(torch.from_numpy(weight[rows]), metric, torch.from_numpy(scale[rows]), grid)
         return found.codes.numpy(), found.scale.numpy()
 
     def error(codes: Any, scale: Any) -> Any:
         apart = (weight - codes * np.repeat(scale, 32, 1)).astype(np.float64)
-        return ((apart @ hessian) * apart).sum(1)
+        return ((apart @ metric.errors.double().numpy()) * apart).sum(1)
 
-    got, steps = refined(slice(None))
-    before, after = error(codes, scale), error(got, steps)
-    assert (after <= before * (1 + 1e-4) + 1e-6).all()
+    got, steps = chosen(slice(None))
+    values = gptq.compensate(torch.from_numpy(weight), factor, torch.from_numpy(scale), grid.code_range).values
+    before = error(gptq.codes(values, torch.from_numpy(scale), grid.code_range).numpy(), scale)
+    after = error(got, steps)
+    assert after.sum() <= before.sum() * (1 + 1e-4)
+    assert (
+        after <= 1.2 * before + 1e-6
+    ).all()  # rows whose codes differ from those of torch's GPTQ, and estimated costs
     assert got.min() >= grid.low and got.max() <= grid.high
     assert ((steps > 0) == (scale > 0)).all() and not got[0, :32].any()
     if grid.scales == "BF16":
@@ -126,10 +189,6 @@ def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
         np.testing.assert_array_equal(e8m0(e8m0_exponents(positive)), positive)
     # With numbers that torch adds without rounding, rows give the same wherever they lie.
     order = rng.permutation(n)
-    exact = torch.from_numpy(np.rint(hessian * 4).astype(np.float32))
-    wide = np.rint(weight * 16).astype(np.float32)
-    whole = descent.Chosen(torch.from_numpy(codes), torch.ones(n, groups))
-    there = descent.refine(torch.from_numpy(wide), exact, whole, ROW_GRIDS["int4"])
-    moved = descent.Chosen(whole.codes[order], whole.scale[order])
-    here = descent.refine(torch.from_numpy(wide[order]), exact, moved, ROW_GRIDS["int4"])
-    assert torch.equal(here.codes, there.codes[order]) and torch.equal(here.scale, there.scale[order])
+    there = chosen(order)
+    np.testing.assert_array_equal(there[0], got[order])
+    np.testing.assert_allclose(there[1], steps[order], rtol=1e-2 if grid.scales == "BF16" else 1e-5)

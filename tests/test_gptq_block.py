@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant import compensation
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, reference
 from rig import isas
 
@@ -107,7 +107,7 @@ def special_block(finite: bool) -> tuple[Any, Any, Any]:
 def ours(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> Any:
     weight = weight.copy()
     value, error = np.full_like(weight, 7), np.full_like(weight, 7)
-    kernels.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
+    compensation.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
     return weight, value, error
 
 
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused() -> None:
     value, error = np.empty_like(weight), np.empty_like(weight)
     good: dict[str, Any] = {"code_range": CodeRange(-8, 7), "kind": "bf16", "inverse": inverse, "scale": scale}
     good |= {"weight": weight, "value": value, "error": error}
-    kernels.gptq_block(**good)
+    compensation.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
     for change, words in (
@@ -193,7 +193,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"scale": value}, "may share memory"),
     ):
         with pytest.raises(ValueError, match=words):
-            kernels.gptq_block(**{**good, **change})
+            compensation.gptq_block(**{**good, **change})
 
 
 def library_block(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.native_quant.kernels import CodeRange
+from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import packed
 from rig import reference
 

@@ -180,12 +180,13 @@ def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cl
     cli("merge", "-i", str(outputs / "bundled loose"), "-o", str(merged))
     cli("resplit", str(outputs / "bundled few"), str(one), "--threadpool-count", "1")
     for output, before in ((merged, "bundled loose"), (one, "bundled few")):
-        cli("verify", str(output), "--against", str(example))
+        said = cli("verify", str(output), "--against", str(example)).stdout
         facts, old = (json.loads((path / "manifest.json").read_text())["model"] for path in (output, outputs / before))
         for name in ("scale", "calibration", "machine", "too_few_tokens"):
             assert facts.get(name) == old.get(name), name
         card = (output / "README.md").read_text()
         assert "gate and up saw every token" in card and all(each in card for each in facts.get("too_few_tokens", ()))
+        assert ("too few tokens" in said) == ("too_few_tokens" in facts)
     assert json.loads(metadata_of(next(one.glob("*.safetensors")))["calibration"]) == few["calibration"]
     words = ("resplit", str(merged), str(tmp_path / "x"), "--threadpool-count", "1", "--against", str(example))
     assert "--scale gptq, which needs a walk through the model" in cli(*words, code=3).stderr

@@ -103,6 +103,10 @@ typedef struct {
 } kt_gptq;
 typedef void kt_gptq_fn(const kt_gptq *job);
 
+/* to[c][r] -= from[i][r] * slice[i][c], each rounded once, i = 0 .. count-1 in that order: c of KTQ_SLICE_COLUMNS, r of
+   KT_PANEL_ROWS. from and to: on a boundary of 64 bytes; `to` may hold `from`, for columns whose factor is 0. */
+typedef void kt_slice_products_fn(int64_t count, const float *slice, const float *from, float *to);
+
 /* to[i] += factor * from[i], rounded twice. Any alignment. */
 typedef void kt_add_scaled_fn(int64_t count, float factor, const float *from, float *to);
 

@@ -139,12 +139,21 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
                    const float *scale, float *weight, float *value, float *error);
 
+/* All columns of rows by GPTQ, and the gradient of the errors that it leaves, (weight - value) * H (numerics.md, section 7b).
+   Codes as in ktq_gptq_block. float32: slices[k / 16][k][16], in slices of columns: the factor U of the inverse of H in
+   and above the diagonal, and below it U_ji / U_jj. Row after row: scale[n][k], of each weight; weight[n][k], which
+   becomes the values that the codes stand for; gradient[n][k], which is written. k: a multiple of KTQ_SLICE_COLUMNS.
+   scratch: 64 * k float32 on a boundary of 64 bytes. Rows do not depend on each other. */
+enum { KTQ_SLICE_COLUMNS = 16 };
+int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
+                   float *weight, float *gradient, float *scratch);
+
 /* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right. Codes as
-   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric; scale[n][k / group], where 0 and columns whose
+   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric, and its diagonal[k]; scale[n][k / group], where 0 and columns whose
    diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale) * hessian, which is kept up. *changed:
    how many codes changed. Rows do not depend on each other. */
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
-                const float *scale, int8_t *codes, float *gradient, int64_t *changed);
+                const float *diagonal, const float *scale, int8_t *codes, float *gradient, int64_t *changed);
 
 /* What n and k of a weight in panels of 32 rows (bytes.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };

@@ -181,16 +181,15 @@ class Compensate:
     ) -> tuple[descent.Chosen, torch.Tensor]:
         """The codes and scales of rows of a linear, beginning with these scales, and the values that they stand for."""
         grid, exact = self.encoding.grid, self.rounding == "float32"
+        if metric.errors is not None:
+            chosen = descent.choose(weight, metric.errors, scale.float(), grid)
+            return chosen, chosen.values
         values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
         values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
-        chosen = descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float())
-        if metric.errors is None:
-            return chosen, values
-        chosen = descent.refine(weight, metric.errors, chosen, grid)
-        return chosen, chosen.values
+        return descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float()), values
 
-    def _rows(self, group: ExpertGroup, expert: int, projections: Sequence[str]) -> gptq.Factor | None:
-        """The factor of what the model's predictions feel of these linears' outputs; None where nobody asked."""
+    def _rows(self, group: ExpertGroup, expert: int, projections: Sequence[str]) -> predictions.Rows | None:
+        """The root of what the model's predictions feel of these linears' outputs; None where nobody asked."""
         if group.outputs is None:
             return None
         if projections != ("down",):
@@ -212,20 +211,20 @@ class Compensate:
 
 
 class _Metric(NamedTuple):
-    """The factor of a Hessian, and what errors cost, float32 [k, k]; None where codes stay as GPTQ gives them."""
+    """The factor of a Hessian, and what errors cost; None where codes stay as GPTQ gives them."""
 
     factor: gptq.Factor
-    errors: torch.Tensor | None
+    errors: descent.Metric | None
 
 
 @dataclass
 class Shared:
-    """What all experts of a layer share: what follows from the Hessian of gate and up, and the factor of what
+    """What all experts of a layer share: what follows from the Hessian of gate and up, and the root of what
     predictions feel of the layer's outputs.
     """
 
     metric: _Metric | None = None
-    outputs: gptq.Factor | None = None
+    outputs: predictions.Rows | None = None
 
 
 def steps(encoding: Encoding, scales: Scales) -> torch.Tensor:

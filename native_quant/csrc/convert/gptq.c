@@ -1,22 +1,24 @@
-/* A block of columns of GPTQ: 32 rows at a time are transposed, so that a column is a few vectors, processed while they
- * are in L1 and L2, and transposed back. Knows the order of rows, but no instruction set. */
+/* GPTQ, a block of columns or all of them: 32 rows at a time are transposed, so that a column is a few vectors,
+ * processed while they are in L1 and L2, and transposed back. Knows the order of rows, but no instruction set. */
 #include <string.h>
 
 #include "kernels.h"
 
-/* Rows of `width` float32 -> tile[c][r]; lanes without a row are 0. */
-static void turn(const kt_kernels *kernels, const float *rows, int64_t count, int64_t width, float *tile) {
-    if (count < KT_PANEL_ROWS) memset(tile, 0, (size_t)(width * KT_PANEL_ROWS) * sizeof *tile);
+/* Rows of `width` float32, `pitch` apart -> tile[c][r]; lanes without a row are 0. */
+static void turn(const kt_kernels *kernels, const float *rows, int64_t pitch, int64_t count, int64_t width,
+                 float *tile) {
     for (int64_t c = 0; c < width; c += KT_PANEL_ROWS) {
         int64_t columns = width - c < KT_PANEL_ROWS ? width - c : KT_PANEL_ROWS;
+        if (count < KT_PANEL_ROWS) memset(tile + c * KT_PANEL_ROWS, 0, (size_t)(columns * KT_PANEL_ROWS) * sizeof *tile);
         /* To the kernel, the columns are rows, and the rows that are far apart columns. */
-        kernels->transpose(4, (const uint8_t *)(rows + c), width * 4, columns, count,
+        kernels->transpose(4, (const uint8_t *)(rows + c), pitch * 4, columns, count,
                            (uint8_t *)(tile + c * KT_PANEL_ROWS), KT_PANEL_ROWS * 4);
     }
 }
 
-static void turn_back(const kt_kernels *kernels, const float *tile, int64_t count, int64_t width, float *rows) {
-    kernels->transpose(4, (const uint8_t *)tile, KT_PANEL_ROWS * 4, count, width, (uint8_t *)rows, width * 4);
+static void turn_back(const kt_kernels *kernels, const float *tile, int64_t count, int64_t width, float *rows,
+                      int64_t pitch) {
+    kernels->transpose(4, (const uint8_t *)tile, KT_PANEL_ROWS * 4, count, width, (uint8_t *)rows, pitch * 4);
 }
 
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
@@ -31,12 +33,69 @@ int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int6
     kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
         int64_t count = n - first < KT_PANEL_ROWS ? n - first : KT_PANEL_ROWS, at = first * width;
-        turn(kernels, weight + at, count, width, job.weight);
-        turn(kernels, scale + at, count, width, job.scale);
+        turn(kernels, weight + at, width, count, width, job.weight);
+        turn(kernels, scale + at, width, count, width, job.scale);
         kernels->gptq(&job);
-        turn_back(kernels, job.weight, count, width, weight + at);
-        turn_back(kernels, job.scale, count, width, value + at);
-        turn_back(kernels, job.error, count, width, error + at);
+        turn_back(kernels, job.weight, count, width, weight + at, width);
+        turn_back(kernels, job.scale, count, width, value + at, width);
+        turn_back(kernels, job.error, count, width, error + at, width);
+    }
+    kt_leave(state);
+    return KTQ_OK;
+}
+
+enum { SLICE = KTQ_SLICE_COLUMNS };
+
+/* A block of the factor, [width][width], of which the upper triangle matters. */
+static void block_of(const float *slices, int64_t k, int64_t first, int64_t width, float *inverse) {
+    for (int64_t c = 0; c < width; c += SLICE)
+        for (int64_t i = 0; i < width; i++)
+            memcpy(inverse + i * width + c, slices + (first + c) * k + (first + i) * SLICE, SLICE * sizeof *inverse);
+}
+
+/* The errors of 32 rows, [k][32], become their gradient, from the last column to the first. */
+static void solve(const kt_kernels *kernels, const float *slices, int64_t k, float *errors) {
+    for (int64_t first = k - SLICE; first >= 0; first -= SLICE) {
+        const float *slice = slices + first * k, *own = slice + first * SLICE;
+        float *to = errors + first * KT_PANEL_ROWS;
+        for (int64_t c = 0; c < SLICE; c++) {
+            const float reciprocal = 1.0f / own[c * SLICE + c];
+            for (int r = 0; r < KT_PANEL_ROWS; r++) to[c * KT_PANEL_ROWS + r] *= reciprocal;
+        }
+        const int64_t after = first + SLICE;
+        kernels->slice_products(k - after, slice + after * SLICE, errors + after * KT_PANEL_ROWS, to);
+        for (int64_t i = SLICE - 1; i > 0; i--) {
+            float left[SLICE] = {0};
+            memcpy(left, own + i * SLICE, (size_t)i * sizeof *left);
+            kernels->slice_products(1, left, to + i * KT_PANEL_ROWS, to);
+        }
+    }
+}
+
+int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
+                   float *weight, float *gradient, float *scratch) {
+    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
+    if (n < 1 || k < 1 || k % SLICE || !slices || !scale || !weight || !gradient || !scratch) return KTQ_EINVAL;
+
+    _Alignas(64) float values[KTQ_GPTQ_COLUMNS * KT_PANEL_ROWS], inverse[KTQ_GPTQ_COLUMNS * KTQ_GPTQ_COLUMNS];
+    float *left = scratch, *errors = scratch + k * KT_PANEL_ROWS;
+    const kt_kernels *kernels = kt_current();
+    kt_fp_state state = kt_enter();
+    for (int64_t row = 0; row < n; row += KT_PANEL_ROWS) {
+        int64_t count = n - row < KT_PANEL_ROWS ? n - row : KT_PANEL_ROWS, at = row * k;
+        turn(kernels, weight + at, k, count, k, left);
+        for (int64_t first = 0; first < k; first += KTQ_GPTQ_COLUMNS) {
+            int64_t width = k - first < KTQ_GPTQ_COLUMNS ? k - first : KTQ_GPTQ_COLUMNS;
+            for (int64_t c = first; c < first + width; c += SLICE)
+                kernels->slice_products(first, slices + c * k, errors, left + c * KT_PANEL_ROWS);
+            block_of(slices, k, first, width, inverse);
+            turn(kernels, scale + at + first, k, count, width, values);
+            kernels->gptq(&(kt_gptq){{least, most, precision}, 0, width, inverse, left + first * KT_PANEL_ROWS, values,
+                                     errors + first * KT_PANEL_ROWS});
+            turn_back(kernels, values, count, width, weight + at + first, k);
+        }
+        solve(kernels, slices, k, errors);
+        turn_back(kernels, errors, count, k, gradient + at, k);
     }
     kt_leave(state);
     return KTQ_OK;
