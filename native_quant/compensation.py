@@ -90,10 +90,9 @@ def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, grad
     read_environment()
 
     def part(rows: slice) -> int:
-        scales, weights, gradients = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, gradient))
+        scales, values, left = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, gradient))
         scratch = ffi.cast("float *", scratch_for(4 * k))
-        n = len(weight[rows])
-        return lib.ktq_compensate(*code_range, n, k, factor, scales, weights, gradients, scratch)
+        return lib.ktq_compensate(*code_range, len(weight[rows]), k, factor, scales, values, left, scratch)
 
     _by_rows(part, n, threads)
 
