@@ -199,7 +199,9 @@ def check_lora(experts: Experts, lora: Lora) -> None:
                 f"{list(tensor.shape)}; use an adapter of this model, or another rank"
             )
         if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
-            raise ValueError(f"LoRA of layer {experts.layer}: {name} is {tensor.dtype}; all six must be BF16 or float32")
+            raise ValueError(
+                f"LoRA of layer {experts.layer}: {name} is {tensor.dtype}; all six must be BF16 or float32"
+            )
 
 
 def require_trainable(experts: Experts) -> None:
