@@ -192,12 +192,13 @@ class SftMoEWrapper:
             linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
         grid = ExpertGrid(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
         put: Any = self._holds.write
+        nowhere: Any = None  # its messages name a checkpoint's tensor, and none can come of these
         packed = weights.fill(
             self._holds,
             grid,
             linears,
-            lambda part, out: put(StoredPart(part, None, {}), out),
-            self._pool,  # type: ignore[arg-type]
+            lambda part, out: put(StoredPart(part, nowhere, {}), out),
+            self._pool,
         )
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
