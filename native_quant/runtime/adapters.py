@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.runtime.training import Lora
 
 CPU = torch.device("cpu")
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -32,13 +33,10 @@ class Projection(torch.nn.Module):
         return f"{self.experts} x [{self.out_features}, {self.in_features}]"
 
 
-class Lora(NamedTuple):
-    """What is added to each projection P of an expert's input x: scaling * B A dropout(x).
+class Active(NamedTuple):
+    """What an adapter adds to each projection of an expert's input x: scaling * B A dropout(x)."""
 
-    tensors   A and B of gate, up and down: [E, r, in], [E, out, r]
-    """
-
-    tensors: tuple[torch.Tensor, ...]
+    lora: Lora
     scaling: float
     dropout: float
 
@@ -59,8 +57,9 @@ def names_of(model: Any) -> tuple[str, str, str]:
     return (found["gate"], found["up"], found["down"]) if len(found) == 3 else NAMES
 
 
-def add_projections(module: torch.nn.Module, names: Sequence[str], sizes: tuple[int, int, int]) -> None:
-    """Give routed experts a Projection each by these names; sizes: E, H, I."""
+def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, int]) -> None:
+    """Give RoutedExperts a Projection each by these names; sizes: E, H, I."""
+    module.projections = tuple(names)
     experts, hidden, intermediate = sizes
     gate, up, down = names
     for name in (gate, up):
@@ -68,7 +67,7 @@ def add_projections(module: torch.nn.Module, names: Sequence[str], sizes: tuple[
     module.add_module(down, Projection(experts, intermediate, hidden))
 
 
-def active(module: torch.nn.Module) -> Lora | None:
+def active(module: torch.nn.Module) -> Active | None:
     """The active adapters of a layer's experts as one: several side by side, their scalings in B. Raises
     UnsupportedError where they differ between projections.
     """
@@ -80,11 +79,11 @@ def active(module: torch.nn.Module) -> Lora | None:
             "an adapter has experts' gate, up and down projections with one rank, alpha and dropout, or none of the "
             "three; name `experts` among its target_modules, and none of them in rank_pattern or alpha_pattern"
         )
-    (_, _, _, scaling, dropout), *others = parts[0]
-    if not others:
-        return Lora(tuple(tensor.to(CPU) for ((a, b, *_),) in parts for tensor in (a, b)), scaling, dropout)
+    if len(parts[0]) == 1:
+        scaling, dropout = parts[0][0][3:]
+        return Active(Lora(*(tensor.to(CPU) for (each,) in parts for tensor in each[:2])), scaling, dropout)
     tensors: list[torch.Tensor] = []
     for each in parts:
         tensors.append(torch.cat([a for a, *_ in each], 1).to(CPU))
-        tensors.append(torch.cat([b * factor for _, b, _, factor, _ in each], 2).to(CPU))
-    return Lora(tuple(tensors), 1.0, max(dropout, *(other[-1] for other in others)))
+        tensors.append(torch.cat([b * scaling for _, b, _, scaling, _ in each], 2).to(CPU))
+    return Active(Lora(*tensors), 1.0, max(part[-1] for part in parts[0]))
