@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "inspect": "Describe a checkpoint or an output, and list what it can be converted to.",
     "bench": "Measure how fast this machine computes an output's experts, next to how fast it reads memory.",
     "experts": "Choose the experts that are to be hot, by how often they were routed to.",
+    "train": "Train a LoRA adapter through the experts as they were converted.",
     "run": "Let a model write, its experts computed from converted weights.",
     "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
     "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",

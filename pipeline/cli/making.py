@@ -66,6 +66,13 @@ def go_on(options: ResumeOptions) -> None:
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge` or `resplit`."
         )
+    if old.command == "train":
+        from ktconvert.pipeline.cli import train
+        from ktconvert.pipeline.models.training import saved_options
+
+        if (begun := saved_options(options.output)) is not None:
+            train.go_on(begun, options)
+        return
     preconditions.check_kernels()
     request = commands.saved_request(options.output, old)
     execution = options.execution

@@ -22,7 +22,7 @@ from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
-NEEDS = {"run": RUN, "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"), "gpu": (*RUN, "compressed_tensors")}
+NEEDS = {"run": RUN, "train": (*RUN, "peft", "datasets"), "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"), "gpu": (*RUN, "compressed_tensors")}
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = "1000000000"  # seconds before a bar is drawn
