@@ -18,6 +18,7 @@ from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_ou
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.pipeline.models.adapter import require_adapter, with_adapter
 from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")
@@ -66,6 +67,7 @@ class ModelChoice:
 
     cpu_weights  what the model was converted into, or a checkpoint; None: the experts stay in the model
     threads      None: the physical cores that this process may use
+    adapter      the directory of a LoRA adapter that it is to compute with
     gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
     """
 
@@ -77,6 +79,7 @@ class ModelChoice:
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None
+    adapter: Path | None = None
 
     def where(self) -> dict[str, Any]:
         """What every from_pretrained of transformers takes."""
@@ -99,6 +102,9 @@ class ModelChoice:
             which = "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute"
             raise UsageError(f"{which}; give that as well")
         hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
+        if self.adapter is not None:
+            require_packages("--adapter", ["peft"], "train")
+            require_adapter(self.adapter)
         if self.gpu_experts_mask is not None:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
@@ -235,7 +241,8 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     tokenizer = load_tokenizer(choice)
     with explained(choice.model):
-        return load_model(auto_class(config), choice, config, **options), tokenizer
+        model = load_model(auto_class(config), choice, config, **options)
+    return (model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)), tokenizer
 
 
 def auto_class(config: Any) -> Any:

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import lock
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models.adapter import CONFIG
 from ktconvert.pipeline.options.training import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import first_line, size, tokens
@@ -28,7 +29,7 @@ from ktconvert.pipeline.ui.text import first_line, size, tokens
 COMMAND = "train"
 MOST = 1 << 40  # of samples, and of tokens of one: all
 KEPT = 2  # checkpoints
-CONFIG, CURVE = "adapter_config.json", "losses.svg"
+CURVE = "losses.svg"
 EXPERTS = "experts"
 
 
@@ -340,7 +341,7 @@ def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
     learner.model.save_pretrained(paths.assembly)
     history = learner.state.log_history
     losses = [(row["step"], row["loss"]) for row in history if "loss" in row]
-    measured = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
+    measured = [*{row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
     if options.plot:
         from ktconvert.pipeline.ui.plots import plot_losses
 
@@ -382,35 +383,6 @@ def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) 
         "Its matrices have PEFT's names, one for each expert and projection: PEFT loads it into the unconverted model.",
     ]
     return ("\n".join(lines) + "\n").encode()
-
-
-@contextmanager
-def explained(adapter: Path, model: str) -> Iterator[None]:
-    """What PEFT raises for an adapter that does not fit as InputError."""
-    try:
-        yield
-    except KtconvertError as error:
-        raise InputError(f"{adapter}: {error}; it does not fit {model}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[1] if len(lines) > 1 and lines[0].startswith("Error(s)") else first_line(error)
-        raise InputError(f"{adapter}: PEFT cannot load it into {model}: {why.rstrip('.')}") from error
-
-
-def with_adapter(model: Any, adapter: Path, name: str) -> Any:
-    """The model with a trained adapter, for inference. Raises InputError where it does not fit."""
-    import warnings
-
-    import peft
-
-    if not (adapter / CONFIG).is_file():
-        raise InputError(f"{adapter}: has no {CONFIG}; give the directory of an adapter of `ktconvert train` or PEFT")
-    with explained(adapter, name), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        try:
-            return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
-        except UserWarning as error:
-            raise ValueError("it lacks tensors that the model has places for") from error
 
 
 def needs(
