@@ -8,18 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.errors import InputError, KtconvertError
 from ktconvert.pipeline.ui.text import first_line
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 MISSING = "Found missing adapter keys"  # how PEFT warns of them
-
-
-def require_adapter(folder: Path) -> None:
-    """Raises InputError for a folder that holds none."""
-    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
-        raise InputError(f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT")
 
 
 def with_adapter(model: Any, folder: Path, name: str) -> Any:

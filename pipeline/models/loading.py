@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.pipeline.models.adapter import require_adapter, with_adapter
+from ktconvert.pipeline.models.adapter import with_adapter
 from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")

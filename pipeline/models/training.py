@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.adapter import CONFIG
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import lock
@@ -21,7 +22,6 @@ from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
 from ktconvert.pipeline.models import loading
-from ktconvert.pipeline.models.adapter import CONFIG
 from ktconvert.pipeline.options.training import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import first_line, size, tokens
