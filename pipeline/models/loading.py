@@ -242,8 +242,7 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     tokenizer = load_tokenizer(choice)
     with explained(choice.model):
-        model = load_model(auto_class(config), choice, config, **options)
-    return (model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)), tokenizer
+        return load_model(auto_class(config), choice, config, **options), tokenizer
 
 
 def auto_class(config: Any) -> Any:
@@ -267,7 +266,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         )
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    return model
+    return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
 
 
 def load_tokenizer(choice: ModelChoice) -> Any:

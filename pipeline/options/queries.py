@@ -128,6 +128,7 @@ class ServeOptions(Options):
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     gpu_experts: GpuExperts = GpuExperts()
+    adapter: Path | None = declared(ADAPTER)
     host: str = option("Address to listen on.", default="127.0.0.1")
     port: int = option("Port to listen on.", Number(1, 65535), default=8000)
     model_name: str | None = option("What clients call the model.", unset="MODEL")
