@@ -350,6 +350,25 @@ typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
 typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, uint16_t *rest,
                                int64_t out_pitch);
 
+/* --- training (numerics.md, section 5c) ----------------------------------------------------------------------------
+ */
+
+/* Where pair number `pair` of columns begins in a panel of BF16: of the first 16 rows; the others are KT_HALF_BYTES
+   further. */
+static inline uint16_t *kt_panel_line(uint16_t *panel, int64_t pair) {
+    return panel + pair / 16 * (KT_TILE_BYTES / 2) + pair % 16 * 32;
+}
+
+/* Pairs of rows of 32 numbers become pairs of columns at, at + 1 .. of a panel of BF16: BF16 (item_bytes 2), with a
+   scale for each row or NULL, or int8 (1), with scales. Products with scales are rounded; not for NaN. rows, row_stride
+   (bytes): any alignment. */
+typedef void kt_interleave_fn(int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t pairs,
+                              const float *scale, int64_t at, uint16_t *panel);
+
+/* The gradients of gate and up, BF16, from that of silu(gate) * up, [m][32]; the others: rows `pitch` apart. */
+typedef void kt_swiglu_backward_fn(int64_t m, const float *gradient, const uint16_t *gate, const uint16_t *up,
+                                   uint16_t *of_gate, uint16_t *of_up, int64_t pitch);
+
 #define FAMILY(family, type) type kt_##family##_scalar;
 #include "kernels.def"
 #define KERNEL(family, isa) __typeof__(kt_##family##_scalar) kt_##family##_##isa;

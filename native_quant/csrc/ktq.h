@@ -296,6 +296,46 @@ typedef struct {
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
+/* LoRA of a layer's experts (numerics.md, section 5c), in the order gate, up, down; a: [experts][rank][columns], b:
+   [experts][rows][rank], BF16 or float32. dropout: the part of the inputs of `a` that is left out; which ones depends on
+   the seed. */
+typedef struct {
+    int float32;
+    int64_t rank;
+    float scaling, dropout;
+    uint64_t seed;
+    const void *a[3], *b[3];
+} ktq_lora;
+enum { KTQ_MOST_RANK = 1024 };
+
+/* What the forward keeps for the backward, BF16, a row for each of tokens * topk; columns: of all parts. low: of gate, up
+   and, for each part, down, the products with `a`, 2 * ktq_low_columns(rank) for each row; without LoRA NULL. */
+typedef struct {
+    uint16_t *gate, *up, *act; /* [rows][columns] */
+    uint16_t *down;            /* [parts][rows][hidden] */
+    uint16_t *low;
+} ktq_kept;
+int64_t ktq_low_columns(int64_t rank);
+
+/* The gradients: out: given, BF16 [tokens][hidden]; hidden, BF16, and weights [tokens][topk]; of lora's a and b, as these
+   are, times `scale`; those of experts without tokens are not written. */
+typedef struct {
+    const uint16_t *out;
+    uint16_t *hidden;
+    float *weights;
+    float scale;
+    void *a[3], *b[3];
+} ktq_gradients;
+
+/* 1 if there are gradients: no weight's format has least values or two terms, the activation neither limit nor alpha. */
+int ktq_trainable(const ktq_moe *moe);
+/* ktq_forward with LoRA (NULL: none), and its gradients. KTQ_EINVAL where there are none. call->add and exact have no
+   meaning here. The backward gets the same call, lora and kept; it does not use call->out. */
+int ktq_train_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, const ktq_lora *lora,
+                      const ktq_kept *kept);
+int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, const ktq_lora *lora,
+                       const ktq_kept *kept, const ktq_gradients *gradients);
+
 /* How a tensor in memory becomes rows of items: from panels (bytes.md, Panels), numbers of one byte or of two; bytes of
    two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes for each
    row of a panel, group after group; such scales as E8M0, to BF16. Or rows as they are, of so many bytes. */

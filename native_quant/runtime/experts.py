@@ -188,6 +188,21 @@ class Experts:
         packed.require_whole()
         del used
 
+    @property
+    def trainable(self) -> bool:
+        """Whether train_call computes gradients through them."""
+        return bool(lib.ktq_trainable(self._open()[0]))
+
+    def train_call(self, call: Any, lora: Any, kept: Any, gradients: Any = None) -> None:
+        """ktq_train_forward, or with gradients ktq_train_backward, for a call of call_at() (training.py)."""
+        moe, packed, _ = used = self._open()
+        if gradients is None:
+            check(lib.ktq_train_forward(self.pool.pointer, moe, call, lora, kept))
+        else:
+            check(lib.ktq_train_backward(self.pool.pointer, moe, call, lora, kept, gradients))
+        packed.require_whole()
+        del used
+
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
         Raises UnsupportedError for a method without such files.

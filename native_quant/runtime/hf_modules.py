@@ -20,6 +20,7 @@ from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.training import Step
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ class RoutedExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, [..., H] as hidden_states; ids and weights [T, k].
 
-        No gradient goes through it: backward() raises RuntimeError, unless no input requires one. torch.compile and its
-        like see it as the operator below.
+        Differentiable in hidden_states and top_k_weights: backward computes the forward again, as for training
+        (training.py). torch.compile and its like see it as the operator below.
         """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
@@ -221,9 +222,8 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
 NUMBER_BYTES = 8  # the handle begins with the number
 PADDED = 256  # bytes of a handle, or a multiple
 NO_GRADIENT = (
-    "experts of ktconvert are for inference, no gradient goes through them ({name}): to train, load the original model "
-    "without KTConvertConfig, so that transformers computes its experts; to compute without gradients, call the model "
-    "under torch.no_grad() or torch.inference_mode()"
+    "no gradient goes through hot experts ({name}): to train, load the model without num_gpu_experts; to compute "
+    "without gradients, call it under torch.no_grad() or torch.inference_mode()"
 )
 _named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
 
@@ -243,6 +243,14 @@ def _read(handle: torch.Tensor) -> tuple[str, int]:
     codes = handle.numpy().tobytes()
     name = codes[NUMBER_BYTES:].rstrip(b"\0").decode(errors="surrogateescape")
     return name, int.from_bytes(codes[:NUMBER_BYTES], "little")
+
+
+def _of(handle: torch.Tensor) -> RoutedExperts:
+    name, number = _read(handle)
+    experts = _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
+    if experts is None:
+        raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
+    return experts
 
 
 def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -268,11 +276,7 @@ def routed_experts(
     """RoutedExperts.compute of those with this handle; where they are gone, or were loaded in another process, of
     others with the same name. Raises RuntimeError where none are loaded.
     """
-    name, number = _read(handle)
-    experts = _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
-    if experts is None:
-        raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
-    return experts.compute(hidden, ids, weights)
+    return _of(handle).compute(hidden, ids, weights)
 
 
 @routed_experts.register_fake
@@ -281,27 +285,45 @@ def _like(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle
 
 
 @torch.library.custom_op(
-    "ktconvert::no_gradient", mutates_args=(), schema="(Tensor gradient, SymInt k, Tensor handle) -> (Tensor, Tensor)"
+    "ktconvert::routed_experts_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> (Tensor, Tensor)",
 )
-def no_gradient(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the gradients of hidden and weights would be computed; an operator, so that a backward pass can be compiled
-    for a model whose forward pass alone is called. Raises RuntimeError.
+def routed_experts_backward(
+    gradient: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of hidden and weights; an operator, so that a backward pass can be compiled.
+
+    Raises RuntimeError for hot experts, UnsupportedError for weights without gradients.
     """
-    raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
+    module = _of(handle)
+    if module.hot is not None:
+        raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
+    step = Step.of(module.experts, hidden, ids, weights, None, 1.0)
+    found = step.backward(step.forward()[1], gradient)
+    of_hidden, of_weights = found.hidden.to(hidden.device, hidden.dtype), found.weights
+    if module.zero_ids:
+        identity = ids >= module.num_experts
+        share = weights.where(identity, 0).sum(-1, keepdim=True).to(hidden.device)
+        of_hidden = (of_hidden.float() + share * gradient.float()).to(hidden.dtype)
+        product = (gradient.float() * hidden.float()).sum(-1, keepdim=True).to(CPU)
+        of_weights = of_weights.where(~identity, product)
+    return of_hidden, of_weights
 
 
-@no_gradient.register_fake
-def _likes(gradient: torch.Tensor, k: int, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return gradient.new_empty(gradient.shape), gradient.new_empty((gradient.shape[0], k), dtype=torch.float32)
+@routed_experts_backward.register_fake
+def _likes(
+    gradient: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden.new_empty(hidden.shape), weights.new_empty(weights.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.k = inputs[1].shape[1]
-    ctx.save_for_backward(inputs[3])
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    hidden, weights = no_gradient(gradient, ctx.k, *ctx.saved_tensors)
+    hidden, weights = routed_experts_backward(gradient, *ctx.saved_tensors)
     return hidden, None, weights, None
 
 

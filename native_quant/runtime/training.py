@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
+
+CPU = torch.device("cpu")
+PROJECTIONS = ("gate", "up", "down")
 
 
 class Lora(NamedTuple):
-    """LoRA of E experts of sizes H and I, rank r: the six tensors, all BF16 or all float32, on the CPU."""
+    """LoRA of E experts of sizes H and I, rank r: the six tensors, all BF16 or all float32."""
 
     gate_a: torch.Tensor  # [E, r, H]
     gate_b: torch.Tensor  # [E, I, r]
@@ -18,6 +25,24 @@ class Lora(NamedTuple):
     up_b: torch.Tensor  # [E, I, r]
     down_a: torch.Tensor  # [E, r, I]
     down_b: torch.Tensor  # [E, H, r]
+
+
+class Kept(NamedTuple):
+    """What backward needs of a forward, BF16, a row for each (token, expert): ktq_kept."""
+
+    gate: torch.Tensor  # [T * k, I]
+    up: torch.Tensor  # [T * k, I]
+    act: torch.Tensor  # [T * k, I]
+    down: torch.Tensor  # [parts, T * k, H]
+    low: torch.Tensor  # [2 + parts, T * k, 2 * columns]; empty without LoRA
+
+
+class Gradients(NamedTuple):
+    """hidden: BF16 [T, H]; weights: float32 [T, k]; lora: as the tensors are, or None."""
+
+    hidden: torch.Tensor
+    weights: torch.Tensor
+    lora: Lora | None
 
 
 def routed_experts_with_lora(
@@ -35,35 +60,169 @@ def routed_experts_with_lora(
     """The weighted sum of each token's experts, BF16 [T, H], differentiable in hidden, weights and the six of lora.
 
     hidden [T, H] in any floating-point dtype, ids int64 [T, k], weights [T, k]. scaling: alpha / rank. dropout: of the
-    inputs of LoRA, elementwise, while training. recompute: keep nothing but the inputs for backward.
+    inputs of LoRA, elementwise, while training. recompute: keep nothing but the inputs, and compute twice.
+    Raises UnsupportedError for experts that have no gradients, ValueError for tensors that do not fit.
     """
-    out = torch.zeros(hidden.shape, dtype=torch.float32)
-    rows = hidden.to("cpu", torch.float32)
-    for expert in range(experts.num_experts):
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        x = rows[token]
-        gate, up, down = (
-            torch.cat([torch.from_numpy(part) for part in parts], dim)
-            for parts, dim in zip(zip(*experts.packed.linears(expert), strict=True), (0, 0, 1), strict=True)
+    step = Step.of(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
+    out: torch.Tensor = _Trained.apply(step, recompute, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward, and its backward. hidden BF16 [T, H], ids int64 [T, k], weights float32 [T, k], contiguous on the
+    CPU, as lora is; skip: bool [E], experts that add nothing.
+    """
+
+    experts: Experts
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    lora: Lora | None
+    scaling: float
+    dropout: float
+    seed: int
+    skip: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        experts: Experts,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        lora: Lora | None,
+        scaling: float,
+        dropout: float = 0.0,
+        skip: torch.Tensor | None = None,
+    ) -> Step:
+        """Checked, and copied where necessary. Dropout draws its seed from torch's generator for the CPU."""
+        require_trainable(experts)
+        if hidden.ndim != 2 or hidden.shape[1] != experts.hidden:
+            raise ValueError(f"hidden must be [tokens, {experts.hidden}], not {tuple(hidden.shape)}")
+        if ids.ndim != 2 or len(ids) != len(hidden) or weights.shape != ids.shape:
+            shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
+            raise ValueError(f"ids and weights must be [{len(hidden)}, experts per token], not {shapes}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be from 0 to less than 1, not {dropout}")
+        if lora is not None:
+            lora = Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
+            check_lora(experts, lora)
+        seed = int(torch.randint(2**63 - 1, (), device=CPU)) if dropout else 0
+        plain = (
+            hidden.detach().to(CPU, torch.bfloat16).contiguous(),
+            ids.to(CPU, torch.int64).contiguous(),
+            weights.detach().to(CPU, torch.float32).contiguous(),
         )
-        g, u = x @ gate.T, x @ up.T
-        if lora is not None:
-            a, b, c, d, *_ = (one[expert].float() for one in lora)
-            g, u = (
-                g + scaling * (_drop(x, dropout, training) @ a.T @ b.T),
-                u + scaling * (_drop(x, dropout, training) @ c.T @ d.T),
-            )
-        act = torch.nn.functional.silu(g) * u
-        y = act @ down.T
-        if lora is not None:
-            y = y + scaling * (
-                _drop(act, dropout, training) @ lora.down_a[expert].float().T @ lora.down_b[expert].float().T
-            )
-        out = out.index_add(0, token, weights[token, place].float()[:, None] * y)
-    return out.to(torch.bfloat16)
+        return cls(experts, *plain, lora, scaling, dropout, seed, skip)
+
+    def forward(self) -> tuple[torch.Tensor, Kept]:
+        """The output, BF16 [T, H], and what backward needs."""
+        out, kept = torch.empty_like(self.hidden), self._kept()
+        self.experts.train_call(self._call(out), self._lora(), _kept(kept))
+        return out, kept
+
+    def backward(self, kept: Kept, gradient: torch.Tensor, scale: float = 1.0) -> Gradients:
+        """The gradients by that of the output [T, H], those of LoRA times `scale`."""
+        gradient = gradient.to(CPU, torch.bfloat16).contiguous()
+        lora = None if self.lora is None else Lora(*map(torch.zeros_like, self.lora))
+        gradients = Gradients(torch.empty_like(self.hidden), torch.empty_like(self.weights), lora)
+        given = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
+        given["weights"] = ffi.cast("float *", gradients.weights.data_ptr())
+        pointer = ffi.new("ktq_gradients *", {**given, **_factors(lora)})
+        self.experts.train_call(self._call(gradients.hidden), self._lora(), _kept(kept), pointer)
+        return gradients
+
+    def _kept(self) -> Kept:
+        rows, x = self.ids.numel(), self.experts
+        low = 0 if self.lora is None else 2 * lib.ktq_low_columns(rank_of(self.lora))
+        shapes = *[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)
+        return Kept(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+
+    def _call(self, out: torch.Tensor) -> Any:
+        skip = 0 if self.skip is None else self.skip.data_ptr()
+        addresses = self.hidden.data_ptr(), self.ids.data_ptr(), self.weights.data_ptr(), skip, out.data_ptr()
+        return self.experts.call_at(*self.ids.shape, *addresses)
+
+    def _lora(self) -> Any:
+        if self.lora is None:
+            return ffi.NULL
+        numbers = {"rank": rank_of(self.lora), "scaling": self.scaling, "dropout": self.dropout, "seed": self.seed}
+        dtype = self.lora.gate_a.dtype == torch.float32
+        return ffi.new("ktq_lora *", {**numbers, "float32": dtype, **_factors(self.lora)})
 
 
-def _drop(x: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
-    return torch.nn.functional.dropout(x, dropout, training)
+class _Trained(torch.autograd.Function):
+    """Step as torch differentiates it; the arguments after `recompute` are those with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, recompute: bool, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
+    ) -> torch.Tensor:
+        out, kept = step.forward()
+        # All are saved in torch's way, the seed too: a checkpoint computes them again, and may have drawn another one.
+        seed = torch.tensor(step.seed)
+        ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *(() if recompute else kept))
+        ctx.step, ctx.factors = (step.experts, step.scaling, step.dropout, step.skip), len(lora)
+        ctx.kinds = (hidden.dtype, hidden.device), (weights.dtype, weights.device)
+        return out.to(hidden.device)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, ids, weights, seed, *rest = ctx.saved_tensors
+        lora, kept = Lora(*rest[:6]) if ctx.factors else None, rest[ctx.factors :]
+        on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
+        experts, scaling, dropout, skip = ctx.step
+        step = Step(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
+        found = step.backward(Kept(*kept) if kept else step.forward()[1], gradient)
+        (dtype, device), (weights_dtype, weights_device) = ctx.kinds
+        of_lora = () if lora is None else (one.to(two.device) for one, two in zip(found.lora or (), lora, strict=True))
+        return None, None, found.hidden.to(device, dtype), found.weights.to(weights_device, weights_dtype), *of_lora
+
+
+def rank_of(lora: Lora) -> int:
+    """The rank of LoRA's tensors."""
+    return lora.gate_a.shape[1]
+
+
+def check_lora(experts: Experts, lora: Lora) -> None:
+    """Raises ValueError where the tensors of LoRA do not fit the experts."""
+    e, h, i = experts.num_experts, experts.hidden, experts.intermediate
+    rank = lora.gate_a.shape[1] if lora.gate_a.ndim == 3 else 0
+    most = min(h, i, lib.KTQ_MOST_RANK)
+    shapes = (e, rank, h), (e, i, rank), (e, rank, h), (e, i, rank), (e, rank, i), (e, h, rank)
+    for name, tensor, shape in zip(Lora._fields, lora, shapes, strict=True):
+        if tuple(tensor.shape) != shape or not 1 <= rank <= most:
+            raise ValueError(
+                f"LoRA of layer {experts.layer}: {name} must be {list(shape)} with a rank of 1 to {most}, not "
+                f"{list(tensor.shape)}; use an adapter of this model, or another rank"
+            )
+        if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
+            raise ValueError(
+                f"LoRA of layer {experts.layer}: {name} is {tensor.dtype}; all six must be BF16 or float32"
+            )
+
+
+def require_trainable(experts: Experts) -> None:
+    """Raises UnsupportedError for experts that compute something of which there is no gradient here."""
+    if not experts.trainable:
+        raise UnsupportedError(
+            f"layer {experts.layer}: there are no gradients of experts in {experts.packed.described}, or with a "
+            "swiglu_limit; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
+        )
+
+
+def _address(tensor: torch.Tensor) -> Any:
+    return ffi.cast("uint16_t *", tensor.data_ptr())
+
+
+def _factors(lora: Lora | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    pointers = [ffi.cast("void *", tensor.data_ptr()) for tensor in lora]
+    return {"a": pointers[::2], "b": pointers[1::2]}
+
+
+def _kept(kept: Kept) -> Any:
+    return ffi.new("ktq_kept *", {name: _address(tensor) for name, tensor in kept._asdict().items()})

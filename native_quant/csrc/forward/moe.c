@@ -18,7 +18,7 @@ enum { ROWS_BUDGET = 256 << 20, SECTIONS_BUDGET = 16 << 20 };
 /* A panel costs its bytes from memory as much as this many tokens cost work. */
 enum { PANEL_COST = 16 };
 
-static int check(const ktq_moe *moe, const ktq_call *call) {
+int kt_check_call(const ktq_moe *moe, const ktq_call *call) {
     if (!moe || !call || !moe->expert) return KTQ_EINVAL;
     if (call->tokens < 0 || call->topk < 1 || call->topk > KTQ_MOST_TOPK) return KTQ_EINVAL;
     if (moe->experts < 1 || moe->parts < 1 || moe->parts > KTQ_MOST_PARTS) return KTQ_EINVAL;
@@ -41,7 +41,7 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     return error;
 }
 
-static int64_t widest_part(const ktq_moe *moe) {
+int64_t kt_widest_part(const ktq_moe *moe) {
     int64_t width = 0;
     for (int64_t part = 0; part < moe->parts; part++)
         if (moe->width[part] > width) width = moe->width[part];
@@ -63,8 +63,7 @@ static int by_tokens(const void *left, const void *right) {
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
-/* Fills bucket, the most wanted expert first, and pair, whose buckets are experts at first. place: [experts]. */
-static void sort_tokens(kt_pass *pass, int64_t *place) {
+void kt_sort_tokens(kt_pass *pass, int64_t *place) {
     int64_t pairs = pass->tokens * pass->call->topk;
     memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
     for (int64_t i = 0; i < pairs; i++) {
@@ -240,7 +239,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     allocate_sorting(pass, &counted);
     kt_arena first = {.base = kt_pool_block(pool, counted.used, 0)};
     if (!first.base) return KTQ_ENOMEM;
-    sort_tokens(pass, allocate_sorting(pass, &first));
+    kt_sort_tokens(pass, allocate_sorting(pass, &first));
     kt_open_gaps(&first);
     choose_sections(pass);
 
@@ -263,13 +262,13 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
 static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
     const kt_format *down = kt_format_of(moe->down_format);
     int64_t h_bytes = down->arithmetic->h_bytes * kt_terms(down);
-    int64_t row = down->arithmetic->a_bytes * moe->hidden + h_bytes * widest_part(moe) * moe->parts;
+    int64_t row = down->arithmetic->a_bytes * moe->hidden + h_bytes * kt_widest_part(moe) * moe->parts;
     int64_t tokens = ROWS_BUDGET / row / call->topk;
     return tokens < 1 ? 1 : tokens;
 }
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
-    int error = pool ? check(moe, call) : KTQ_EINVAL;
+    int error = pool ? kt_check_call(moe, call) : KTQ_EINVAL;
     if (!error) error = kt_pool_enter(pool);
     if (error) return error;
     int groups = kt_pool_groups(pool) < moe->parts ? kt_pool_groups(pool) : (int)moe->parts;
@@ -280,7 +279,7 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
                         .gate = kt_format_of(moe->gate_format),
                         .up = kt_format_of(moe->up_format),
                         .down = kt_format_of(moe->down_format),
-                        .width = widest_part(moe),
+                        .width = kt_widest_part(moe),
                         .call = call,
                         .kernels = kt_current(),
                         .first_token = t,

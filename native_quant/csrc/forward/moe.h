@@ -112,6 +112,12 @@ typedef struct {
 /* moe_tasks.c: works off the tasks of `group`, then those that others left, then the merge. */
 void kt_moe_work(void *pass, int group, int worker);
 
+/* moe.c: KTQ_OK, or what is wrong. */
+int kt_check_call(const ktq_moe *moe, const ktq_call *call);
+int64_t kt_widest_part(const ktq_moe *moe);
+/* Fills rows, buckets, bucket, the most wanted expert first, and pair. place: [experts]. */
+void kt_sort_tokens(kt_pass *pass, int64_t *place);
+
 static inline int64_t kt_blocks(int64_t n, int64_t size) {
     return (n + size - 1) / size;
 }

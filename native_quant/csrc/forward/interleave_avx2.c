@@ -1,0 +1,3 @@
+/* AVX2: interleave_template.h. */
+#include "vectors_avx2.h"
+#include "interleave_template.h"

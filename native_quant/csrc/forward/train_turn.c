@@ -1,0 +1,69 @@
+/* The transpose of a packed weight, a few of its panels at a time, in BF16: what the gradients of inputs multiply. */
+#include <string.h>
+
+#include "train.h"
+
+enum { COLUMNS = KT_TURNED * KT_PANEL_ROWS };
+
+/* Half tiles of 16 rows to rows of 64 bytes. */
+static void tiles_in_rows(const kt_kernels *kernels, const uint8_t *tile, uint8_t *rows) {
+    for (int half = 0; half < 2; half++)
+        kernels->transpose(4, tile + half * KT_HALF_BYTES, 64, KT_HALF_ROWS, KT_HALF_ROWS,
+                           rows + half * KT_HALF_ROWS * COLUMNS, COLUMNS);
+}
+
+/* Codes of 4 bits, times 16, from the first half of each row: low ones, then high ones. */
+static void spread_nibbles(uint8_t *rows) {
+    for (uint8_t *row = rows; row < rows + KT_PANEL_ROWS * COLUMNS; row += COLUMNS)
+        for (int i = 0; i < COLUMNS / 2; i += 8) {
+            uint64_t word, low, high;
+            memcpy(&word, row + i, sizeof word);
+            low = word << 4 & 0xf0f0f0f0f0f0f0f0;
+            high = word & 0xf0f0f0f0f0f0f0f0;
+            memcpy(row + i, &low, sizeof low);
+            memcpy(row + COLUMNS / 2 + i, &high, sizeof high);
+        }
+}
+
+static void turn_integers(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64_t count,
+                          uint16_t *panels, uint8_t *rows) {
+    int bits = w->format->bits;
+    int64_t block = first / KT_K_BLOCK * KT_K_BLOCK;
+    for (int64_t s = 0; s < w->n / KT_PANEL_ROWS; s++) {
+        kt_panel panel = kt_panel_of(bits, w->codes, w->k, s);
+        const uint8_t *tiles = kt_panel_tiles(bits, &panel, w->k, block) + (first - block) * KT_PANEL_ROWS * bits / 8;
+        for (int64_t i = 0; i < count * bits / 16; i++)
+            tiles_in_rows(kernels, tiles + i * KT_TILE_BYTES, rows + i * 64);
+        if (bits == 4) spread_nibbles(rows);
+        for (int64_t i = 0; i < count; i++)
+            kernels->interleave(1, rows + i * KT_PANEL_ROWS, COLUMNS, KT_HALF_ROWS,
+                                (const float *)w->scales + s * KT_PANEL_ROWS, s * KT_HALF_ROWS,
+                                panels + i * KT_PANEL_ROWS * w->n);
+    }
+}
+
+void kt_turn(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64_t count, uint16_t *panels,
+             uint16_t *chunk) {
+    enum { PITCH = KT_PANEL_ROWS * 2 }; /* bytes of a row of a block */
+    if (w->format->arithmetic == &kt_int8_arithmetic) {
+        turn_integers(kernels, w, first, count, panels, (uint8_t *)chunk);
+        return;
+    }
+    uint8_t *rows = (uint8_t *)(chunk + KT_PANEL_ROWS * COLUMNS);
+    float scale[COLUMNS];
+    for (int64_t s = 0; s < w->n / KT_PANEL_ROWS; s++) {
+        kt_bf16_panel panel = kt_bf16_panel_of(w->format, w->codes, w->scales, w->k, s);
+        const uint8_t *values = panel.codes + first * KT_PANEL_ROWS * panel.bits / 8;
+        if (panel.chunk) {
+            panel.chunk(kernels, &panel, first, count * KT_PANEL_ROWS, chunk);
+            values = (const uint8_t *)chunk;
+        }
+        if (panel.scale) panel.scale(kernels, &panel, first, count * KT_PANEL_ROWS, scale);
+        for (int64_t i = 0; i < count; i++) {
+            for (int half = 0; half < 2; half++, values += KT_HALF_BYTES)
+                kernels->transpose(4, values, 64, KT_HALF_ROWS, KT_HALF_ROWS, rows + half * KT_HALF_ROWS * PITCH, PITCH);
+            kernels->interleave(2, rows, PITCH, KT_HALF_ROWS, panel.scale ? scale + i * KT_PANEL_ROWS : NULL,
+                                s * KT_HALF_ROWS, panels + i * KT_PANEL_ROWS * w->n);
+        }
+    }
+}
