@@ -39,7 +39,10 @@ ABOVE = {
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
 # modules import them inside a function.
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest")} | {
+SUBCLASSING = {
+    f"ktconvert.native_quant.runtime.{name}"
+    for name in ("adapters", "hf", "hf_modules", "hf_rest", "peft_tuner", "training")
+} | {
     f"ktconvert.pipeline.models.serving.{name}"
     for name in ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
 }

@@ -18,7 +18,9 @@ from rig.safetensors import read_file
 pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 
-MATRIX = re.compile(r"base_model\.model\.model\.layers\.\d\.(self_attn\.[qv]_proj|mlp\.experts\.\d\.(gate|up|down)_proj)\.lora_[AB]\.weight")
+MATRIX = re.compile(
+    r"base_model\.model\.model\.layers\.\d\.(self_attn\.[qv]_proj|mlp\.experts\.\d\.(gate|up|down)_proj)\.lora_[AB]\.weight"
+)
 TARGETS = ["q_proj", "v_proj", "experts"]
 
 
@@ -251,7 +253,13 @@ def test_trl_trains(example, int8, tmp_path):
 
     texts = datasets.Dataset.from_dict({"text": ["import os\nimport sys\n" * 4] * 8})
     config = trl.SFTConfig(
-        output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        logging_steps=1,
     )
     learner = trl.SFTTrainer(
         model(example, int8),
@@ -296,12 +304,20 @@ def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     assert "nothing to do" in cli(*order).stderr
     tuned, before = tree(adapter), ("run", example, "--cpu-weights", int8, "--max-new-tokens", 8, "--prompt", "def f(")
     assert cli(*before, "--adapter", adapter).stdout.startswith("def f(")
-    found = json.loads(cli("eval", example, "--cpu-weights", int8, "--adapter", adapter, "--text", text, "--window", 64, "--json").stdout)
+    found = json.loads(
+        cli(
+            "eval", example, "--cpu-weights", int8, "--adapter", adapter, "--text", text, "--window", 64, "--json"
+        ).stdout
+    )
     assert abs(np.log(found["perplexity"]["converted"]) - measured[-1]) < 0.1
     assert found["perplexity"]["converted"] / found["perplexity"]["original"] == pytest.approx(1, abs=0.01)
     cli("merge-adapter", example, "--adapter", adapter, "-o", tmp_path / "merged")
     cli("cpu", "-i", tmp_path / "merged", "-o", tmp_path / "int8", "--quant-method", "int8", "-q")
-    merged = json.loads(cli("eval", tmp_path / "merged", "--cpu-weights", tmp_path / "int8", "--text", text, "--window", 64, "--json").stdout)
+    merged = json.loads(
+        cli(
+            "eval", tmp_path / "merged", "--cpu-weights", tmp_path / "int8", "--text", text, "--window", 64, "--json"
+        ).stdout
+    )
     assert merged["perplexity"]["converted"] == pytest.approx(found["perplexity"]["converted"], rel=0.01)
     assert tree(adapter) == tuned
 
@@ -333,7 +349,9 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(example, int8, te
 
     def resume(killed: Path) -> None:
         assert not killed.exists() or tree(killed).keys() == tree(tmp_path / "whole").keys()
-        done = killpoint.run((*program, "train", str(example), *options, "-o", str(killed)), killed, 0, tmp_path / "killpoint.so")
+        done = killpoint.run(
+            (*program, "train", str(example), *options, "-o", str(killed)), killed, 0, tmp_path / "killpoint.so"
+        )
         assert done.returncode == 0, done.stderr
 
     convert = lambda output: (*program, "train", str(example), *options, "-o", str(output))  # noqa: E731
@@ -345,7 +363,11 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(example, int8, te
     [
         (("--dataset", "empty.txt"), 5, "empty.txt: holds no token"),
         (("--dataset", "short.txt"), 5, "less than one sequence of 64"),
-        (("--dataset", "text.txt", "--learning-rate", 1e30), 6, "is not finite at step .*; give a smaller --learning-rate"),
+        (
+            ("--dataset", "text.txt", "--learning-rate", 1e30),
+            6,
+            "is not finite at step .*; give a smaller --learning-rate",
+        ),
         (("--dataset", "text.txt", "--rank", 1000), 3, "r = 1000 is not within 1 to 256"),
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
     ],

@@ -46,7 +46,9 @@ class Delta:
 def require_adapter(folder: Path) -> None:
     """Raises InputError for a folder that holds none."""
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
-        raise InputError(f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT")
+        raise InputError(
+            f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT"
+        )
 
 
 def read_adapter(folder: Path) -> dict[str, Delta]:

@@ -18,8 +18,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import PeftType
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime.adapters import Projection
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+from ktconvert.native_quant.runtime.training import require_trainable
 
 EXPERTS = "experts"
 STACKED = ("gate_up_proj", "down_proj")  # transformers' own parameters, which PEFT targets in an unconverted model
@@ -46,8 +48,8 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **other: Any) -> None:
         """Add an adapter. Raises UnsupportedError for settings that need the weights, and for a rank out of range."""
-        if not 0 < r <= (most := min(self.in_features, self.out_features)):
-            raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the size of an expert's matrices")
+        if not 0 < r <= (most := min(self.in_features, self.out_features, lib.KTQ_MOST_RANK)):
+            raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the most for this model")
         if config.lora_bias or config.fan_in_fan_out:
             raise UnsupportedError("experts of ktconvert take LoRA without lora_bias and fan_in_fan_out")
         if self.resolve_lora_variant(config=config) is not None or config.init_lora_weights not in (
@@ -96,7 +98,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
 
     def inject_adapter(self, model: torch.nn.Module, adapter_name: str, *args: Any, **other: Any) -> None:
         """Raises UnsupportedError for settings that RoutedExperts cannot have."""
-        self._asked = self.peft_config[adapter_name].target_modules  # PEFT turns experts' names into parameters'
+        self._requested = self.peft_config[adapter_name].target_modules  # PEFT turns experts' names into parameters'
         super().inject_adapter(model, adapter_name, *args, **other)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
@@ -107,26 +109,29 @@ class Tuner(LoraModel):  # type: ignore[misc]
         if set(peft_config.modules_to_save or ()) & {EXPERTS, *found[0].projections, *STACKED}:
             remedy = "take experts out of modules_to_save, and name them among target_modules"
             raise UnsupportedError(f"the weights of experts are packed, and no gradient changes them: {remedy}")
-        asked, names = self._asked, [f"{EXPERTS}.{name}" for name in found[0].projections]
-        if isinstance(asked, str):
-            asked = _resolved(asked, self.model, found[0].projections)
-        if isinstance(asked, str):
+        requested, names = self._requested, [f"{EXPERTS}.{name}" for name in found[0].projections]
+        if isinstance(requested, str):
+            requested = _resolved(requested, self.model, found[0].projections)
+        if isinstance(requested, str):
             return super()._prepare_adapter_config(peft_config, model_config)
-        asked, kept = set(asked or ()), set(peft_config.target_modules or ())
+        requested, kept = set(requested or ()), set(peft_config.target_modules or ())
         parameters = set(peft_config.target_parameters or ())
         stacked = {name for name in parameters if name.split(".")[-1] in STACKED}
-        of_experts = {name for name in asked if name.split(".")[-1] in (EXPERTS, *found[0].projections)}
+        of_experts = {name for name in requested if name.split(".")[-1] in (EXPERTS, *found[0].projections)}
         plain = stacked and not of_experts  # written for transformers' parameters
         if plain or any(name.split(".")[-1] == EXPERTS for name in of_experts):
             kept.update(names)
-        peft_config.target_modules = (kept | of_experts) - {n for n in asked if n.split(".")[-1] == EXPERTS}
+        peft_config.target_modules = (kept | of_experts) - {n for n in requested if n.split(".")[-1] == EXPERTS}
         peft_config.target_parameters = parameters - stacked or None
         for patterns in (peft_config.rank_pattern, peft_config.alpha_pattern):
             for pattern in [each for each in patterns if each.endswith(STACKED)]:
                 del patterns[pattern]
         targeted = any(name.split(".")[-1] in found[0].projections for name in peft_config.target_modules)
-        if targeted and any(module.hot is not None for module in found):
-            raise UnsupportedError("experts that torch computes take no adapter; load the model without gpu_experts_mask")
+        for module in found if targeted else ():
+            if module.hot is not None:
+                remedy = "load the model without gpu_experts_mask"
+                raise UnsupportedError(f"experts that torch computes take no adapter; {remedy}")
+            require_trainable(module.experts)
         return super()._prepare_adapter_config(peft_config, model_config)
 
     @staticmethod
@@ -136,7 +141,9 @@ class Tuner(LoraModel):  # type: ignore[misc]
         return LoraModel._create_new_module(lora_config, adapter_name, target, **other)
 
     @classmethod
-    def _get_adapter_state_dict(cls, model: Any, config: Any, adapter_name: str, state_dict: Any, *args: Any, **other: Any) -> Any:
+    def _get_adapter_state_dict(
+        cls, model: Any, config: Any, adapter_name: str, state_dict: Any, *args: Any, **other: Any
+    ) -> Any:
         """A matrix for each expert, by the names of transformers 4, vLLM and SGLang."""
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, *args, **other)
         named = {}
@@ -154,28 +161,29 @@ class Tuner(LoraModel):  # type: ignore[misc]
         """Tensors of all experts, from a matrix for each, or from what PEFT has in an unconverted model. Raises
         InputError for an adapter that does not fit the model.
         """
-        places = {n: m for n, m in model.named_modules() if isinstance(m, ProjectionLora) and adapter_name in m.lora_A}
-        if places:
-            state_dict = _stacked(places, adapter_name, state_dict)
+        found = ((n, m) for n, m in model.named_modules() if isinstance(m, ProjectionLora))
+        projections = {name: module for name, module in found if adapter_name in module.lora_A}
+        if projections:
+            state_dict = _stacked(projections, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = Tuner
 
 
-def _resolved(asked: str, model: Any, projections: tuple[str, ...]) -> set[str] | str:
+def _resolved(requested: str, model: Any, projections: tuple[str, ...]) -> set[str] | str:
     """`all-linear` with the experts; a regular expression that finds experts as the last parts of all that it finds."""
-    if asked.lower() == "all-linear":
+    if requested.lower() == "all-linear":
         linears = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         head = model.get_output_embeddings()
         return {n for n in linears if head is None or getattr(model, n, None) is not head} | {EXPERTS}
-    found = [name for name, _ in model.named_modules() if re.fullmatch(asked, name)]
+    found = [name for name, _ in model.named_modules() if re.fullmatch(requested, name)]
     if any(name.split(".")[-1] in (EXPERTS, *projections) for name in found):
         return {name.split(".")[-1] for name in found}
-    return asked
+    return requested
 
 
-def _stacked(places: Mapping[str, ProjectionLora], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _stacked(projections: Mapping[str, ProjectionLora], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored tensors with those of experts as parameters of ProjectionLora, by the name without the adapter's."""
     rest: dict[str, torch.Tensor] = {}
     matrices: dict[str, dict[int, torch.Tensor]] = {}
@@ -184,14 +192,14 @@ def _stacked(places: Mapping[str, ProjectionLora], adapter: str, stored: Mapping
             at = f"{match['at']}.{match['name']}.{match['side']}"
             matrices.setdefault(at, {})[int(match["expert"])] = tensor
         elif match := OF_ALL.fullmatch(key):
-            rest.update(_taken_apart(places, adapter, match, tensor))
+            rest.update(_split(projections, adapter, match, tensor))
         else:
             rest[key] = tensor
     for at, found in matrices.items():
         if sorted(found) != list(range(len(found))) or len({matrix.shape for matrix in found.values()}) > 1:
             raise InputError(f"the adapter lacks {at} of some experts, or it has several sizes; save it again")
         rest[at] = torch.stack([found[expert] for expert in range(len(found))])
-    for name, place in places.items():
+    for name, place in projections.items():
         for side in ("lora_A", "lora_B"):
             mine = getattr(place, side)[adapter]
             given = rest.get(f"{name}.{side}", rest.get(f"base_model.model.{name}.{side}"))
@@ -203,25 +211,28 @@ def _stacked(places: Mapping[str, ProjectionLora], adapter: str, stored: Mapping
     return rest
 
 
-def _taken_apart(
-    places: Mapping[str, ProjectionLora], adapter: str, match: re.Match[str], tensor: torch.Tensor
+def _split(
+    projections: Mapping[str, ProjectionLora], adapter: str, match: re.Match[str], tensor: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """PEFT's tensors of transformers' stacked parameters: A [E r, in] and B [out, r E]. Where PEFT made those of
     gate_up_proj from two projections, their rank is doubled, and B is zero beside two blocks.
     """
     at, side = match["at"], match["side"]
-    here = [name for name in places if f"base_model.model.{name}".startswith(f"{at}.") or name.startswith(f"{at}.")]
+    bare = at.removeprefix("base_model.model.")
+    here = [name for name in projections if name.removeprefix("base_model.model.").startswith(f"{bare}.")]
     names = [name.split(".")[-1] for name in here]
     if len(here) != 3:
         raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
     gate, up, down = names
-    place = places[here[0 if match["inner"] else 2]]
+    place = projections[here[0 if match["inner"] else 2]]
     experts, r = place.base_layer.experts, place.r[adapter]
     a_side = side == "lora_A"
     if tensor.shape[0 if a_side else 1] % experts:
         raise InputError(f"the adapter is not one of this model: {at}.{side} is {list(tensor.shape)}, of other experts")
-    whole = tensor.reshape(experts, -1, tensor.shape[-1]) if a_side else (
-        tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
+    whole = (
+        tensor.reshape(experts, -1, tensor.shape[-1])
+        if a_side
+        else (tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1))
     )
     if not match["inner"]:
         return {f"{at}.{down}.{side}": whole.contiguous()}

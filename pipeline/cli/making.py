@@ -68,7 +68,7 @@ def go_on(options: ResumeOptions) -> None:
         )
     if old.command == "train":
         from ktconvert.pipeline.cli import train
-        from ktconvert.pipeline.models.training import saved_options
+        from ktconvert.pipeline.models.fine_tuning import saved_options
 
         if (begun := saved_options(options.output)) is not None:
             train.go_on(begun, options)

@@ -10,7 +10,7 @@ import click
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.quantization import ResumeOptions
-from ktconvert.pipeline.options.training import TrainOptions
+from ktconvert.pipeline.options.training_options import TrainOptions
 
 
 @command("train", TrainOptions)
@@ -34,7 +34,7 @@ def train(options: TrainOptions) -> None:
 def start(options: TrainOptions) -> None:
     """Train as the options say."""
     from ktconvert.pipeline.cli.bench import experts_per_token
-    from ktconvert.pipeline.models import loading, training
+    from ktconvert.pipeline.models import fine_tuning, loading
     from ktconvert.pipeline.ui.plots import require_matplotlib
     from ktconvert.pipeline.ui.text import aligned
 
@@ -48,14 +48,14 @@ def start(options: TrainOptions) -> None:
     choice = loading.ModelChoice(options.model, options.cpu_weights, threads=threads, **where)
     choice = loading.with_own_experts(choice)
     if options.dry_run:
-        training.require_free(options)
-        found = training.needs(options, choice, experts_per_token)
+        fine_tuning.require_free(options)
+        found = fine_tuning.needs(options, choice, experts_per_token)
         if options.reporting.json_events:
             click.echo(json.dumps({"event": "plan", "memory": {**found, "together": sum(found.values())}}))
         else:
-            click.echo("\n".join(aligned(training.needs_in_words(found))))
+            click.echo("\n".join(aligned(fine_tuning.needs_in_words(found))))
         return
-    made = training.train(options, choice, reporter)
+    made = fine_tuning.train(options, choice, reporter)
     if not made:
         reporter.say(f"{options.output}: nothing to do, it is complete")
     reporter.event("finished", output=str(options.output), nothing_to_do=not made)

@@ -19,12 +19,17 @@ from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_ou
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.pipeline.models.adapter import with_adapter
+from ktconvert.pipeline.models.adapter_loading import with_adapter
 from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
-NEEDS = {"run": RUN, "train": (*RUN, "peft", "datasets"), "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"), "gpu": (*RUN, "compressed_tensors")}
+NEEDS = {
+    "run": RUN,
+    "train": (*RUN, "peft", "datasets"),
+    "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"),
+    "gpu": (*RUN, "compressed_tensors"),
+}
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = "1000000000"  # seconds before a bar is drawn

@@ -12,8 +12,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.quantization import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_whole
+from ktconvert.pipeline.stages.add_adapter import merged
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.stages.merge_adapter import merged
 
 
 def plan_merge_adapter(request: Request[MergeAdapterOptions], hashed: Callable[[int], None] | None = None) -> Plan:

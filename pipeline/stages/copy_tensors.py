@@ -263,9 +263,7 @@ def _mapped(source: TensorSource, part: TensorInfo, change: Change | None, at: i
     return lambda start, stop: change.to(data[start:stop], at + start)
 
 
-def _opened(
-    source: TensorSource, weight: Weight, expert: int, change: Change | None
-) -> Callable[[int, int], Bytes]:
+def _opened(source: TensorSource, weight: Weight, expert: int, change: Change | None) -> Callable[[int, int], Bytes]:
     decoded = functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
     return decoded if change is None else lambda start, stop: change.to(decoded(start, stop), start)
 

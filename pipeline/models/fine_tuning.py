@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
 from ktconvert.pipeline.models import loading
-from ktconvert.pipeline.options.training import TrainOptions
+from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import first_line, size, tokens
 
@@ -146,7 +146,7 @@ def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Packed, held_
             for old in checkpoints(paths)[:-KEPT]:
                 publish.remove_tree(old)
 
-    class Told(transformers.TrainerCallback):
+    class Listener(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             tell(state, logs)
 
@@ -155,7 +155,7 @@ def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Packed, held_
         args=arguments(options, paths.partial, held_out is not None),
         train_dataset=rows,
         eval_dataset=held_out,
-        callbacks=[Told()],
+        callbacks=[Listener()],
     )
     made.remove_callback(transformers.PrinterCallback)
     return made
@@ -197,7 +197,9 @@ def require_free(options: TrainOptions) -> bool:
             return False
         raise OutputError(f"{output}: lies there already; give --overwrite to replace it, or another --output.")
     if old is not None and old.command != COMMAND:
-        raise OutputError(f"{output}: `ktconvert {old.command}` was begun there; finish it, or choose another --output.")
+        raise OutputError(
+            f"{output}: `ktconvert {old.command}` was begun there; finish it, or choose another --output."
+        )
     if old is not None and (differing := sorted(n for n, v in options.settings.items() if old.settings.get(n) != v)):
         name = differing[0]
         was, now = old.settings.get(name), options.settings[name]
@@ -290,7 +292,7 @@ class Progress:
     def _require_finite(self, state: Any, value: float, what: str) -> None:
         if not math.isfinite(value):
             raise VerificationError(
-                f"the {what} is not finite at step {state.global_step}; give a smaller --learning-rate, with --overwrite"
+                f"the {what} is not finite at step {state.global_step}; give a smaller --learning-rate, and --overwrite"
             )
 
 

@@ -51,9 +51,7 @@ class Added:
         return out.view(np.uint8)
 
 
-def merged(
-    tensors: Collection[OtherTensor], deltas: dict[str, Delta], identity: str
-) -> tuple[list[OtherTensor], int]:
+def merged(tensors: Collection[OtherTensor], deltas: dict[str, Delta], identity: str) -> tuple[list[OtherTensor], int]:
     """The tensors, with what is added to them, and to how many. Raises InputError where the checkpoint lacks a weight
     of that size, UnsupportedError for one that is not stored as a BF16 matrix.
     """
@@ -68,9 +66,16 @@ def merged(
             row = (int(match["expert"]) * (2 if stacked == "gate_up_proj" else 1) + half) * delta.shape[0]
         shape = shapes.get(name)
         rows = 0 if shape is None or len(shape) < 2 else math.prod(shape[:-1])
-        if shape is None or shape[-1] != delta.shape[1] or row + delta.shape[0] > rows or (len(shape) == 2 and rows != delta.shape[0]):
+        if (
+            shape is None
+            or shape[-1] != delta.shape[1]
+            or row + delta.shape[0] > rows
+            or (len(shape) == 2 and rows != delta.shape[0])
+        ):
             has = "lacks it" if shape is None else f"has {list(shape)}"
-            raise InputError(f"the adapter changes {module}, [{', '.join(map(str, delta.shape))}], and the checkpoint {has}")
+            raise InputError(
+                f"the adapter changes {module}, [{', '.join(map(str, delta.shape))}], and the checkpoint {has}"
+            )
         blocks.setdefault(name, []).append((row, delta))
     made = []
     for tensor in tensors:

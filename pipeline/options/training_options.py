@@ -14,7 +14,7 @@ from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathO
 DATA = "a file or folder (.txt, .jsonl, .json, .parquet), or a hub id"
 
 
-class Lora(Options, title="Adapter"):
+class LoraOptions(Options, title="Adapter"):
     rank: int = files("LoRA's rank r.", Number(min=1), default=16)
     alpha: float = files("LoRA's alpha; what is added is scaled by alpha / r.", Real(min=0), default=32.0)
     dropout: float = files("Dropout of LoRA's inputs, while training.", Real(0, 0.99), default=0.0)
@@ -39,14 +39,20 @@ class Schedule(Options, title="Training"):
     weight_decay: float = files("AdamW's weight decay.", Real(min=0), default=0.0)
     max_grad_norm: float = files("Length to which gradients are clipped.", Real(min=0), default=1.0)
     seed: int = files("Seed of initial weights, order and dropout.", Number(0, (1 << 32) - 1), default=42)
-    gradient_checkpointing: bool = files("Keep one layer's activations only, and compute the others twice.", default=False)
+    gradient_checkpointing: bool = files(
+        "Keep one layer's activations only, and compute the others twice.", default=False
+    )
 
 
 class TrainOptions(Options):
     """Settings of `ktconvert train`; plan.json of a training holds them."""
 
-    model: str = files("A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE)
-    output: Path = option("Directory of the adapter.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    model: str = files(
+        "A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE
+    )
+    output: Path = option(
+        "Directory of the adapter.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE
+    )
     cpu_weights: Path | None = files(
         "What MODEL was converted into, or a checkpoint of it: the experts are computed from it.",
         FilePath(absolute=True),
@@ -58,7 +64,7 @@ class TrainOptions(Options):
         "Texts whose loss is measured at the beginning, with every checkpoint, and at the end.",
         PathOrHubId(absolute=True),
     )
-    lora: Lora = Lora()
+    lora: LoraOptions = LoraOptions()
     schedule_options: Schedule = Schedule()
     save_steps: int = files("Steps between two checkpoints, from which `resume` goes on.", Number(min=1), default=100)
     threads: int | None = tuning("Threads of the experts and of torch.", Number(min=1), unset="physical cores")
@@ -78,4 +84,3 @@ class TrainOptions(Options):
     def tuning(self) -> dict[str, Any]:
         """What cannot: name -> value."""
         return values_of(self, Effect.TUNING)
-
