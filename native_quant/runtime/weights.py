@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,17 +94,31 @@ def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, 
     if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
         shapes = f"{gate.shape}, {up.shape} and {down.shape}"
         raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
-    grid = ExpertGrid(layer, h, i, parts)
-    require_legal(FORMATS[method.name], h, i, parts)
+    linears = {
+        name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
+    }
+    return fill(method, ExpertGrid(layer, h, i, parts), linears, encoding.quantize, pool)
+
+
+def fill(
+    method: Method,
+    grid: ExpertGrid,
+    linears: Mapping[str, Sequence[Matrix]],
+    put: Callable[[Matrix, Sequence[Bytes]], None],
+    pool: Pool,
+) -> LayerWeights:
+    """Weights of which `put` writes the tensors of each part, by the pool's number of threads and in the memory of its
+    nodes. linears: projection -> a whole linear of each expert. Raises UnsupportedError for sizes that do not fit.
+    """
+    experts, rows = len(linears["gate"]), dict.fromkeys(PROJECTIONS, method)
+    require_legal(FORMATS[method.name], grid.hidden, grid.intermediate, grid.numa)
     check_limits(method.name, grid)
-    linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
 
     def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
         part, out = item
-        encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), out)
+        put(part.of(linears[part.projection][part.expert]), out)
 
-    rows = dict.fromkeys(PROJECTIONS, method)
-    with blocks(sizes_of(rows, grid, experts), parts, pool.nodes) as views:
+    with blocks(sizes_of(rows, grid, experts), grid.numa, pool.nodes) as views:
         arrays = arrays_of(rows, views)
         in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(rows, grid, experts, arrays)

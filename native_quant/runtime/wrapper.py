@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -35,7 +36,8 @@ class KTMoEWrapper:
     max_deferred_experts_per_token   see models.py
     method             a row of methods.METHODS; those without an encoding are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
-    chunked_prefill_size and the arguments for training are accepted and ignored.
+    mode "sft" gives an SftMoEWrapper (sft.py); otherwise chunked_prefill_size and the arguments for training are
+    accepted and ignored.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` =
     True refuses files of another threadpool_count; `memory` is Experts.load's.
@@ -47,6 +49,13 @@ class KTMoEWrapper:
     exact: ClassVar[bool] = False
     strict: ClassVar[bool] = False
     memory: ClassVar[str] = "auto"
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        """As kt-kernel's: of another class with mode="sft", which then has no __init__ of this one."""
+        given = inspect.signature(cls.__init__).bind(None, *arguments, **named)
+        given.apply_defaults()
+        wrapper = super().__new__(cls)
+        return wrapper if given.arguments["mode"] != "sft" else _training(cls, given.arguments)
 
     def __init__(
         self,
@@ -76,17 +85,7 @@ class KTMoEWrapper:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
     ) -> None:
-        required = (cpuinfer_threads, threadpool_count, weight_path, chunked_prefill_size)
-        names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
-        if missing := [name for name, value in zip(names, required, strict=True) if value is _LEFT_OUT]:
-            raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
-        methods.check(mode, method, Swiglu(swiglu_limit, swiglu_alpha))
-        of_layer = num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
-        sizes = *of_layer, cpuinfer_threads, threadpool_count
-        if min(sizes) < 1 or num_experts_per_tok > num_experts:
-            numbers = "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and"
-            needed = "threadpool_count must be positive and num_experts_per_tok at most num_experts"
-            raise ValueError(f"{numbers} {needed}, not {', '.join(map(str, sizes))}")
+        _check(locals())
         self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
         self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
@@ -251,7 +250,7 @@ class KTMoEWrapper:
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:
-        """Nothing to clear: ktconvert does not train."""
+        """Nothing to clear: buffers of training end with their step."""
 
     def submit_write_weight_scale_to_buffer(
         self,
@@ -277,6 +276,32 @@ class KTMoEWrapper:
         written, self._written = self._written, []
         for job in written:
             job.wait()
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """The arguments of either mode. Raises TypeError, ValueError, NotImplementedError."""
+    names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
+    if missing := [name for name in names if given[name] is _LEFT_OUT]:
+        raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
+    methods.check(given["mode"], given["method"], Swiglu(given["swiglu_limit"], given["swiglu_alpha"]))
+    positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
+    sizes = [given[name] for name in positive]
+    if min(sizes) < 1 or given["num_experts_per_tok"] > given["num_experts"]:
+        numbers = f"{', '.join(positive[:-1])} and {positive[-1]}"
+        needed = "must be positive and num_experts_per_tok at most num_experts"
+        raise ValueError(f"{numbers} {needed}, not {', '.join(map(str, sizes))}")
+
+
+def _training(cls: type[KTMoEWrapper], given: Mapping[str, Any]) -> Any:
+    """The wrapper of mode "sft" with these arguments."""
+    from ktconvert.native_quant.runtime.sft import SftMoEWrapper
+
+    _check(given)
+    shared = set(inspect.signature(SftMoEWrapper.__init__).parameters) & set(given) - {"self"}
+    on_gpu = given["gpu_experts_mask"], given["num_experts"], given["num_gpu_experts"]
+    mask = _mask(_LEFT_OUT if on_gpu[0] is None else on_gpu[0], *on_gpu[1:])
+    pool = _pool(given["cpuinfer_threads"], given["threadpool_count"], given["numa_nodes"])
+    return SftMoEWrapper(pool, mask, **{name: given[name] for name in shared})
 
 
 def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:

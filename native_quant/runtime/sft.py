@@ -1,0 +1,434 @@
+"""KTMoEWrapper(mode="sft"): LoRA through the routed experts of one layer, with kt_kernel 0.7.2's interface for it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.native_quant.matrix import BF16, INT4, Matrix
+from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS, SKIP_LORA, TRAINED, StoredPart
+from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, Step
+
+Result = TypeVar("Result")
+
+GROUP = 32  # columns of a scale of RAWINT4
+BACKWARD = {"BF16": "AMXBF16"}  # methods whose transposed matrices are in a format of another name
+
+
+class RAWINT4ExpertWeights(NamedTuple):
+    """Codes uint8 [E, N, K / 2], the even column in the lower half, value + 8; scales BF16 [E, N, K / 32]."""
+
+    gate_proj: torch.Tensor
+    gate_scale: torch.Tensor
+    up_proj: torch.Tensor
+    up_scale: torch.Tensor
+    down_proj: torch.Tensor
+    down_scale: torch.Tensor
+    group_size: int = GROUP
+
+
+@dataclass
+class _Window:
+    """The gradients of LoRA that an optimizer sees: written by the first backward after it was closed, added to by
+    later ones. It is open while each parameter's .grad is its buffer. Tensors that are no parameters: never open.
+    """
+
+    layer: int
+    tensors: Lora
+    buffers: Lora
+
+    @property
+    def parameters(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        pairs = zip(self.tensors, self.buffers, strict=True)
+        return [(tensor, buffer) for tensor, buffer in pairs if isinstance(tensor, torch.nn.Parameter)]
+
+    @property
+    def is_open(self) -> bool:
+        given = [(parameter.grad, buffer) for parameter, buffer in self.parameters]
+        open_ones = [gradient is buffer for gradient, buffer in given]
+        if any(gradient is not None and gradient is not buffer for gradient, buffer in given):
+            raise RuntimeError(
+                f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
+                "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
+            )
+        if any(open_ones) != all(open_ones):
+            raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
+        return bool(open_ones) and open_ones[0]
+
+    def write(self, gradients: Lora, add: bool) -> None:
+        for buffer, gradient in zip(self.buffers, gradients, strict=True):
+            buffer.copy_(buffer.float() + gradient if add else gradient)
+        for parameter, buffer in self.parameters:
+            parameter.grad = buffer
+
+    def close(self) -> None:
+        for parameter, _ in self.parameters:
+            parameter.grad = None
+
+
+class SftMoEWrapper:
+    """Forward and backward of one layer. Arguments, methods and their order are those of kt-kernel 0.7.2, where:
+
+    - gradients of all methods are in windows ("authoritative"), INT4's too, and inactive experts' are zero
+    - backward uses the forward's own codes, whatever share_backward_bb and share_cache_pool say; no files are missing
+    - parameters of LoRA are read at each call: update_lora_weights has nothing to do
+    - dropout is elementwise, and only where save_for_backward is set
+    - the gradient of hidden states is summed in float32
+
+    Use: construct, load, init_lora_weights; then forward(save_for_backward=True), backward, optimizer step. Calls out
+    of order raise RuntimeError.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        mask: torch.Tensor,
+        *,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        threadpool_count: int,
+        weight_path: str,
+        chunked_prefill_size: int,
+        method: str,
+        lora_rank: int,
+        lora_alpha: float,
+        lora_dropout: float,
+        full_weight_grad: bool,
+    ) -> None:
+        self.is_skip_lora = method.endswith(SKIP_LORA)
+        if full_weight_grad:
+            raise NotImplementedError(
+                f"method={method!r} trains LoRA alone: base weights are frozen (full_weight_grad)"
+            )
+        if not self.is_skip_lora and (lora_rank < 1 or not lora_alpha > 0 or not 0 <= lora_dropout < 1):
+            numbers = f"{lora_rank}, {lora_alpha} and {lora_dropout}"
+            raise ValueError(
+                f"lora_rank and lora_alpha must be positive, lora_dropout from 0 to below 1, not {numbers}"
+            )
+        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
+        self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
+        self.threadpool_count, self.weight_path = threadpool_count, weight_path
+        self.chunked_prefill_size = int(chunked_prefill_size)
+        self.lora_rank, self.lora_alpha, self.lora_dropout = lora_rank, lora_alpha, lora_dropout
+        self.lora_scaling = lora_alpha / lora_rank if lora_rank else 0.0
+        self.share_backward_bb = self.share_cache_pool = True  # kt-kernel's; either value means the same here
+        self.moe: Experts | None = None
+        self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
+        self._window: _Window | None = None
+        self._saved: tuple[Step, Kept] | None = None
+        self._forward: _Later[tuple[torch.Tensor, tuple[Step, Kept] | None]] | None = None
+        self._backward: _Later[Gradients] | None = None
+
+    # --- weights ---
+
+    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
+        """Load this layer from weight_path: converted weights, or a checkpoint that the method reads (Experts.load)."""
+        sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size, self.threadpool_count
+        names = "num_experts", "hidden", "intermediate", "parts"
+        expected = dict(zip(names, sizes, strict=True))
+        order = _order(physical_to_logical_map_cpu)
+        self._install(
+            Experts.load(
+                self.weight_path,
+                self.layer_idx,
+                method=self._holds.name,
+                pool=self._pool,
+                order=order,
+                **expected,  # type: ignore[arg-type]
+            )
+        )
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        physical_to_logical_map_cpu: torch.Tensor | None = None,
+    ) -> None:
+        """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count parts; slot p computes with expert map[p].
+        Raises ValueError for tensors that do not fit.
+        """
+        if self._holds.name == "RAWINT4":
+            raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
+        linears = self._linears(gate_proj, up_proj, down_proj)
+        packed = weights.pack(*linears, self._holds, self.layer_idx, self.threadpool_count, self._pool)
+        self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
+
+    def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
+        """Load packed integers, a RAWINT4ExpertWeights or kt-kernel's object of that name."""
+        if self._holds.name != "RAWINT4":
+            raise ValueError(f"load_rawint4_weights needs method='RAWINT4_SFT', not {self.method!r}")
+        if weights_.group_size != GROUP:
+            raise ValueError(f"RAWINT4 has a scale for each {GROUP} columns, not {weights_.group_size}")
+        linears = {}
+        for name, (n, k) in self._shapes().items():
+            codes, scales = getattr(weights_, f"{name}_proj"), getattr(weights_, f"{name}_scale")
+            wanted = ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP))
+            for tensor, dtype, columns in wanted:
+                if tuple(tensor.shape) != (self.num_experts, n, columns) or tensor.dtype != dtype:
+                    shape = (self.num_experts, n, columns)
+                    raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+            each = zip(codes.numpy(), scales.float().numpy(), strict=True)
+            linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
+        grid = ExpertGrid(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
+        put: Any = self._holds.write
+        packed = weights.fill(
+            self._holds,
+            grid,
+            linears,
+            lambda part, out: put(StoredPart(part, None, {}), out),
+            self._pool,  # type: ignore[arg-type]
+        )
+        self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
+
+    def save_backward_weights_from_tensors(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        physical_to_logical_map: torch.Tensor | None,
+        output_path: str,
+    ) -> None:
+        """Write kt-kernel's transposed matrices as loose .kt files into output_path/_layer_N/_numa_P; expert p's are
+        those of the tensors' expert p, as kt-kernel writes them. Backward here reads none.
+        """
+        fmt = FORMATS[BACKWARD.get(self._holds.name, self._holds.name)]
+        if not fmt.backward:
+            raise ValueError(f"method={self.method!r} has no transposed matrices in files")
+        linears = dict(zip(PROJECTIONS, self._linears(gate_proj, up_proj, down_proj), strict=True))
+        grid = ExpertGrid(
+            self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count, True, forward=False
+        )
+        folder = Path(output_path) / f"_layer_{self.layer_idx}"
+        for part in grid.all_parts(range(self.num_experts)):
+            tensors = fmt.encoding.tensors(part.n, part.k)
+            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in tensors]
+            fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), arrays)
+            for tensor, data in zip(tensors, arrays, strict=True):
+                path = folder / str(fmt.loose_path(part, tensor))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish.write_file(path, data.data, sync=False)
+
+    # --- LoRA ---
+
+    def init_lora_weights(self, *tensors: torch.Tensor) -> None:
+        """The six tensors of LoRA (gate_a, gate_b, up_a, up_b, down_a, down_b), then their gradients: BF16, contiguous,
+        on the CPU. They are read and written where they lie. Of nn.Parameters, .grad becomes the gradient's buffer.
+        """
+        if self.is_skip_lora:
+            raise RuntimeError(f"method={self.method!r} applies no LoRA")
+        if len(tensors) != 12:
+            raise TypeError(f"init_lora_weights takes six tensors and six gradients, not {len(tensors)} tensors")
+        e, r, h, i = self.num_experts, self.lora_rank, self.hidden_size, self.moe_intermediate_size
+        shapes = ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
+        names = [*Lora._fields, *(f"grad_{name}" for name in Lora._fields)]
+        for name, tensor, shape in zip(names, tensors, shapes * 2, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+            if tensor.dtype != torch.bfloat16 or tensor.device != CPU or not tensor.is_contiguous():
+                raise ValueError(f"{name} must be a contiguous BF16 tensor on the CPU")
+        self._window = _Window(self.layer_idx, Lora(*tensors[:6]), Lora(*tensors[6:]))
+        self._window.close()
+
+    def update_lora_weights(self) -> None:
+        """To be called after an optimizer's step in kt-kernel. Raises RuntimeError before init_lora_weights."""
+        self._lora()
+
+    def release_authoritative_optimizer_grads(self) -> None:
+        """Close the gradients' window: the next backward writes over them."""
+        if self._window is not None:
+            self._window.close()
+
+    # --- forward and backward ---
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        save_for_backward: bool = True,
+        output_device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """BF16 [T, H], a tensor of its own. hidden_states [T, H], expert_ids and weights [T, k]."""
+        self.submit_forward(hidden_states, expert_ids, weights, save_for_backward)
+        return self.sync_forward(output_device)
+
+    def submit_forward(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        save_for_backward: bool = True,
+    ) -> None:
+        """Start a forward, with copies of the arguments."""
+        if self.moe is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        lora = self._lora()
+        if self._forward is not None:
+            raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
+        if len(hidden_states) > self.chunked_prefill_size:
+            most = f"chunked_prefill_size={self.chunked_prefill_size}"
+            raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {most}")
+        if expert_ids.shape[-1] != self.num_experts_per_tok:
+            raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
+        inputs = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
+        dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
+        step = Step.of(self.moe, *inputs, lora, self.lora_scaling, dropout, self._mask)
+
+        def compute() -> tuple[torch.Tensor, tuple[Step, Kept] | None]:
+            out, kept = step.forward()
+            return out, (step, kept) if save_for_backward else None
+
+        self._forward = _Later(compute)
+
+    def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
+        """The result of submit_forward."""
+        if self._forward is None:
+            raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
+        later, self._forward = self._forward, None
+        out, saved = later.result()
+        self._saved = saved or self._saved
+        return out if output_device is None else out.to(output_device)
+
+    def backward(
+        self,
+        grad_output: torch.Tensor,
+        output_device: torch.device | None = None,
+        optimizer_grad_scale: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of hidden_states, BF16 [T, H], and weights, float32 [T, k], of the last forward that was saved;
+        those of LoRA, times optimizer_grad_scale, go to their buffers.
+        """
+        self.submit_backward_async(grad_output, output_device, optimizer_grad_scale)
+        return self.sync_backward()
+
+    def submit_backward_async(
+        self,
+        grad_output: torch.Tensor,
+        output_device: torch.device | None = None,
+        optimizer_grad_scale: float = 1.0,
+    ) -> None:
+        """Start a backward, with a copy of grad_output."""
+        if self._backward is not None:
+            raise RuntimeError(f"layer {self.layer_idx}: submit_backward_async again without sync_backward")
+        if self._saved is None:
+            raise RuntimeError(f"layer {self.layer_idx}: backward without forward(save_for_backward=True) before it")
+        scale = float(optimizer_grad_scale)
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"optimizer_grad_scale must be finite and positive, not {optimizer_grad_scale}")
+        if grad_output.shape != self._saved[0].hidden.shape:
+            shapes = f"{tuple(self._saved[0].hidden.shape)}, not {tuple(grad_output.shape)}"
+            raise ValueError(f"layer {self.layer_idx}: grad_output must have the shape of the last forward, {shapes}")
+        add = self._window is not None and self._window.is_open
+        (step, kept), self._saved = self._saved, None
+        if add and step.lora is not None:  # added up in float32, then rounded
+            step = Step(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
+        gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
+        self._adds, self._device = add, output_device
+        self._backward = _Later(lambda: step.backward(kept, gradient, scale))
+
+    def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result of submit_backward_async."""
+        if self._backward is None:
+            raise RuntimeError(f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it")
+        later, self._backward = self._backward, None
+        found = later.result()
+        if self._window is not None and found.lora is not None:
+            self._window.write(found.lora, self._adds)
+        device = self._device or CPU
+        return found.hidden.to(device), found.weights.to(device)
+
+    # --- inside ---
+
+    def _lora(self) -> Lora | None:
+        if self.is_skip_lora:
+            return None
+        if self._window is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no LoRA: call init_lora_weights first")
+        return self._window.tensors
+
+    def _install(self, experts: Experts) -> None:
+        self.moe, self._saved = experts, None
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        h, i = self.hidden_size, self.moe_intermediate_size
+        return {"gate": (i, h), "up": (i, h), "down": (h, i)}
+
+    def _linears(self, *tensors: torch.Tensor) -> list[Any]:
+        for (name, shape), tensor in zip(self._shapes().items(), tensors, strict=True):
+            if tuple(tensor.shape) != (self.num_experts, *shape):
+                wanted = (self.num_experts, *shape)
+                raise ValueError(f"{name}_proj must have shape {wanted}, not {tuple(tensor.shape)}")
+        return [tensor.detach().to(CPU, torch.bfloat16).contiguous().view(torch.uint16).numpy() for tensor in tensors]
+
+
+class KTMoEFunction(torch.autograd.Function):
+    """A layer's forward that was submitted, differentiable in hidden states [b, s, H] and routing weights; the
+    gradients of LoRA go to the wrapper's buffers. The arguments are kt-kernel's, of which this uses the first four and
+    lora_ref, a tensor that requires a gradient where nothing else does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        wrapper: SftMoEWrapper,
+        lora_ref: torch.Tensor,
+        *settings: Any,
+    ) -> torch.Tensor:
+        ctx.wrapper, ctx.settings = wrapper, len(settings)
+        ctx.weights = topk_weights.shape, topk_weights.dtype, topk_weights.device
+        # Reading a saved tensor makes a checkpoint compute the forward again before backward needs it.
+        ctx.save_for_backward(hidden_states.new_empty(()))
+        out = wrapper.sync_forward(hidden_states.device)
+        return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        hidden, weights = ctx.wrapper.backward(flat, gradient.device)
+        shape, dtype, device = ctx.weights
+        of_hidden, of_weights = hidden.view(gradient.shape).to(gradient.dtype), weights.view(shape).to(device, dtype)
+        return of_hidden, None, of_weights, None, None, *[None] * ctx.settings
+
+
+class _Later(Generic[Result]):
+    """What a thread computes meanwhile."""
+
+    def __init__(self, compute: Callable[[], Result]) -> None:
+        self._future: Future[Result] = Future()
+        self._thread = threading.Thread(target=self._run, args=(compute,), daemon=True)
+        self._thread.start()
+
+    def _run(self, compute: Callable[[], Result]) -> None:
+        try:
+            self._future.set_result(compute())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> Result:
+        return self._future.result()
+
+
+def _order(physical_to_logical_map: torch.Tensor | None) -> Any:
+    return None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)

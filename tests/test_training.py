@@ -1,0 +1,280 @@
+"""The differentiable experts: beside float64, finite differences, other numbers of threads, and under checkpoints."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.training import Gradients, Lora, Step, routed_experts_with_lora
+from ktconvert.quantizers.reference import f32_to_bf16
+from rig import isas
+from rig.training import decoded, define, differentiated, distance
+
+E, H, WIDTH, K, RANK, SCALING = 5, 256, 384, 2, 8, 2.0
+# Of the gradients to float64 with the weights as they are decoded: BF16 roundings, and int8 activations.
+BOUNDS = {"BF16": 8e-3, "MXFP4": 8e-3, "FP8": 8e-3, "RAWINT4": 8e-3, "AMXINT8": 2.5e-2, "AMXINT4": 2.5e-2}
+
+
+@functools.cache
+def experts(method: str, parts: int = 1, threads: int = 2) -> Experts:
+    rng = np.random.default_rng(0)
+    gate, up, down = (
+        f32_to_bf16(rng.standard_normal(shape, np.float32) / shape[2] ** 0.5)
+        for shape in ((E, WIDTH, H), (E, WIDTH, H), (E, H, WIDTH))
+    )
+    return Experts.from_bf16(gate, up, down, method=method, parts=parts, pool=Pool(threads))
+
+
+def factors(dtype: torch.dtype = torch.float32, rank: int = RANK, seed: int = 1) -> Lora:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((E, rank, H), (E, WIDTH, rank), (E, rank, H), (E, WIDTH, rank), (E, rank, WIDTH), (E, H, rank))
+    tensors = (torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes)
+    return Lora(*(torch.nn.Parameter(tensor.bfloat16().to(dtype)) for tensor in tensors))
+
+
+def inputs(tokens: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, ids with some that are no experts, weights, and the output's gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
+    if tokens > 2:
+        ids[0, 0], ids[1, 1] = -1, 99
+    hidden, gradient = (torch.randn(tokens, H, generator=generator).bfloat16() for _ in range(2))
+    return hidden, ids, torch.rand(tokens, K, generator=generator) + 0.1, gradient
+
+
+def both(step: Step, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The output and all gradients."""
+    out, kept = step.forward()
+    found = step.backward(kept, gradient)
+    return [out, *flat(found)]
+
+
+def flat(found: Gradients) -> list[torch.Tensor]:
+    return [found.hidden, found.weights, *(found.lora or ())]
+
+
+@pytest.mark.parametrize("isa", kernels.ISAS, indirect=True)
+@pytest.mark.parametrize(("method", "parts"), [("BF16", 1), ("AMXINT8", 1), ("AMXINT4", 3), ("MXFP4", 2), ("FP8", 1)])
+def test_beside_float64(isa: str, method: str, parts: int) -> None:
+    """Tokens of one expert in several blocks, experts without tokens, an odd number of tokens."""
+    for tokens in (1, 7, 41):
+        hidden, ids, weights, gradient = inputs(tokens)
+        lora, one = factors(torch.bfloat16), experts(method, parts)
+        step = Step.of(one, hidden, ids, weights, lora, SCALING)
+        out, expected = differentiated(hidden, ids, weights, decoded(one), lora, SCALING, gradient)
+        bound = BOUNDS[method]
+        for name, found, want in zip(
+            ("out", *Gradients._fields, *Lora._fields), both(step, gradient), [out, *flat(expected)], strict=False
+        ):
+            assert distance(found, want) < bound, (tokens, name)
+
+
+def test_many_tokens_of_one_expert() -> None:
+    """More than go through a kernel at a time; the same bits in batches of any size."""
+    hidden, ids, weights, gradient = inputs(600)
+    ids[:, 0] = 3
+    ids[:, 1] = -1
+    lora = factors()
+    for method in ("AMXINT8", "BF16"):
+        found = both(Step.of(experts(method), hidden, ids, weights, lora, SCALING), gradient)
+        few = both(Step.of(experts(method), hidden[:70], ids[:70], weights[:70], lora, SCALING), gradient[:70])
+        for whole, part in zip(found[:3], few[:3], strict=True):
+            assert torch.equal(whole[:70], part)
+        expected = differentiated(hidden, ids, weights, decoded(experts(method)), lora, SCALING, gradient)
+        for one, want in zip(found, [expected[0], *flat(expected[1])], strict=True):
+            assert distance(one, want) < BOUNDS[method]
+
+
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4", "FP8"])
+def test_same_bits_for_any_number_of_threads_and_again(method: str) -> None:
+    hidden, ids, weights, gradient = inputs(50)
+    lora = factors()
+
+    def bits(threads: int) -> list[torch.Tensor]:
+        step = Step.of(experts(method, 3, threads), hidden, ids, weights, lora, SCALING, 0.25)
+        return both(Step(**{**vars(step), "seed": 5}), gradient)
+
+    first = bits(1)
+    for threads in (1, 2, 3):
+        assert all(torch.equal(one, two) for one, two in zip(first, bits(threads), strict=True))
+
+
+def test_integers_have_the_same_bits_on_every_instruction_set() -> None:
+    """All but those that add products of BF16 otherwise (numerics.md, section 5b)."""
+    hidden, ids, weights, gradient = inputs(9)
+    found = {}
+    for isa in isas.each():
+        if isa not in ("avx512bf16", "amx"):
+            found[isa] = both(Step.of(experts("AMXINT4"), hidden, ids, weights, factors(), SCALING), gradient)
+    for isa, tensors in found.items():
+        assert all(torch.equal(one, two) for one, two in zip(tensors, found["scalar"], strict=True)), isa
+
+
+def test_without_lora_and_without_tokens() -> None:
+    hidden, ids, weights, gradient = inputs(6)
+    step = Step.of(experts("BF16"), hidden, ids, weights, None, 1.0)
+    out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
+    for found, want in zip(both(step, gradient), [out, expected.hidden, expected.weights], strict=True):
+        assert distance(found, want) < BOUNDS["BF16"]
+    none = Step.of(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
+    assert [tuple(tensor.shape) for tensor in both(none, gradient[:0])[:3]] == [(0, H), (0, H), (0, K)]
+    nobody = both(Step.of(experts("BF16"), hidden, torch.full_like(ids, -1), weights, factors(), SCALING), gradient)
+    assert not any(tensor.any() for tensor in nobody)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16, 40, 64])
+def test_ranks(rank: int) -> None:
+    hidden, ids, weights, gradient = inputs(12)
+    for dtype in (torch.bfloat16, torch.float32):
+        lora = factors(dtype, rank)
+        found = both(Step.of(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
+        assert all(one.dtype == dtype for one in found[3:])
+        out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), lora, SCALING, gradient)
+        for one, want in zip(found, [out, *flat(expected)], strict=True):
+            assert distance(one, want) < BOUNDS["BF16"]
+
+
+def test_the_definition_passes_gradcheck() -> None:
+    generator = torch.Generator().manual_seed(0)
+    e, h, i, r = 2, 4, 3, 2
+    make = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    linears = make(e, i, h), make(e, i, h), make(e, h, i)
+    lora = [make(s) for s in ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))]
+    ids = torch.tensor([[0, 1], [1, -1], [1, 0]])
+    given = [tensor.requires_grad_() for tensor in (make(3, h), make(3, 2), *lora)]
+    assert torch.autograd.gradcheck(lambda x, w, *f: define(x, ids, w, linears, Lora(*f), 1.5), given)
+
+
+def test_finite_differences() -> None:
+    """Along the gradient of each input, of a loss in float64: BF16 rounds the output, hence the large step."""
+    hidden, ids, weights, gradient = inputs(24)
+    lora, one = factors(), experts("BF16")
+    hidden, weights = hidden.float().requires_grad_(), weights.requires_grad_()
+
+    def loss(x: torch.Tensor, w: torch.Tensor, *f: torch.Tensor) -> torch.Tensor:
+        return (routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING).double() * gradient.double()).sum()
+
+    given = [hidden, weights, *lora]
+    slopes = torch.autograd.grad(loss(*given), given)
+    for at, slope in enumerate(slopes):
+        step = slope * (0.03 * given[at].norm() / slope.norm())
+        ends = []
+        for sign in (1, -1):
+            moved = list(given)
+            moved[at] = (given[at] + sign * step).detach()
+            ends.append(loss(*moved))
+        assert float((ends[0] - ends[1]).detach() / (2 * (slope * step).double().sum())) == pytest.approx(
+            1, abs=0.06
+        ), at
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_and_checkpointed_gradients_are_the_same(dropout: float) -> None:
+    hidden, ids, weights, gradient = inputs(20)
+    lora, one = factors(), experts("AMXINT8")
+
+    def gradients(how: str) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        recompute = how == "recompute"
+
+        def call(x: torch.Tensor, w: torch.Tensor, *f: torch.Tensor) -> torch.Tensor:
+            return routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING, dropout=dropout, recompute=recompute)
+
+        if how in ("plain", "recompute"):
+            out = call(x, w, *lora)
+        else:
+            out = checkpoint(call, x, w, *lora, use_reentrant=how == "reentrant")
+        found = torch.autograd.grad if how != "reentrant" else _through_backward
+        return [out.detach(), *found(out, [x, w, *lora], gradient)]
+
+    plain = gradients("plain")
+    for how in ("recompute", "reentrant", "not reentrant"):
+        assert all(torch.equal(one, two) for one, two in zip(plain, gradients(how), strict=True)), how
+
+
+def _through_backward(out: Any, given: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    for tensor in given:
+        tensor.grad = None
+    out.backward(gradient)
+    return [tensor.grad.clone() for tensor in given if tensor.grad is not None]
+
+
+def test_dropout_is_elementwise_and_in_training_alone() -> None:
+    hidden, ids, weights, gradient = inputs(400)
+    lora, one = factors(), experts("BF16")
+    call = functools.partial(routed_experts_with_lora, one, hidden, ids, weights, lora, SCALING)
+    plain = call()
+    assert torch.equal(call(dropout=0.5, training=False), plain)
+    torch.manual_seed(1)
+    first = call(dropout=0.5)
+    assert not torch.equal(first, call(dropout=0.5))
+    torch.manual_seed(1)
+    assert torch.equal(first, call(dropout=0.5))
+    # LoRA of down alone, which is linear: the mean over many masks is what no mask gives.
+    only = Lora(*(tensor * (name in ("down_a", "down_b")) for name, tensor in lora._asdict().items()))
+    base = routed_experts_with_lora(one, hidden, ids, weights).float()
+    share = routed_experts_with_lora(one, hidden, ids, weights, only, SCALING).float() - base
+    mean = torch.zeros_like(base)
+    for _ in range(20):
+        mean += (routed_experts_with_lora(one, hidden, ids, weights, only, SCALING, dropout=0.3).float() - base) / 20
+    assert float((mean * share).sum() / (share * share).sum()) == pytest.approx(1, abs=0.02)
+    # Finite differences through the masks.
+    seeded = Step.of(one, hidden, ids, weights, lora, SCALING, 0.3)
+    found = both(seeded, gradient)
+
+    def loss(step: Step) -> float:
+        return float((step.forward()[0].double() * gradient.double()).sum())
+
+    for name, slope in zip(Lora._fields, found[3:], strict=True):
+        value = getattr(lora, name).detach()
+        step = slope * (0.03 * value.norm() / slope.norm())
+        ends = [
+            loss(Step(**{**vars(seeded), "lora": seeded.lora._replace(**{name: value + sign * step})}))  # type: ignore[union-attr]
+            for sign in (1, -1)
+        ]
+        assert (ends[0] - ends[1]) / (2 * float((slope * step).double().sum())) == pytest.approx(1, abs=0.06), name
+
+
+def test_parameters_that_change_before_backward_are_torchs_error() -> None:
+    hidden, ids, weights, _ = inputs(4)
+    lora = factors()
+    out = routed_experts_with_lora(experts("BF16"), hidden, ids, weights, lora, SCALING)
+    with torch.no_grad():
+        lora.gate_b.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_a": torch.zeros(E, RANK, H + 1)}, r"gate_a must be \[5, 8, 256\].*not \[5, 8, 257\]; use an adapter"),
+        ({"down_b": torch.zeros(E, H, RANK).double()}, "down_b is torch.float64; all six must be BF16, or all float32"),
+        ({"gate_a": torch.zeros(E, 300, H)}, r"rank of 1 to 256"),
+    ],
+)
+def test_lora_that_does_not_fit(changes: dict[str, torch.Tensor], message: str) -> None:
+    hidden, ids, weights, _ = inputs(4)
+    with pytest.raises(ValueError, match=message):
+        routed_experts_with_lora(experts("BF16"), hidden, ids, weights, factors()._replace(**changes), SCALING)
+
+
+def test_what_has_no_gradient() -> None:
+    hidden, ids, weights, _ = inputs(4)
+    rng = np.random.default_rng(0)
+    bits = [
+        f32_to_bf16(rng.standard_normal(shape, np.float32)) for shape in ((E, WIDTH, H), (E, WIDTH, H), (E, H, WIDTH))
+    ]
+    limited = Experts.from_bf16(*bits, method="MXFP4", swiglu_limit=7.0)
+    with pytest.raises(UnsupportedError, match=r"no gradients of experts in .* swiglu_limit"):
+        routed_experts_with_lora(limited, hidden, ids, weights)
+    with pytest.raises(ValueError, match="dropout must be from 0 to less than 1"):
+        routed_experts_with_lora(experts("BF16"), hidden, ids, weights, factors(), dropout=1.0)
