@@ -71,7 +71,8 @@ def active(module: torch.nn.Module) -> Active | None:
     """The active adapters of a layer's experts as one: several side by side, their scalings in B. Raises
     UnsupportedError where they differ between projections.
     """
-    parts = [child.parts() for child in module.children() if hasattr(child, "parts")]
+    children: list[Any] = [child for child in module.children() if hasattr(child, "parts")]
+    parts = [child.parts() for child in children]
     if not any(parts):
         return None
     if len(parts) < 3 or len({tuple(part[2:] for part in each) for each in parts}) > 1:

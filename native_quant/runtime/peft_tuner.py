@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from peft import LoraConfig, LoraModel
@@ -33,6 +33,11 @@ FUSED = re.compile(r"(?P<at>.*\.experts)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.(?
 
 class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
     """A Projection with adapters: A [E, r, in] and B [E, out, r] of each, in the ParameterDicts lora_A and lora_B."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What LoraLayer has."""
 
     def __init__(
         self, base_layer: Projection, adapter_name: str, config: LoraConfig, r: int, lora_alpha: int, **other: Any

@@ -44,9 +44,11 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     threads = preconditions.computing_threads(options.threads, reporter)
-    where = {"revision": options.hub.revision, "trust_remote_code": options.trust_remote_code}
-    choice = loading.ModelChoice(options.model, options.cpu_weights, threads=threads, **where)
-    choice = loading.with_own_experts(choice)
+    choice = loading.with_own_experts(
+        loading.ModelChoice(
+            options.model, options.cpu_weights, options.hub.revision, options.trust_remote_code, threads
+        )
+    )
     if options.dry_run:
         fine_tuning.require_free(options)
         found = fine_tuning.needs(options, choice, experts_per_token)

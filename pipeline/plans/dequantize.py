@@ -42,7 +42,7 @@ def plan_whole(
     checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
     tensors: Sequence[copy_tensors.OtherTensor] = copy_tensors.decoded_others(everything)
-    more = ()
+    more: Sequence[str] = ()
     if changing is not None:
         tensors, *more = changing(tensors)
     facts = _facts(source, tensors)

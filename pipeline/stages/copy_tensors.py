@@ -40,9 +40,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Change(Protocol):
-    """What becomes of a tensor's bytes from `start` on, which are not moved; identity: another one gives others."""
+    """What becomes of a tensor's bytes from `start` on, as many and in their places."""
 
-    identity: str
+    @property
+    def identity(self) -> str:
+        """In the fingerprints of units."""
 
     def to(self, data: Bytes, start: int) -> Bytes:
         """The bytes of the output."""
