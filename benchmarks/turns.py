@@ -95,14 +95,14 @@ def timed(call: Callable[[int], None], first: int, count: int, warm: bool, detec
     if warm:
         call(first + count)
     walls, probes = [], [detector.probe()]
-    workers, cpu = _worker_seconds(), time.process_time() - detector.cpu()
+    workers, cpu = worker_seconds(), time.process_time() - detector.cpu()
     for i in range(first, first + count):
         begun = time.perf_counter()
         call(i)
         walls.append(time.perf_counter() - begun)
         probes.append(detector.probe())
     cpu = time.process_time() - detector.cpu() - cpu
-    after = _worker_seconds()
+    after = worker_seconds()
     return {
         "walls": walls,
         "probes": probes,
@@ -134,7 +134,7 @@ def touch_memory(size: int) -> None:
             memory[at] = 1
 
 
-def _worker_seconds() -> float | None:
+def worker_seconds() -> float | None:
     """CPU seconds of kt-kernel's numa_* threads: its workers, without the thread that spins for the caller."""
     ids = [number for number, name in tasks().items() if name.startswith(WORKERS)]
     times = [int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in ids]

@@ -41,7 +41,7 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # modules import them inside a function.
 SUBCLASSING = {
     f"ktconvert.native_quant.runtime.{name}"
-    for name in ("adapters", "hf", "hf_modules", "hf_rest", "peft_tuner", "training")
+    for name in ("adapters", "hf", "hf_modules", "hf_rest", "peft_tuner", "sft", "training")
 } | {
     f"ktconvert.pipeline.models.serving.{name}"
     for name in ("application", "model_manager", "scheduler", "scoring", "stream_decoder")

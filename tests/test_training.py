@@ -12,7 +12,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.training import Gradients, Lora, Step, routed_experts_with_lora
+from ktconvert.native_quant.runtime.training import Gradients, Lora, TrainingPass, routed_experts_with_lora
 from ktconvert.quantizers.reference import f32_to_bf16
 from rig import isas
 from rig.training import decoded, define, differentiated, distance
@@ -49,7 +49,7 @@ def inputs(tokens: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torc
     return hidden, ids, torch.rand(tokens, K, generator=generator) + 0.1, gradient
 
 
-def both(step: Step, gradient: torch.Tensor) -> list[torch.Tensor]:
+def both(step: TrainingPass, gradient: torch.Tensor) -> list[torch.Tensor]:
     """The output and all gradients."""
     out, kept = step.forward()
     found = step.backward(kept, gradient)
@@ -67,7 +67,7 @@ def test_beside_float64(isa: str, method: str, parts: int) -> None:
     for tokens in (1, 7, 41):
         hidden, ids, weights, gradient = inputs(tokens)
         lora, one = factors(torch.bfloat16), experts(method, parts)
-        step = Step.of(one, hidden, ids, weights, lora, SCALING)
+        step = TrainingPass.of(one, hidden, ids, weights, lora, SCALING)
         out, expected = differentiated(hidden, ids, weights, decoded(one), lora, SCALING, gradient)
         bound = BOUNDS[method]
         for name, found, want in zip(
@@ -83,8 +83,8 @@ def test_many_tokens_of_one_expert() -> None:
     ids[:, 1] = -1
     lora = factors()
     for method in ("AMXINT8", "BF16"):
-        found = both(Step.of(experts(method), hidden, ids, weights, lora, SCALING), gradient)
-        few = both(Step.of(experts(method), hidden[:70], ids[:70], weights[:70], lora, SCALING), gradient[:70])
+        found = both(TrainingPass.of(experts(method), hidden, ids, weights, lora, SCALING), gradient)
+        few = both(TrainingPass.of(experts(method), hidden[:70], ids[:70], weights[:70], lora, SCALING), gradient[:70])
         for whole, part in zip(found[:3], few[:3], strict=True):
             assert torch.equal(whole[:70], part)
         expected = differentiated(hidden, ids, weights, decoded(experts(method)), lora, SCALING, gradient)
@@ -98,8 +98,8 @@ def test_same_bits_for_any_number_of_threads_and_again(method: str) -> None:
     lora = factors()
 
     def bits(threads: int) -> list[torch.Tensor]:
-        step = Step.of(experts(method, 3, threads), hidden, ids, weights, lora, SCALING, 0.25)
-        return both(Step(**{**vars(step), "seed": 5}), gradient)
+        step = TrainingPass.of(experts(method, 3, threads), hidden, ids, weights, lora, SCALING, 0.25)
+        return both(TrainingPass(**{**vars(step), "seed": 5}), gradient)
 
     first = bits(1)
     for threads in (1, 2, 3):
@@ -112,20 +112,22 @@ def test_integers_have_the_same_bits_on_every_instruction_set() -> None:
     found = {}
     for isa in isas.each():
         if isa not in ("avx512bf16", "amx"):
-            found[isa] = both(Step.of(experts("AMXINT4"), hidden, ids, weights, factors(), SCALING), gradient)
+            found[isa] = both(TrainingPass.of(experts("AMXINT4"), hidden, ids, weights, factors(), SCALING), gradient)
     for isa, tensors in found.items():
         assert all(torch.equal(one, two) for one, two in zip(tensors, found["scalar"], strict=True)), isa
 
 
 def test_without_lora_and_without_tokens() -> None:
     hidden, ids, weights, gradient = inputs(6)
-    step = Step.of(experts("BF16"), hidden, ids, weights, None, 1.0)
+    step = TrainingPass.of(experts("BF16"), hidden, ids, weights, None, 1.0)
     out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
     for found, want in zip(both(step, gradient), [out, expected.hidden, expected.weights], strict=True):
         assert distance(found, want) < BOUNDS["BF16"]
-    none = Step.of(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
+    none = TrainingPass.of(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
     assert [tuple(tensor.shape) for tensor in both(none, gradient[:0])[:3]] == [(0, H), (0, H), (0, K)]
-    nobody = both(Step.of(experts("BF16"), hidden, torch.full_like(ids, -1), weights, factors(), SCALING), gradient)
+    nobody = both(
+        TrainingPass.of(experts("BF16"), hidden, torch.full_like(ids, -1), weights, factors(), SCALING), gradient
+    )
     assert not any(tensor.any() for tensor in nobody)
 
 
@@ -134,7 +136,7 @@ def test_ranks(rank: int) -> None:
     hidden, ids, weights, gradient = inputs(12)
     for dtype in (torch.bfloat16, torch.float32):
         lora = factors(dtype, rank)
-        found = both(Step.of(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
+        found = both(TrainingPass.of(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
         assert all(one.dtype == dtype for one in found[3:])
         out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), lora, SCALING, gradient)
         for one, want in zip(found, [out, *flat(expected)], strict=True):
@@ -170,7 +172,7 @@ def test_finite_differences() -> None:
             moved = list(given)
             moved[at] = (given[at] + sign * step).detach()
             ends.append(loss(*moved))
-        assert float((ends[0] - ends[1]).detach() / (2 * (slope * step).double().sum())) == pytest.approx(
+        assert float((ends[0] - ends[1]).detach() / (2 * (slope * step).detach().double().sum())) == pytest.approx(
             1, abs=0.06
         ), at
 
@@ -227,17 +229,17 @@ def test_dropout_is_elementwise_and_in_training_alone() -> None:
         mean += (routed_experts_with_lora(one, hidden, ids, weights, only, SCALING, dropout=0.3).float() - base) / 20
     assert float((mean * share).sum() / (share * share).sum()) == pytest.approx(1, abs=0.02)
     # Finite differences through the masks.
-    seeded = Step.of(one, hidden, ids, weights, lora, SCALING, 0.3)
+    seeded = TrainingPass.of(one, hidden, ids, weights, lora, SCALING, 0.3)
     found = both(seeded, gradient)
 
-    def loss(step: Step) -> float:
+    def loss(step: TrainingPass) -> float:
         return float((step.forward()[0].double() * gradient.double()).sum())
 
     for name, slope in zip(Lora._fields, found[3:], strict=True):
         value = getattr(lora, name).detach()
         step = slope * (0.03 * value.norm() / slope.norm())
         ends = [
-            loss(Step(**{**vars(seeded), "lora": seeded.lora._replace(**{name: value + sign * step})}))  # type: ignore[union-attr]
+            loss(TrainingPass(**{**vars(seeded), "lora": seeded.lora._replace(**{name: value + sign * step})}))  # type: ignore[union-attr]
             for sign in (1, -1)
         ]
         assert (ends[0] - ends[1]) / (2 * float((slope * step).double().sum())) == pytest.approx(1, abs=0.06), name
@@ -257,7 +259,7 @@ def test_parameters_that_change_before_backward_are_torchs_error() -> None:
     ("changes", "message"),
     [
         ({"gate_a": torch.zeros(E, RANK, H + 1)}, r"gate_a must be \[5, 8, 256\].*not \[5, 8, 257\]; use an adapter"),
-        ({"down_b": torch.zeros(E, H, RANK).double()}, "down_b is torch.float64; all six must be BF16, or all float32"),
+        ({"down_b": torch.zeros(E, H, RANK).double()}, "down_b is torch.float64; all six must be BF16 or float32"),
         ({"gate_a": torch.zeros(E, 300, H)}, r"rank of 1 to 256"),
     ],
 )

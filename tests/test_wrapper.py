@@ -352,8 +352,8 @@ NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
             "'SYCL_GPTQ_INT4' is not implemented yet.*AMXINT4, AMXINT8",
         ),
         *(
-            ({"method": method, "mode": "sft"}, NotImplementedError, "does not train")
-            for method in ("AMXBF16_SFT", "AMXINT4_1_SFT", "RAWINT4_SFT")
+            ({"method": method, "mode": "sft"}, NotImplementedError, "kt-kernel lists and cannot construct")
+            for method in ("AMXINT4_1_SFT", "AMXINT4_1KGroup_SFT_SkipLoRA")
         ),
         ({"swiglu_limit": 10.0}, ValueError, "swiglu_limit=10.0"),
         ({"swiglu_alpha": 1.7}, ValueError, "swiglu_alpha=1.7"),

@@ -20,7 +20,7 @@ from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
-from ktconvert.native_quant.runtime.training import Step
+from ktconvert.native_quant.runtime.training import TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
 CPU = torch.device("cpu")
@@ -299,7 +299,7 @@ def routed_experts_backward(
     module = _of(handle)
     if module.hot is not None:
         raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
-    step = Step.of(module.experts, hidden, ids, weights, None, 1.0)
+    step = TrainingPass.of(module.experts, hidden, ids, weights, None, 1.0)
     found = step.backward(step.forward()[1], gradient)
     of_hidden, of_weights = found.hidden.to(hidden.device, hidden.dtype), found.weights
     if module.zero_ids:

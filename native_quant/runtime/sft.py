@@ -21,7 +21,7 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS, SKIP_LORA, TRAINED, StoredPart
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, Step
+from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, TrainingPass
 
 Result = TypeVar("Result")
 
@@ -65,7 +65,7 @@ class _Window:
                 f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
                 "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
             )
-        if any(open_ones) != all(open_ones):
+        if len(set(open_ones)) > 1:
             raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
         return bool(open_ones) and open_ones[0]
 
@@ -132,8 +132,8 @@ class SftMoEWrapper:
         self.moe: Experts | None = None
         self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
         self._window: _Window | None = None
-        self._saved: tuple[Step, Kept] | None = None
-        self._forward: _Later[tuple[torch.Tensor, tuple[Step, Kept] | None]] | None = None
+        self._saved: tuple[TrainingPass, Kept] | None = None
+        self._forward: _Later[tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]] | None = None
         self._backward: _Later[Gradients] | None = None
 
     # --- weights ---
@@ -180,8 +180,8 @@ class SftMoEWrapper:
         linears = {}
         for name, (n, k) in self._shapes().items():
             codes, scales = getattr(weights_, f"{name}_proj"), getattr(weights_, f"{name}_scale")
-            wanted = ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP))
-            for tensor, dtype, columns in wanted:
+            needed = ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP))
+            for tensor, dtype, columns in needed:
                 if tuple(tensor.shape) != (self.num_experts, n, columns) or tensor.dtype != dtype:
                     shape = (self.num_experts, n, columns)
                     raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
@@ -290,9 +290,9 @@ class SftMoEWrapper:
             raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
         inputs = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
         dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
-        step = Step.of(self.moe, *inputs, lora, self.lora_scaling, dropout, self._mask)
+        step = TrainingPass.of(self.moe, *inputs, lora, self.lora_scaling, dropout, self._mask)
 
-        def compute() -> tuple[torch.Tensor, tuple[Step, Kept] | None]:
+        def compute() -> tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]:
             out, kept = step.forward()
             return out, (step, kept) if save_for_backward else None
 
@@ -339,7 +339,7 @@ class SftMoEWrapper:
         add = self._window is not None and self._window.is_open
         (step, kept), self._saved = self._saved, None
         if add and step.lora is not None:  # added up in float32, then rounded
-            step = Step(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
+            step = TrainingPass(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
         gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
         self._adds, self._device = add, output_device
         self._backward = _Later(lambda: step.backward(kept, gradient, scale))
@@ -374,8 +374,8 @@ class SftMoEWrapper:
     def _linears(self, *tensors: torch.Tensor) -> list[Any]:
         for (name, shape), tensor in zip(self._shapes().items(), tensors, strict=True):
             if tuple(tensor.shape) != (self.num_experts, *shape):
-                wanted = (self.num_experts, *shape)
-                raise ValueError(f"{name}_proj must have shape {wanted}, not {tuple(tensor.shape)}")
+                needed = (self.num_experts, *shape)
+                raise ValueError(f"{name}_proj must have shape {needed}, not {tuple(tensor.shape)}")
         return [tensor.detach().to(CPU, torch.bfloat16).contiguous().view(torch.uint16).numpy() for tensor in tensors]
 
 

@@ -63,13 +63,13 @@ def routed_experts_with_lora(
     inputs of LoRA, elementwise, while training. recompute: keep nothing but the inputs, and compute twice.
     Raises UnsupportedError for experts that have no gradients, ValueError for tensors that do not fit.
     """
-    step = Step.of(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
+    step = TrainingPass.of(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
     out: torch.Tensor = _Trained.apply(step, recompute, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingPass:
     """One forward, and its backward. hidden BF16 [T, H], ids int64 [T, k], weights float32 [T, k], contiguous on the
     CPU, as lora is; skip: bool [E], experts that add nothing.
     """
@@ -95,7 +95,7 @@ class Step:
         scaling: float,
         dropout: float = 0.0,
         skip: torch.Tensor | None = None,
-    ) -> Step:
+    ) -> TrainingPass:
         """Checked, and copied where necessary. Dropout draws its seed from torch's generator for the CPU."""
         require_trainable(experts)
         if hidden.ndim != 2 or hidden.shape[1] != experts.hidden:
@@ -153,11 +153,11 @@ class Step:
 
 
 class _Trained(torch.autograd.Function):
-    """Step as torch differentiates it; the arguments after `recompute` are those with gradients."""
+    """TrainingPass as torch differentiates it; the arguments after `recompute` are those with gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, step: Step, recompute: bool, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
+        ctx: Any, step: TrainingPass, recompute: bool, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
     ) -> torch.Tensor:
         out, kept = step.forward()
         # All are saved in torch's way, the seed too: a checkpoint computes them again, and may have drawn another one.
@@ -174,7 +174,7 @@ class _Trained(torch.autograd.Function):
         lora, kept = Lora(*rest[:6]) if ctx.factors else None, rest[ctx.factors :]
         on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
         experts, scaling, dropout, skip = ctx.step
-        step = Step(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
+        step = TrainingPass(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
         found = step.backward(Kept(*kept) if kept else step.forward()[1], gradient)
         (dtype, device), (weights_dtype, weights_device) = ctx.kinds
         of_lora = () if lora is None else (one.to(two.device) for one, two in zip(found.lora or (), lora, strict=True))

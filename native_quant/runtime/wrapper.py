@@ -278,6 +278,11 @@ class KTMoEWrapper:
             job.wait()
 
 
+# That of __init__, not of __new__.
+_of_init = inspect.signature(KTMoEWrapper.__init__)
+KTMoEWrapper.__signature__ = _of_init.replace(parameters=list(_of_init.parameters.values())[1:])  # type: ignore[attr-defined]
+
+
 def _check(given: Mapping[str, Any]) -> None:
     """The arguments of either mode. Raises TypeError, ValueError, NotImplementedError."""
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")

@@ -1,5 +1,5 @@
 /* The forward and backward of a layer's routed experts for training LoRA (numerics.md, section 5c): what is computed, in
- * which steps. A step's pieces may be worked off in any order; steps follow one another. Rows are (token, expert) pairs,
+ * which steps. A step's slices may be worked off in any order; steps follow one another. Rows are (token, expert) pairs,
  * sorted by expert, as in moe.c; blocks of rows go through the kernels together. */
 #include <string.h>
 
@@ -26,10 +26,10 @@ static kt_matrix matrix_of(const kt_training *t, int64_t bucket, int64_t part, i
     return (kt_matrix){t->pass.down, expert->down, expert->down_scale, hidden, width};
 }
 
-/* --- the pieces of a step ------------------------------------------------------------------------------------------- */
+/* --- the slices of a step ------------------------------------------------------------------------------------------- */
 
-static void add(kt_training *t, int group, kt_piece piece) {
-    t->piece[t->end[group]++] = piece;
+static void add(kt_training *t, int group, kt_slice slice) {
+    t->slice[t->end[group]++] = slice;
 }
 
 static void begin_group(kt_training *t, int group) {
@@ -39,7 +39,7 @@ static void begin_group(kt_training *t, int group) {
 
 static void add_range(kt_training *t, int group, int64_t bucket, int64_t part, int64_t count, int64_t step) {
     for (int64_t i = 0; i < count; i += step)
-        add(t, group, (kt_piece){bucket, part, i, count - i < step ? count - i : step});
+        add(t, group, (kt_slice){bucket, part, i, count - i < step ? count - i : step});
 }
 
 static void work(void *argument, int group, int worker) {
@@ -48,7 +48,7 @@ static void work(void *argument, int group, int worker) {
     for (int g = 0, next; g < t->pass.groups; g++) {
         int at = (group + g) % t->pass.groups;
         while ((next = (int)atomic_fetch_add_explicit(&t->group[at].next, 1, memory_order_relaxed)) < t->end[at])
-            t->step(t, &t->piece[next], &t->scratch[worker]);
+            t->step(t, &t->slice[next], &t->scratch[worker]);
     }
     kt_leave(state);
 }
@@ -97,7 +97,7 @@ static void run_factors(ktq_pool *pool, kt_training *t) {
     run(pool, t, kt_factor_gradient);
 }
 
-static int64_t most_pieces(const kt_training *t) {
+static int64_t most_slices(const kt_training *t) {
     int64_t panels = t->columns / KT_PANEL_ROWS + (t->moe->parts + 1) * (t->moe->hidden / KT_PANEL_ROWS + 1);
     return t->call->tokens + t->pass.rows + t->pass.buckets * 2 * KT_PROJECTIONS * (panels + t->moe->parts);
 }
@@ -121,12 +121,12 @@ static void finish(const kt_training *t, int64_t m, float *c, float *of_lora, ui
 }
 
 /* The row of codes where a block's begin: its last tile may be longer than its rows. */
-static int64_t code_row(const kt_training *t, const kt_piece *block) {
+static int64_t code_row(const kt_training *t, const kt_slice *block) {
     return t->pass.bucket[block->bucket].first + block->first +
            KT_MOST_TILE_ROWS * (t->block[block->bucket] + block->first / KT_TOKEN_BLOCK);
 }
 
-static void quantize(const kt_training *t, const kt_piece *block, const uint16_t *rows, int64_t pitch, int64_t k,
+static void quantize(const kt_training *t, const kt_slice *block, const uint16_t *rows, int64_t pitch, int64_t k,
                      const kt_codes8 *to) {
     int64_t tile_rows = t->kernels->tiling(t->pass.gate->bits, block->count).rows, first = code_row(t, block), energy;
     for (int64_t i = 0; i < block->count; i++) {
@@ -137,7 +137,7 @@ static void quantize(const kt_training *t, const kt_piece *block, const uint16_t
 }
 
 /* A block's rows times some panels of a weight: c[panel][m][32]. codes: the same rows in int8. */
-static void multiply(const kt_training *t, const kt_piece *block, const kt_matrix *w, int64_t first, int64_t count,
+static void multiply(const kt_training *t, const kt_slice *block, const kt_matrix *w, int64_t first, int64_t count,
                      const uint16_t *rows, int64_t pitch, const kt_codes8 *codes, float *c,
                      const kt_train_scratch *s) {
     int64_t m = block->count, c_pitch = (m + KT_MOST_TILE_ROWS) * KT_PANEL_ROWS, row = code_row(t, block);
@@ -197,7 +197,7 @@ static const uint16_t *row_of_token(const kt_training *t, const uint16_t *rows, 
     return rows + t->pair_of[row] / t->call->topk * t->moe->hidden;
 }
 
-static void gather(const kt_training *t, const kt_piece *block, const kt_train_scratch *s) {
+static void gather(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first, hidden = t->moe->hidden;
     uint16_t *x = t->x + row * hidden;
@@ -209,19 +209,19 @@ static void gather(const kt_training *t, const kt_piece *block, const kt_train_s
                       s);
 }
 
-static void gate_up(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
-    const kt_bucket *bucket = &t->pass.bucket[piece->bucket];
+static void gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+    const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     uint16_t *const out[] = {t->kept->gate, t->kept->up};
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
-        const kt_piece block = {piece->bucket, 0, first, m};
-        int64_t at = row * t->columns + t->offset[piece->part] + piece->first * KT_PANEL_ROWS;
+        const kt_slice block = {slice->bucket, 0, first, m};
+        int64_t at = row * t->columns + t->offset[slice->part] + slice->first * KT_PANEL_ROWS;
         for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
-            kt_matrix w = matrix_of(t, piece->bucket, piece->part, i);
-            multiply(t, &block, &w, piece->first, piece->count, t->x + row * w.k, w.k, &t->x8,
+            kt_matrix w = matrix_of(t, slice->bucket, slice->part, i);
+            multiply(t, &block, &w, slice->first, slice->count, t->x + row * w.k, w.k, &t->x8,
                      s->c + i * KT_TURNED * m * KT_PANEL_ROWS, s);
         }
-        for (int64_t p = 0; p < piece->count; p++, at += KT_PANEL_ROWS) {
+        for (int64_t p = 0; p < slice->count; p++, at += KT_PANEL_ROWS) {
             float *c[2] = {s->c + p * m * KT_PANEL_ROWS, s->c + (KT_TURNED + p) * m * KT_PANEL_ROWS};
             for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
                 if (t->lora)
@@ -234,7 +234,7 @@ static void gate_up(const kt_training *t, const kt_piece *piece, const kt_train_
     }
 }
 
-static void between(const kt_training *t, const kt_piece *block, const kt_train_scratch *s) {
+static void between(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first;
     for (int64_t part = 0; part < t->moe->parts; part++) {
@@ -247,29 +247,29 @@ static void between(const kt_training *t, const kt_piece *block, const kt_train_
     }
 }
 
-static void down(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
-    const kt_bucket *bucket = &t->pass.bucket[piece->bucket];
-    const kt_matrix w = matrix_of(t, piece->bucket, piece->part, KT_PROJECTION_DOWN);
+static void down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+    const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
+    const kt_matrix w = matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
-        const kt_piece block = {piece->bucket, 0, first, m};
-        multiply(t, &block, &w, piece->first, piece->count, t->kept->act + row * t->columns + t->offset[piece->part],
-                 t->columns, &t->act8[piece->part], s->c, s);
-        for (int64_t p = 0; p < piece->count; p++) {
-            int64_t column = (piece->first + p) * KT_PANEL_ROWS;
+        const kt_slice block = {slice->bucket, 0, first, m};
+        multiply(t, &block, &w, slice->first, slice->count, t->kept->act + row * t->columns + t->offset[slice->part],
+                 t->columns, &t->act8[slice->part], s->c, s);
+        for (int64_t p = 0; p < slice->count; p++) {
+            int64_t column = (slice->first + p) * KT_PANEL_ROWS;
             if (t->lora)
                 kt_widen(t, (kt_factor){1, KT_PROJECTION_DOWN}, bucket->expert, column,
-                         low_of(t, t->kept->low, KT_PROJECTION_DOWN + piece->part, row), m, s->of_lora, s);
+                         low_of(t, t->kept->low, KT_PROJECTION_DOWN + slice->part, row), m, s->of_lora, s);
             finish(t, m, s->c + p * m * KT_PANEL_ROWS, t->lora ? s->of_lora : NULL,
-                   t->kept->down + (piece->part * t->pass.rows + row) * w.n + column, w.n, s);
+                   t->kept->down + (slice->part * t->pass.rows + row) * w.n + column, w.n, s);
         }
     }
 }
 
-static void combine(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
+static void combine(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     int64_t topk = t->call->topk, hidden = t->moe->hidden;
     const float *terms[] = {s->products, s->of_lora};
-    for (int64_t token = piece->first; token < piece->first + piece->count; token++) {
+    for (int64_t token = slice->first; token < slice->first + slice->count; token++) {
         memset(s->products, 0, (size_t)hidden * sizeof(float));
         for (int64_t part = 0; part < t->moe->parts; part++)
             for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
@@ -293,7 +293,7 @@ static float dot(const uint16_t *x, const uint16_t *y, int64_t count) {
 }
 
 /* Rows of the output's gradient times their weights, and the weights' gradients. */
-static void weigh(const kt_training *t, const kt_piece *block, const kt_train_scratch *s) {
+static void weigh(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t first = bucket->first + block->first, hidden = t->moe->hidden;
     const float *terms[] = {s->products};
@@ -315,16 +315,16 @@ static void weigh(const kt_training *t, const kt_piece *block, const kt_train_sc
 }
 
 /* The gradients of down's inputs, gate and up. */
-static void through_down(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
-    const kt_bucket *bucket = &t->pass.bucket[piece->bucket];
-    const kt_matrix w = matrix_of(t, piece->bucket, piece->part, KT_PROJECTION_DOWN);
-    kt_turn(t->kernels, &w, piece->first * KT_PANEL_ROWS, piece->count, s->turned, s->chunk);
+static void through_down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+    const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
+    const kt_matrix w = matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
+    kt_turn(t->kernels, &w, slice->first * KT_PANEL_ROWS, slice->count, s->turned, s->chunk);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
-        kt_multiply_bf16(t->kernels, bf16(), s->turned, NULL, w.n, 0, piece->count, t->gradient + row * w.n, w.n, m,
+        kt_multiply_bf16(t->kernels, bf16(), s->turned, NULL, w.n, 0, slice->count, t->gradient + row * w.n, w.n, m,
                          s->c, s->gemm);
-        for (int64_t p = 0; p < piece->count; p++) {
-            int64_t column = t->offset[piece->part] + (piece->first + p) * KT_PANEL_ROWS;
+        for (int64_t p = 0; p < slice->count; p++) {
+            int64_t column = t->offset[slice->part] + (slice->first + p) * KT_PANEL_ROWS;
             int64_t at = row * t->columns + column;
             float *c = s->c + p * m * KT_PANEL_ROWS;
             if (t->lora)
@@ -339,7 +339,7 @@ static void through_down(const kt_training *t, const kt_piece *piece, const kt_t
     }
 }
 
-static void narrow_gate_up(const kt_training *t, const kt_piece *block, const kt_train_scratch *s) {
+static void narrow_gate_up(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first;
     for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++)
@@ -348,28 +348,28 @@ static void narrow_gate_up(const kt_training *t, const kt_piece *block, const kt
 }
 
 /* A section of the gradients of gate's and up's inputs, for each row. */
-static void through_gate_up(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
-    const kt_bucket *bucket = &t->pass.bucket[piece->bucket];
-    int64_t column = t->section * t->section_columns + piece->first * KT_PANEL_ROWS;
+static void through_gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+    const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
+    int64_t column = t->section * t->section_columns + slice->first * KT_PANEL_ROWS;
     for (int64_t part = 0; part < t->moe->parts; part++) {
         int64_t width = t->moe->width[part];
         uint16_t *turned[] = {s->turned, s->turned + KT_TURNED * KT_PANEL_ROWS * width};
         for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
-            kt_matrix w = matrix_of(t, piece->bucket, part, i);
-            kt_turn(t->kernels, &w, column, piece->count, turned[i], s->chunk);
+            kt_matrix w = matrix_of(t, slice->bucket, part, i);
+            kt_turn(t->kernels, &w, column, slice->count, turned[i], s->chunk);
         }
         for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
             int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
             int64_t row = bucket->first + first, at = row * t->columns + t->offset[part];
             float *c[] = {s->c, s->c + KT_TURNED * m * KT_PANEL_ROWS};
-            kt_multiply_bf16(t->kernels, bf16(), turned[0], NULL, width, 0, piece->count, t->of_gate + at, t->columns,
+            kt_multiply_bf16(t->kernels, bf16(), turned[0], NULL, width, 0, slice->count, t->of_gate + at, t->columns,
                              m, c[0], s->gemm);
-            kt_multiply_bf16(t->kernels, bf16(), turned[1], NULL, width, 0, piece->count, t->of_up + at, t->columns, m,
+            kt_multiply_bf16(t->kernels, bf16(), turned[1], NULL, width, 0, slice->count, t->of_up + at, t->columns, m,
                              c[1], s->gemm);
-            for (int64_t p = 0; p < piece->count; p++, c[0] += m * KT_PANEL_ROWS, c[1] += m * KT_PANEL_ROWS) {
+            for (int64_t p = 0; p < slice->count; p++, c[0] += m * KT_PANEL_ROWS, c[1] += m * KT_PANEL_ROWS) {
                 const float *sums[] = {c[0], c[1], s->of_lora, s->products};
                 const float weights[] = {1, 1, t->scaling, 1};
-                float *out = t->of_x + row * t->section_columns + (piece->first + p) * KT_PANEL_ROWS;
+                float *out = t->of_x + row * t->section_columns + (slice->first + p) * KT_PANEL_ROWS;
                 t->kernels->combine(2, sums, weights, m * KT_PANEL_ROWS, c[0]);
                 sums[1] = s->of_lora;
                 for (int i = KT_PROJECTION_GATE; t->lora && !part && i <= KT_PROJECTION_UP; i++) {
@@ -389,10 +389,10 @@ static void through_gate_up(const kt_training *t, const kt_piece *piece, const k
 }
 
 /* The gradient of a token's hidden state: the sum over its experts, in the router's order. */
-static void sum_tokens(const kt_training *t, const kt_piece *piece, const kt_train_scratch *s) {
+static void sum_tokens(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     int64_t topk = t->call->topk, hidden = t->moe->hidden, column = t->section * t->section_columns;
     int64_t columns = hidden - column < t->section_columns ? hidden - column : t->section_columns;
-    for (int64_t token = piece->first; token < piece->first + piece->count; token++) {
+    for (int64_t token = slice->first; token < slice->first + slice->count; token++) {
         memset(s->products, 0, (size_t)columns * sizeof(float));
         for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
             if (t->pass.pair[i].row < 0) continue;
@@ -453,7 +453,7 @@ static void allocate_scratch(const kt_training *t, kt_train_scratch *s, kt_arena
 static void allocate(kt_training *t, int workers, kt_arena *arena) {
     int64_t rows = t->pass.rows, hidden = t->moe->hidden;
     allocate_sorting(t, arena);
-    KT_TAKE(t->piece, most_pieces(t));
+    KT_TAKE(t->slice, most_slices(t));
     KT_TAKE(t->pair_of, rows);
     KT_TAKE(t->block, t->pass.buckets);
     KT_TAKE(t->scratch, workers);

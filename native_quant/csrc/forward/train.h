@@ -24,7 +24,7 @@ typedef struct {
 /* Of a bucket: rows first .. first + count - 1, or panels. Or tokens. */
 typedef struct {
     int64_t bucket, part, first, count;
-} kt_piece;
+} kt_slice;
 
 /* int8 codes of rows, block by block in tiles. */
 typedef struct {
@@ -48,7 +48,7 @@ typedef struct {
 } kt_train_scratch;
 
 typedef struct kt_training kt_training;
-typedef void kt_step(const kt_training *training, const kt_piece *piece, const kt_train_scratch *scratch);
+typedef void kt_step(const kt_training *training, const kt_slice *slice, const kt_train_scratch *scratch);
 
 struct kt_training {
     kt_pass pass; /* its routing alone */
@@ -69,9 +69,9 @@ struct kt_training {
     uint16_t *of_gate, *of_up;  /* gradients [rows][columns] */
     uint16_t *of_low[KT_PROJECTIONS]; /* gradients of what `a` gives, as ktq_kept.low */
     float *of_x;                /* [rows][section_columns] */
-    kt_piece *piece;
+    kt_slice *slice;
     kt_step *step;
-    int64_t end[KTQ_MOST_PARTS]; /* of a group's pieces */
+    int64_t end[KTQ_MOST_PARTS]; /* of a group's slices */
     struct {
         _Alignas(64) atomic_llong next;
     } group[KTQ_MOST_PARTS];
@@ -86,8 +86,8 @@ void kt_narrow(const kt_training *t, kt_factor factor, int64_t expert, int64_t f
 /* m low rows times 32 columns of a factor from `first` on: c[m][32]. */
 void kt_widen(const kt_training *t, kt_factor factor, int64_t expert, int64_t first, const uint16_t *low, int64_t m,
               float *c, const kt_train_scratch *scratch);
-/* A factor's gradient: columns from 32 * piece->first on, of part `projection * 2 + is_b`. */
-void kt_factor_gradient(const kt_training *t, const kt_piece *piece, const kt_train_scratch *scratch);
+/* A factor's gradient: columns from 32 * slice->first on, of part `projection * 2 + is_b`. */
+void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_train_scratch *scratch);
 /* Leaves out some of the columns first .. of a row, BF16 or (floats) float32. */
 void kt_drop(const kt_training *t, int projection, int64_t row, int64_t first, int64_t columns, uint16_t *values);
 void kt_drop_floats(const kt_training *t, int projection, int64_t row, int64_t first, int64_t columns, float *values);

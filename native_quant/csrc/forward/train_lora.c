@@ -164,14 +164,14 @@ static void put(const kt_training *t, void *out, int64_t at, float x) {
     else ((uint16_t *)out)[at] = kt_to_bf16(x);
 }
 
-void kt_factor_gradient(const kt_training *t, const kt_piece *piece, const kt_train_scratch *scratch) {
-    const kt_factor factor = {piece->part % 2, (int)piece->part / 2};
-    const kt_bucket *bucket = &t->pass.bucket[piece->bucket];
+void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_train_scratch *scratch) {
+    const kt_factor factor = {slice->part % 2, (int)slice->part / 2};
+    const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     const sum_of sum = sum_for(t, factor);
     int64_t rank = t->lora->rank, length = length_of(t, factor), padded = whole(bucket->m, KT_PANEL_ROWS);
     int64_t count = gather_low(t, &sum, bucket, padded, scratch->low);
     void *out = (factor.is_b ? t->gradients->b : t->gradients->a)[factor.projection];
-    for (int64_t first = piece->first * KT_PANEL_ROWS; first < (piece->first + piece->count) * KT_PANEL_ROWS;
+    for (int64_t first = slice->first * KT_PANEL_ROWS; first < (slice->first + slice->count) * KT_PANEL_ROWS;
          first += KT_PANEL_ROWS) {
         pack_rows(t, factor, sum.rows, bucket, first, padded, scratch);
         kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, padded, 0, 1, scratch->low, padded, count,

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Forward and backward of routed experts with LoRA, ours against kt-kernel's mode="sft", in turns on one shape.
+
+python benchmarks/train.py --peer PYTHON            Qwen3-30B-A3B's layer; 8 GB of memory; minutes for each method
+python benchmarks/train.py --experts 32 --tokens 64 a smaller one
+
+PYTHON has kt-kernel 0.7.2; its CPU needs AVX512-BF16 or AMX. Both get random weights of the same size, the same number
+of threads, BF16 factors of LoRA, and new routing for each call. kt-kernel's backward shares one scratch between layers
+(share_backward_bb), as its integration into transformers does, which takes the least memory. INT8 goes without LoRA on
+its side (AMXINT8_SFT_SkipLoRA): it packs no tensors with it, and without it is faster.
+
+Turns are A B A B; of each turn's calls the fastest counts, and of the turns the median. `cpu` is CPU time: of ours the
+process's, of kt-kernel's its workers' alone, without the caller, which spins. On a busy machine it says more than wall
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from turns import Worker, serve, worker_seconds
+
+TOPK, RANK, SEED = 8, 16, 0
+METHODS = {"bf16": "AMXBF16_SFT", "int8": "AMXINT8_SFT", "int4": "AMXINT4_SFT"}
+
+
+def cpu_seconds() -> float:
+    """Of kt-kernel's workers; where there are none, of the process."""
+    return worker_seconds() or time.process_time()
+
+
+class Side:
+    """A layer of one library, and its calls."""
+
+    def __init__(self, threads: int, experts: int, hidden: int, width: int) -> None:
+        self.threads, self.shape = threads, (experts, hidden, width)
+        self.wrapper: Any = None
+
+    def open(self, method: str) -> str:
+        """Make the layer."""
+        raise NotImplementedError
+
+    def make(self, factory: Callable[..., Any], method: str, share: bool) -> None:
+        """The wrapper, by either library's class: their interface is the same."""
+        import torch
+
+        e, h, i = self.shape
+        named = {"layer_idx": 0, "num_experts": e, "num_experts_per_tok": TOPK, "hidden_size": h, "method": method}
+        sizes = {"moe_intermediate_size": i, "cpuinfer_threads": self.threads, "threadpool_count": 1, "weight_path": ""}
+        lora = {"lora_rank": RANK, "lora_alpha": 2.0 * RANK, "mode": "sft", "gpu_experts_mask": None}
+        self.wrapper = factory(**named, **sizes, **lora, chunked_prefill_size=4096)
+        if share:
+            self.wrapper.share_backward_bb = True
+        rng = np.random.default_rng(SEED)
+        bits = rng.integers(0x3C00, 0x3D00, (e, i, h), np.uint16) | rng.integers(0, 2, (e, i, h), np.uint16) << 15
+        gate = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        self.wrapper.load_weights_from_tensors(gate, gate.clone(), gate.reshape(e, h, i).clone(), torch.arange(e))
+        if "SkipLoRA" not in method:
+            shapes = ((e, RANK, h), (e, i, RANK), (e, RANK, h), (e, i, RANK), (e, RANK, i), (e, h, RANK))
+            factors = [torch.randn(shape).mul_(0.02).bfloat16() for shape in shapes]
+            self.factors = [*factors, *map(torch.zeros_like, factors)]
+            self.wrapper.init_lora_weights(*self.factors)
+
+    def turn(self, tokens: int, count: int) -> dict[str, list[float]]:
+        """Wall and CPU seconds of forward and of backward, by call."""
+        import torch
+
+        e, h, _ = self.shape
+        generator = torch.Generator().manual_seed(SEED)
+        times: dict[str, list[float]] = {name: [] for name in ("forward", "backward", "forward_cpu", "backward_cpu")}
+        for _ in range(count):
+            hidden, gradient = (torch.randn(tokens, h, generator=generator).bfloat16() for _ in range(2))
+            ids = torch.rand(tokens, e, generator=generator).topk(TOPK).indices
+            weights = torch.rand(tokens, TOPK, generator=generator)
+            at = [(time.perf_counter(), cpu_seconds())]
+            self.wrapper.forward(hidden, ids, weights, save_for_backward=True)
+            at.append((time.perf_counter(), cpu_seconds()))
+            self.wrapper.backward(gradient)
+            at.append((time.perf_counter(), cpu_seconds()))
+            for name, before, after in zip(("forward", "backward"), at, at[1:], strict=False):
+                times[name].append(after[0] - before[0])
+                times[f"{name}_cpu"].append(after[1] - before[1])
+        return times
+
+
+class Ours(Side):
+    """ktconvert."""
+
+    def open(self, method: str) -> str:
+        from ktconvert.native_quant import kernels
+        from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
+
+        self.make(KTMoEWrapper, METHODS[method], share=False)
+        return f"ktconvert with {kernels.isa()}"
+
+
+class Peer(Side):
+    """kt-kernel."""
+
+    def open(self, method: str) -> str:
+        import cpu_only_torch  # noqa: F401  # before kt_kernel
+        import kt_kernel
+
+        self.make(kt_kernel.KTMoEWrapper, METHODS[method] + "_SkipLoRA" * (method == "int8"), share=True)
+        return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
+
+
+def measure(options: argparse.Namespace, method: str, folder: Path) -> None:
+    """Both sides in turns; a line for each number of tokens."""
+    sizes = [str(n) for n in (options.threads, options.experts, options.hidden, options.width)]
+    pythons = {"ours": sys.executable} | ({"peer": options.peer} if options.peer else {})
+    workers = {
+        side: Worker(side, [python, __file__, "--worker", side, *sizes], folder / f"{side}.log")
+        for side, python in pythons.items()
+    }
+    try:
+        print(method, "|", ", ".join(worker.ask("open", method=method) for worker in workers.values()), flush=True)
+        for tokens in options.tokens:
+            found: dict[str, list[dict[str, float]]] = {side: [] for side in workers}
+            for _ in range(options.turns):
+                for side, worker in workers.items():
+                    times = worker.ask("turn", tokens=tokens, count=options.count)
+                    found[side].append({name: min(each) for name, each in times.items()})
+            report(method, tokens, found)
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def report(method: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
+    """Medians in milliseconds, and how many times as long the peer takes for both."""
+    medians = {
+        side: {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        for side, turns in found.items()
+    }
+    for side, times in medians.items():
+        wall, cpu = (f"{times['forward' + end]:7.1f} + {times['backward' + end]:7.1f}" for end in ("", "_cpu"))
+        print(f"{method} {tokens:5} tokens  {side}  wall {wall} ms  cpu {cpu} ms", flush=True)
+    if "peer" in medians:
+        ratios = []
+        for end in ("", "_cpu"):
+            ours, peer = (times["forward" + end] + times["backward" + end] for times in medians.values())
+            each = [
+                (peer["forward" + end] + peer["backward" + end]) / (ours["forward" + end] + ours["backward" + end])
+                for ours, peer in zip(*found.values(), strict=True)
+            ]
+            ratios.append(f"{peer / ours:.2f} ({', '.join(f'{one:.2f}' for one in each)})")
+        print(f"{method} {tokens:5} tokens  peer / ours: wall {ratios[0]}, cpu {ratios[1]}", flush=True)
+
+
+def main() -> None:
+    """Measure and report, or work."""
+    if sys.argv[1:2] == ["--worker"]:
+        side = {"ours": Ours, "peer": Peer}[sys.argv[2]](*map(int, sys.argv[3:]))
+        serve({"open": side.open, "turn": side.turn})
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", help="a Python that has kt-kernel; without it ours alone")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048])
+    for name, default in (("threads", 2), ("experts", 128), ("hidden", 2048), ("width", 768)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--count", type=int, default=2, help="calls of a turn")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ktconvert-train-") as folder:
+        for method in options.methods:
+            measure(options, method, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
