@@ -1,6 +1,6 @@
 """A real fine-tune: LoRA through converted experts beside BF16 training in transformers and PEFT, from the same seed.
 
-    python benchmarks/fine_tune.py TEXT [--steps 200] [--output docs/figures/training.json]
+    python benchmarks/fine_tune.py TEXT... [--steps 200] [--output docs/figures/training.json]
 
 The bundled model learns TEXT but every 16th sequence of it, of which the loss is measured. In each run the adapter begins
 with the same matrices and sees the same sequences. "transformers": the unconverted model, whose stacked gate_up_proj
@@ -64,7 +64,7 @@ def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any
     from peft import PeftModel
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from ktconvert.pipeline.models.training import Packed
+    from ktconvert.pipeline.models.fine_tuning import Packed
 
     model = PeftModel.from_pretrained(load(weights), adapter, is_trainable=True)
     if weights is None:
@@ -113,7 +113,7 @@ def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures" / "training.json")
     options = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> None:
     import torch
     from transformers import AutoTokenizer
 
-    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(options.text.read_text())["input_ids"])
+    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)("".join(text.read_text() for text in options.text))["input_ids"])
     sequences = list(ids[: len(ids) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE))
     held_out = sequences[::HELD_OUT]
     rows = [row for number, row in enumerate(sequences) if number % HELD_OUT]
@@ -141,7 +141,7 @@ def main() -> None:
             for name, weights in {"transformers": None, **outputs}.items()
         ]
     about = {
-        "text": options.text.name,
+        "text": ", ".join(text.name for text in options.text),
         "tokens": len(rows) * SEQUENCE,
         "held_out": len(held_out) * SEQUENCE,
         "steps": options.steps,
