@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(C
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
 	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
-	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[gguf,hub,torch,run,serve,gpu,plot,dask,dev]'
+	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[gguf,hub,torch,run,serve,gpu,plot,dask,train,dev]'
 	$(BIN)/python -m compileall -q pipeline layouts quantizers native_quant  # pip does it, but not for an editable install
 	@touch $@
 

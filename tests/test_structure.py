@@ -40,7 +40,8 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
 # modules import them inside a function.
 SERVING = ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_rest", "sft", "training")}
+RUNTIME = ("adapters", "hf", "hf_modules", "hf_rest", "peft_tuner", "sft", "training")
+SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out
 TENSORS = {ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")}

@@ -2,6 +2,7 @@
 """The figures of the site, drawn from the data beside this file, for light and for dark pages: `make figures`.
 
 accuracy.json, scale.json     written by benchmarks/accuracy.py and benchmarks/scale.py, with --write
+training.json                 by benchmarks/fine_tune.py
 gguf.json, decode.json, converting.json   the rows of tables that were measured by hand, as the pages print them
 """
 
@@ -135,6 +136,17 @@ def scale(axes: Any, colours: tuple[str, ...], data: Any) -> None:
     axes.minorticks_off()
     axes.legend(frameon=False, labelcolor=colours[0], title="host; bandwidth of the file system")
     axes.get_legend().get_title().set_color(colours[0])
+
+
+@figure
+def training(axes: Any, colours: tuple[str, ...], data: Any) -> None:
+    """Losses of other text over the steps of a fine-tune, in transformers and through converted experts."""
+    for run, marker, colour in zip(data["runs"], "xos^", (1, 4, 2, 3), strict=True):
+        steps, losses = zip(*run["eval"], strict=True)
+        label = f"{run['name']}: {losses[-1]:.4f}"
+        axes.plot(steps, losses, f"{marker}-", color=colours[colour], label=label, ms=5, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss of other text, nats per token")
+    axes.legend(frameon=False, labelcolor=colours[0])
 
 
 DATA = {"synthetic": "accuracy"}  # figures whose data have another name

@@ -7,9 +7,11 @@ that transformers reads none of the checkpoint's expert tensors.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from ktconvert.native_quant.runtime import hf_rest, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import adapters, hf_rest, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
@@ -109,10 +111,14 @@ class KTConvertQuantizer(HfQuantizer):
             device = hot_experts.device()
             hot_experts.require_space(masks.values(), modules[0].hidden, modules[0].intermediate, device)
             hot = {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
+        names = adapters.names_of(model)
+        if find_spec("peft") is not None:
+            importlib.import_module("ktconvert.native_quant.runtime.peft_tuner")  # get_peft_model then knows experts
         for module in modules:
             parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
             ours = RoutedExperts(module.layer, loaded[module.layer], module.zero_ids, hot.get(module.layer))
+            adapters.add_projections(ours, names, (module.num_experts, module.hidden, module.intermediate))
             setattr(block, name, ours)
             if next(block.parameters(recurse=False), None) is None:
                 block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
@@ -171,8 +177,8 @@ class KTConvertQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """No gradient flows through the experts."""
-        return False
+        """Gradients flow through the experts to adapters (PEFT), and their weights stay as they are."""
+        return True
 
 
 FIRST = "_some_experts"  # an attribute of modules with experts of ours somewhere below them (_put_first)

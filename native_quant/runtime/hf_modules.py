@@ -16,6 +16,7 @@ import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
@@ -39,6 +40,7 @@ class RoutedExperts(torch.nn.Module):
         super().__init__()
         self.layer, self.experts, self.num_experts = layer, experts, experts.num_experts
         self.zero_ids, self.hot = zero_ids, hot
+        self.projections: tuple[str, ...] = ()  # names of children that adapters.add_projections gave it
         self._register()
 
     def _register(self) -> None:
@@ -62,6 +64,9 @@ class RoutedExperts(torch.nn.Module):
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
         weights = top_k_weights.to(CPU, torch.float32).contiguous()
+        adapter = adapters.active(self) if self.projections else None
+        if adapter is not None:
+            return self._adapted(hidden, ids, weights, adapter).reshape(hidden_states.shape)
         direct = is_direct(hidden, weights)
         out = self.compute(hidden, ids, weights) if direct else routed_experts(hidden, ids, weights, self._handle)
         return out.reshape(hidden_states.shape)
@@ -82,6 +87,25 @@ class RoutedExperts(torch.nn.Module):
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.to(hidden.device, hidden.dtype)
+
+    def _adapted(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.Active
+    ) -> torch.Tensor:
+        out = training.routed_experts_with_lora(
+            self.experts,
+            hidden,
+            ids,
+            weights,
+            adapter.lora,
+            adapter.scaling,
+            dropout=adapter.dropout,
+            training=self.training,
+        )
+        out = out.to(hidden.device, hidden.dtype)
+        if self.zero_ids:
+            identity = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
+            out = out + identity.to(hidden.device, hidden.dtype) * hidden
+        return out
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, str] = {
     "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
     "calibrate": "Measure what a model's routed experts read: importance matrix and routing counts.",
     "dequantize": "Write a quantized checkpoint as a BF16 release.",
+    "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint, to be converted again.",
     "merge": "Turn loose per-layer folders of .kt files into safetensors.",
     "resplit": "Rewrite an output for another number of NUMA nodes.",
     "resume": "Finish a conversion that was cut off.",
@@ -29,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "inspect": "Describe a checkpoint or an output, and list what it can be converted to.",
     "bench": "Measure how fast this machine computes an output's experts, next to how fast it reads memory.",
     "experts": "Choose the experts that are to be hot, by how often they were routed to.",
+    "train": "Train a LoRA adapter through the experts as they were converted.",
     "run": "Let a model write, its experts computed from converted weights.",
     "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
     "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",
@@ -37,7 +39,7 @@ COMMANDS: Mapping[str, str] = {
 }
 
 # The commands that stand in conversion.py; any other has a module of its name.
-CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "resplit", "resume")
+CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "merge-adapter", "resplit", "resume")
 LONGEST = 1000  # characters of a message
 
 EPILOG = """\b
@@ -93,7 +95,7 @@ class LazyGroup(click.Group):
             return None
         _import_numpy()
         module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
-        command: click.Command = getattr(module, name)
+        command: click.Command = getattr(module, name.replace("-", "_"))
         return command
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:

@@ -116,6 +116,20 @@ def merge(options: quantization.MergeOptions) -> None:
     convert("merge", options)
 
 
+@command("merge-adapter", quantization.MergeAdapterOptions)
+def merge_adapter(options: quantization.MergeAdapterOptions) -> None:
+    """Fold a LoRA adapter into its model: a checkpoint in BF16, which `cpu` and `gpu` convert and any loader reads.
+
+    MODEL is a directory, a .safetensors file, or a hub id (org/name); what is quantized in it becomes BF16 first.
+    W + scaling * B A is computed in float32 and rounded once. Memory is bounded by a few matrices. Can be resumed.
+
+    Examples:
+      ktconvert merge-adapter /models/Qwen3-30B-A3B --adapter ADAPTER -o /models/Qwen3-30B-A3B-tuned
+      ktconvert cpu -i /models/Qwen3-30B-A3B-tuned -o /models/Qwen3-30B-A3B-tuned-INT4
+    """
+    convert("merge-adapter", options)
+
+
 @command("resplit", quantization.ResplitOptions)
 def resplit(options: quantization.ResplitOptions) -> None:
     """Rewrite OUTPUT, experts of `cpu` or `merge` or kt-kernel, as NEW, for another number of NUMA nodes.
@@ -181,6 +195,13 @@ def go_on(options: quantization.ResumeOptions) -> None:
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge` or `resplit`."
         )
+    if old.command == "train":
+        from ktconvert.pipeline.cli import train
+        from ktconvert.pipeline.models.fine_tuning import saved_options
+
+        if (begun := saved_options(options.output)) is not None:
+            train.go_on(begun, options)
+        return
     preconditions.check_kernels()
     request = commands.saved_request(options.output, old)
     execution = options.execution

@@ -21,6 +21,7 @@ def eval(options: EvalOptions) -> None:
     Examples:
       ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
       ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
+      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --adapter ADAPTER    both with an adapter
       ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
     """
     from ktconvert.layouts.errors import UsageError

@@ -27,6 +27,7 @@ def run(options: RunOptions) -> None:
       ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
       ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
       ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
+      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --adapter ADAPTER --chat
       ktconvert run examples/qwen3-moe-small --prompt "def add("           its experts as they are stored
       ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts           by transformers, to compare
     """

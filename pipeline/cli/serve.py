@@ -17,6 +17,7 @@ def serve(options: ServeOptions) -> None:
     Examples:
       ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
       ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
+      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights OUT --adapter ADAPTER --model-name tuned
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """

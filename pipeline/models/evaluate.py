@@ -129,8 +129,10 @@ def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> t
         return original.eval(), converted.eval()
     converted, _ = loading.load(choice)
     original, _ = loading.load(replace(choice, cpu_weights=None))
+    shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
-        parameter.data = original.get_parameter(name).data
+        if name in shared:  # all but an adapter's parameters of experts
+            parameter.data = shared[name].data
     return original.eval(), converted.eval()
 
 

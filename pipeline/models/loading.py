@@ -12,17 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.pipeline.models.adapter_loading import with_adapter
 from ktconvert.pipeline.ui.text import first_line
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
-NEEDS = {"run": RUN, "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"), "gpu": (*RUN, "compressed_tensors")}
+NEEDS = {
+    "run": RUN,
+    "train": (*RUN, "peft", "datasets"),
+    "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"),
+    "gpu": (*RUN, "compressed_tensors"),
+}
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = "1000000000"  # seconds before a bar is drawn
@@ -64,6 +71,7 @@ class ModelChoice:
 
     cpu_weights  what the model was converted into, or a checkpoint; None: the experts stay in the model
     threads      None: the physical cores that this process may use
+    adapter      the directory of a LoRA adapter that it is to compute with
     gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
     """
 
@@ -75,6 +83,7 @@ class ModelChoice:
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None
+    adapter: Path | None = None
 
     def where(self) -> dict[str, Any]:
         """What every from_pretrained of transformers takes."""
@@ -97,6 +106,9 @@ class ModelChoice:
             which = "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute"
             raise UsageError(f"{which}; give that as well")
         hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
+        if self.adapter is not None:
+            require_packages("--adapter", ["peft"], "train")
+            require_adapter(self.adapter)
         if self.gpu_experts_mask is not None:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
@@ -252,7 +264,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         )
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    return model
+    return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
 
 
 def load_tokenizer(choice: ModelChoice) -> Any:

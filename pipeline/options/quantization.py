@@ -289,6 +289,13 @@ class DequantizeOptions(ConversionOptions):
     hub: Hub = Hub()
 
 
+class MergeAdapterOptions(DequantizeOptions):
+    input: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=NONE)
+    output: Path = option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    config_path: str | None = recorded(Effect.CALL)
+    adapter: Path = weights("The adapter's directory.", FilePath(absolute=True), default=NONE)
+
+
 class MergeOptions(ConversionOptions):
     """Settings of `ktconvert merge`. with_companions: whether --original-path is given."""
 

@@ -27,6 +27,9 @@ CPU_WEIGHTS = Option(
 )
 
 
+ADAPTER = Option("A LoRA adapter of MODEL, as `train` or PEFT writes it.", FilePath())
+
+
 class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
     """Numbers of tokens: 1,4,16."""
 
@@ -67,6 +70,7 @@ class EvalOptions(Options):
         "What MODEL was converted into for the CPU, or a checkpoint of it; this or --gpu-weights.", FilePath()
     )
     gpu_weights: Path | None = option("What MODEL was converted into for the GPU.", FilePath())
+    adapter: Path | None = declared(ADAPTER)
     text: Path = option("What both models read: a UTF-8 text file.", FilePath(), default=NONE)
     window: int = option("Tokens read at a time.", Number(min=2), default=512)
     skip_windows: int = option("Skip this many windows at the beginning.", Number(min=0), default=0)
@@ -107,6 +111,7 @@ class RunOptions(Options):
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     torch_experts: bool = option("Leave the experts to transformers, for comparison.", default=False)
     gpu_experts: GpuExperts = GpuExperts()
+    adapter: Path | None = declared(ADAPTER)
     prompt: str | None = option("The text to continue, as it stands; this or --chat.")
     chat: bool = option("Talk with the model, line by line; Ctrl-D ends.", default=False)
     max_new_tokens: int = option("The largest number of tokens per answer.", Number(min=1), default=256)
@@ -121,6 +126,7 @@ class ServeOptions(Options):
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     gpu_experts: GpuExperts = GpuExperts()
+    adapter: Path | None = declared(ADAPTER)
     host: str = option("Address to listen on.", default="127.0.0.1")
     port: int = option("Port to listen on.", Number(1, 65535), default=8000)
     model_name: str | None = option("What clients call the model.", unset="MODEL")

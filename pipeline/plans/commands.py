@@ -24,6 +24,7 @@ from ktconvert.pipeline.options.quantization import (
     CpuOptions,
     DequantizeOptions,
     GpuOptions,
+    MergeAdapterOptions,
     MergeOptions,
     QuantizationOptions,
     ResplitOptions,
@@ -39,6 +40,7 @@ COMMANDS: Mapping[str, type[ConversionOptions]] = {
     "calibrate": CalibrateOptions,
     "dequantize": DequantizeOptions,
     "merge": MergeOptions,
+    "merge-adapter": MergeAdapterOptions,
     "resplit": ResplitOptions,
 }
 
@@ -111,11 +113,12 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     """The plan of a request for one output; UsageError for several. hashed: is told how many bytes were hashed."""
     if len(requests := outputs_of(request)) > 1:
         raise UsageError(f"{request.output}: one plan is for one output, and {len(requests)} are wanted.")
-    module = importlib.import_module(f"ktconvert.pipeline.plans.{request.command}")
+    name = request.command.replace("-", "_")
+    module = importlib.import_module(f"ktconvert.pipeline.plans.{name}")
     collects = gc.isenabled()
     gc.disable()  # it takes a quarter of a large plan's time
     try:
-        plan: Plan = getattr(module, f"plan_{request.command}")(request, hashed)
+        plan: Plan = getattr(module, f"plan_{name}")(request, hashed)
         return plan
     finally:
         if collects:

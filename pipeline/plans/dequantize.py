@@ -21,19 +21,33 @@ from ktconvert.pipeline.stages import copy_tensors
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
+# Changes the tensors of the output, and says so in a sentence.
+Changing = Callable[[Sequence[copy_tensors.OtherTensor]], tuple[Sequence[copy_tensors.OtherTensor], str]]
+
+
 def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
+    return plan_whole(request, hashed)
+
+
+def plan_whole(
+    request: Request[DequantizeOptions], hashed: Callable[[int], None] | None, changing: Changing | None = None
+) -> Plan:
+    """The plan of a whole checkpoint in BF16, with changed tensors."""
     source = open_checkpoint(request.input, request.options.hub.revision)
-    checkpoint.require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
+    checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
-    tensors = copy_tensors.decoded_others(everything)
+    tensors: Sequence[copy_tensors.OtherTensor] = copy_tensors.decoded_others(everything)
+    more: Sequence[str] = ()
+    if changing is not None:
+        tensors, *more = changing(tensors)
     facts = _facts(source, tensors)
     metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
     limit = request.options.max_shard_size
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
-    notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
+    notes = (*more, *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None))
     base = checkpoint.base_model(source)
     return Plan(
         request=request,
@@ -75,9 +89,9 @@ def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) ->
     }
 
 
-def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str]) -> list[str]:
+def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
     if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
-        return ["nothing is quantized here: the output is a copy"]
+        return ["nothing is quantized here: the output is a copy"] if copied else []
     notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]
     if dropped_files:
         notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,24 @@ COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released t
 Bytes = npt.NDArray[np.uint8]
 
 
+class Change(Protocol):
+    """What becomes of a tensor's bytes from `start` on, as many and in their places."""
+
+    @property
+    def identity(self) -> str:
+        """In the fingerprints of units."""
+
+    def to(self, data: Bytes, start: int) -> Bytes:
+        """The bytes of the output."""
+
+
 @dataclass(frozen=True)
 class OtherTensor:
     """One tensor of the output: its name there, and the stored one, or the weight that is to be decoded to BF16."""
 
     key: str
     stored: TensorInfo | Weight
+    added: Change | None = None  # to its bytes in the output
 
     @property
     def entry(self) -> TensorInfo:
@@ -118,6 +131,8 @@ def stage(
         ]
         decoded = tuple((t.key, t.stored.fit()) for t in group if isinstance(t.stored, Weight))
         params += [("decoded", decoded)] if decoded else []
+        changed = tuple((t.key, t.added.identity) for t in group if t.added is not None)
+        params += [("changed", changed)] if changed else []
         units.append(
             Unit(
                 stage=name,
@@ -217,21 +232,25 @@ def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
     if isinstance(stored, Weight):
         for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
             reads = tuple(stored.one(expert).values())
-            yield Span(2 * math.prod(stored.shape[-2:]), reads, functools.partial(_opened, source, stored, expert))
+            opened = functools.partial(_opened, source, stored, expert, tensor.added)
+            yield Span(2 * math.prod(stored.shape[-2:]), reads, opened)
         return
     for start in range(0, stored.nbytes, COPIED):
         nbytes = min(COPIED, stored.nbytes - start)
         part = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
-        yield Span(nbytes, (part,), functools.partial(_mapped, source, part))
+        yield Span(nbytes, (part,), functools.partial(_mapped, source, part, tensor.added, start))
 
 
-def _mapped(source: TensorSource, part: TensorInfo) -> Callable[[int, int], Bytes]:
+def _mapped(source: TensorSource, part: TensorInfo, change: Change | None, at: int) -> Callable[[int, int], Bytes]:
     data = source.view(part)
-    return lambda start, stop: data[start:stop]
+    if change is None:
+        return lambda start, stop: data[start:stop]
+    return lambda start, stop: change.to(data[start:stop], at + start)
 
 
-def _opened(source: TensorSource, weight: Weight, expert: int) -> Callable[[int, int], Bytes]:
-    return functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
+def _opened(source: TensorSource, weight: Weight, expert: int, change: Change | None) -> Callable[[int, int], Bytes]:
+    decoded = functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
+    return decoded if change is None else lambda start, stop: change.to(decoded(start, stop), start)
 
 
 def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:

@@ -112,6 +112,18 @@ class PartEvent(AnyEvent, tag="part"):
     units: Annotated[int, Meta(description="units of all parts")]
 
 
+class StepEvent(AnyEvent, tag="step"):
+    """Of `train`: a step of the optimizer, or the loss of --eval-dataset after it."""
+
+    step: Annotated[int, Meta(description="its number, from 1")]
+    steps: Annotated[int, Meta(description="steps, in all")]
+    loss: Annotated[float | None, Meta(description="of the step's tokens")] = None
+    eval_loss: Annotated[float | None, Meta(description="of `--eval-dataset`, after the step")] = None
+    learning_rate: Annotated[float | None, Meta(description="of the step")] = None
+    tokens_per_second: Annotated[float | None, Meta(description="on average in this run")] = None
+    eta_seconds: Annotated[int | None, Meta(description="time that is left at this rate")] = None
+
+
 class FinishedEvent(AnyEvent, tag="finished"):
     """The output is complete."""
 
@@ -140,6 +152,7 @@ Line = (
     | LostEvent
     | ProgressEvent
     | PartEvent
+    | StepEvent
     | FinishedEvent
     | ErrorEvent
 )

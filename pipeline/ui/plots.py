@@ -85,6 +85,18 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
     _save(figure, path)
 
 
+def plot_losses(path: Path, model: str, losses: Sequence[Any], measured: Sequence[Any]) -> None:
+    """The losses of a training over its steps: (step, loss) of the steps, and of other texts in between."""
+    figure = _figure(f"a LoRA adapter of {model}")
+    axes = figure.subplots()
+    axes.plot(*zip(*losses, strict=True), "-", color=INK, linewidth=0.8, label="training")
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", color=MARK, label="other texts")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
 def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
     """One for each layer."""
     numbers = [row["layer"] for row in layers]

@@ -1,0 +1,68 @@
+"""ktconvert train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import click
+
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.quantization import ResumeOptions
+from ktconvert.pipeline.options.training_options import TrainOptions
+
+
+@command("train", TrainOptions)
+def train(options: TrainOptions) -> None:
+    """Train a LoRA adapter: the model's weights stay as they are, its experts those that were converted.
+
+    MODEL is a directory or a hub id (org/name). The adapter is an ordinary one of PEFT, for this model converted or
+    not. It appears in one step at the end; until then, checkpoints lie in ADAPTER.work beside it.
+
+    Examples:
+      ktconvert train /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --dataset chats.jsonl -o ADAPTER
+      ktconvert train MODEL --cpu-weights OUT --dataset book.txt --eval-dataset other.txt -o ADAPTER --plot
+      ktconvert train MODEL --cpu-weights OUT --dataset book.txt -o ADAPTER --dry-run          the memory that it takes
+      ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --prompt "Once upon a time"
+
+    The same command again, or `ktconvert resume ADAPTER`, finishes what was cut off.
+    """
+    start(options)
+
+
+def start(options: TrainOptions) -> None:
+    """Train as the options say."""
+    from ktconvert.pipeline.cli.bench import experts_per_token
+    from ktconvert.pipeline.models import fine_tuning, loading
+    from ktconvert.pipeline.ui.plots import require_matplotlib
+    from ktconvert.pipeline.ui.text import aligned
+
+    reporter = options.reporting.reporter
+    preconditions.check_kernels("the command again")
+    loading.require("train", reporter.warn)
+    if options.plot:
+        require_matplotlib()
+    threads = preconditions.computing_threads(options.threads, reporter)
+    choice = loading.with_own_experts(
+        loading.ModelChoice(
+            options.model, options.cpu_weights, options.hub.revision, options.trust_remote_code, threads
+        )
+    )
+    if options.dry_run:
+        fine_tuning.require_free(options)
+        found = fine_tuning.needs(options, choice, experts_per_token)
+        if options.reporting.json_events:
+            click.echo(json.dumps({"event": "plan", "memory": {**found, "together": sum(found.values())}}))
+        else:
+            click.echo("\n".join(aligned(fine_tuning.needs_in_words(found))))
+        return
+    made = fine_tuning.train(options, choice, reporter)
+    if not made:
+        reporter.say(f"{options.output}: nothing to do, it is complete")
+    reporter.event("finished", output=str(options.output), nothing_to_do=not made)
+
+
+def go_on(begun: TrainOptions, options: ResumeOptions) -> None:
+    """Finish a training that was begun."""
+    start(replace(begun, dry_run=options.dry_run, reporting=options.reporting))

@@ -1,0 +1,381 @@
+"""LoRA through the experts: PEFT's functions, transformers' Trainer, and the commands that train, use and merge."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from rig import killpoint
+from rig.conversion import tree
+from rig.safetensors import read_file
+
+pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+
+MATRIX = re.compile(
+    r"base_model\.model\.model\.layers\.\d\.(self_attn\.[qv]_proj|mlp\.experts\.\d\.(gate|up|down)_proj)\.lora_[AB]\.weight"
+)
+TARGETS = ["q_proj", "v_proj", "experts"]
+
+
+@pytest.fixture(scope="module")
+def ids() -> Any:
+    torch.manual_seed(3)
+    return torch.randint(0, 2048, (2, 33))
+
+
+@pytest.fixture(scope="module")
+def int8(packed_example) -> Path:
+    return packed_example("int8")
+
+
+def model(example: Path, weights: Path | None = None) -> Any:
+    """The bundled model with these experts, or those that it has."""
+    from transformers import AutoModelForCausalLM
+
+    from ktconvert import KTConvertConfig
+
+    return AutoModelForCausalLM.from_pretrained(example, quantization_config=KTConvertConfig(cpu_weights=weights))
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    """With a new adapter whose matrices are all random."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM"} | defaults | settings))
+
+
+def logits(model: Any, ids: Any) -> Any:
+    with torch.no_grad():
+        return model.eval()(ids).logits.float()
+
+
+def usual_error(got: Any, expected: Any) -> float:
+    """The median over tokens: a token that goes to other experts, since two were nearly as good, does not count."""
+    return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
+@pytest.fixture(scope="module")
+def trained(example, int8, tmp_path_factory, ids) -> tuple[Path, Any]:
+    """An adapter of the INT8 experts, and the logits with it."""
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    ours = adapted(model(example, int8))
+    ours.save_pretrained(folder)
+    return folder, logits(ours, ids)
+
+
+def test_an_adapter_loads_again_and_into_the_unconverted_model(example, int8, trained, ids):
+    """Its file has PEFT's names, a matrix per expert and projection."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, expected = trained
+    stored = read_file(folder / "adapter_model.safetensors")
+    assert len(stored) == 2 * 2 * (2 + 8 * 3) and all(map(MATRIX.fullmatch, stored))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert {"q_proj", "experts.gate_proj", "experts.down_proj"} < set(config["target_modules"])
+    again = PeftModel.from_pretrained(model(example, int8), folder)
+    assert torch.equal(logits(again, ids), expected)
+    own = logits(PeftModel.from_pretrained(model(example), folder), ids)
+    plain = AutoModelForCausalLM.from_pretrained(example)
+    before = logits(plain, ids)
+    there = logits(PeftModel.from_pretrained(plain, folder), ids)
+    assert usual_error(before, there) > 0.1
+    assert usual_error(own, there) < 0.01 and usual_error(expected, there) < 0.02
+    assert not torch.equal(logits(again.base_model.model, ids), before)
+    with again.disable_adapter():
+        assert torch.equal(logits(again, ids), logits(model(example, int8), ids))
+
+
+def test_an_adapter_that_was_made_of_the_unconverted_model(example, ids, tmp_path):
+    """PEFT's own tensors of transformers' stacked parameters; gate and up share their A."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    plain = AutoModelForCausalLM.from_pretrained(example)
+    plain = adapted(plain, target_modules=["q_proj"], target_parameters=parameters)
+    plain.save_pretrained(tmp_path)
+    ours = PeftModel.from_pretrained(model(example), tmp_path)
+    assert usual_error(logits(ours, ids), logits(plain, ids)) < 0.01
+    ours.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(PeftModel.from_pretrained(model(example), tmp_path / "again"), ids), logits(ours, ids))
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "gate_proj", "up_proj", "down_proj"}),
+        (r".*layers\.1\.(self_attn\.q_proj|mlp\.experts)", {"q_proj", "gate_proj", "up_proj", "down_proj"}),
+        (["gate_proj", "up_proj", "down_proj"], {"gate_proj", "up_proj", "down_proj"}),
+        (["q_proj"], {"q_proj"}),
+    ],
+)
+def test_target_modules(named, found, example):
+    """`experts`, their projections, all-linear and regular expressions; base weights are frozen."""
+    ours = adapted(model(example), target_modules=named)
+    trained = {name.split(".lora_")[0].split(".")[-1] for name, p in ours.named_parameters() if p.requires_grad}
+    assert trained == found
+
+
+def test_two_adapters_at_once_and_one_by_one(example, ids):
+    ours = adapted(model(example))
+    first = logits(ours, ids)
+    ours.add_adapter("other", ours.peft_config["default"])
+    assert torch.equal(logits(ours, ids), first)
+    ours.set_adapter("other")
+    second = logits(ours, ids)
+    assert not torch.equal(second, first)
+    ours.base_model.set_adapter(["default", "other"])
+    both = logits(ours, ids)
+    assert min(usual_error(both, first), usual_error(both, second)) > 0.05
+    ours.set_adapter("default")
+    assert torch.equal(logits(ours, ids), first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"r": 300}, r"r = 300 is not within 1 to 256"),
+        ({"init_lora_weights": "pissa"}, "needs the weights of the experts, which are packed"),
+        ({"use_dora": True}, "Invalid or unsupported variant"),
+        ({"modules_to_save": ["experts"]}, "take experts out of modules_to_save"),
+    ],
+)
+def test_settings_that_experts_cannot_have(settings, why, example):
+    with pytest.raises((UnsupportedError, ValueError), match=why):
+        adapted(model(example), **settings)
+
+
+def test_adapters_and_uses_that_are_refused(example, trained, ids, tmp_path):
+    """Of another rank, with an expert less, with projections of several ranks; merging; training without an adapter."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+    from transformers import Trainer
+
+    folder, _ = trained
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
+    with pytest.raises(InputError, match="not one of this model"):
+        PeftModel.from_pretrained(model(example), other)
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    stored = load_file(other / "adapter_model.safetensors")
+    save_file({n: t for n, t in stored.items() if ".experts.7." not in n}, other / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="not one of this model"):
+        PeftModel.from_pretrained(model(example), other)
+    with pytest.raises(UnsupportedError, match="with one rank"):
+        adapted(model(example), rank_pattern={"gate_proj": 2})(ids)
+    with pytest.raises(UnsupportedError, match="merge-adapter"):
+        PeftModel.from_pretrained(model(example), folder).merge_and_unload()
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(model=model(example))
+
+
+# --- Trainer --------------------------------------------------------------------------------------
+
+
+def rows(count: int = 24) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0).integers(0, 2048, (count, 24))
+    return [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in random]
+
+
+def trainer(model: Any, folder: Path, **settings: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+    }
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(output_dir=str(folder), **{**defaults, **quiet, **settings})
+    return Trainer(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(2))
+
+
+def losses(trainer: Any) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_goes_on_as_if_it_had_not_been_interrupted(bf16, example, int8, tmp_path):
+    """With accumulated and clipped gradients and dropout, which evaluation has none of; in BF16's autocast, too."""
+    settings = {"lora_dropout": 0.3, "init_lora_weights": True}
+    whole = trainer(adapted(model(example, int8), **settings), tmp_path, bf16=bf16)
+    whole.train()
+    resumed = trainer(adapted(model(example, int8), **settings), tmp_path, bf16=bf16)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 4
+    pairs = zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+    assert whole.evaluate()["eval_loss"] == resumed.evaluate()["eval_loss"]
+
+
+def gradients(model: Any, ids: Any) -> dict[str, Any]:
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, example, int8, ids):
+    """The same gradients, bit for bit, of every matrix; dropout's as well."""
+    torch.manual_seed(7)
+    kept = gradients(adapted(model(example, int8), lora_dropout=0.2), ids)
+    ours = adapted(model(example, int8), lora_dropout=0.2)
+    ours.enable_input_require_grads()
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again = gradients(ours, ids)
+    assert all(torch.equal(again[name], kept[name]) and kept[name].abs().sum() > 0 for name in kept)
+
+
+def test_gradients_reach_attention_through_experts_without_an_adapter(example, int8, ids):
+    found = gradients(adapted(model(example, int8), target_modules=["q_proj"]), ids)
+    assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found.values())
+
+
+def test_trl_trains(example, int8, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from peft import LoraConfig, PeftModel
+    from transformers import AutoTokenizer
+
+    texts = datasets.Dataset.from_dict({"text": ["import os\nimport sys\n" * 4] * 8})
+    config = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    learner = trl.SFTTrainer(
+        model(example, int8),
+        args=config,
+        train_dataset=texts,
+        processing_class=AutoTokenizer.from_pretrained(example),
+        peft_config=LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    )
+    learner.train()
+    learner.save_model(str(tmp_path / "adapter"))
+    PeftModel.from_pretrained(model(example), tmp_path / "adapter")
+    assert learner.state.log_history[0]["loss"] > 0
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+SHORT = ("--sequence-length", 64, "--batch-size", 2, "--max-steps", 6, "--save-steps", 2, "--rank", 4, "--dropout", 0.1)
+
+
+@pytest.fixture(scope="module")
+def text(example, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((example.parent / "heldout.txt").read_text()[:6000])
+    return path
+
+
+def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
+    """From a text to an adapter, and on to a model of its own that was converted again."""
+    adapter, options = tmp_path / "adapter", ("--cpu-weights", int8, "--dataset", text, "--eval-dataset", text)
+    order = ("train", example, *options, *SHORT, "--learning-rate", 0.005, "-o", adapter)
+    dry = cli(*order, "--dry-run", "--json")
+    memory = json.loads(dry.stdout)["memory"]
+    stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
+    assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
+    events = [json.loads(line) for line in cli(*order, "--json").stdout.splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
+    measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
+    assert measured[-1] < measured[0] - 0.02 and events[-1]["event"] == "finished"
+    assert sum(np.size(array) for _, array in read_file(adapter / "adapter_model.safetensors").values()) == stored
+    assert "loss of other texts" in (adapter / "README.md").read_text()
+    assert "nothing to do" in cli(*order).stderr
+    tuned, before = tree(adapter), ("run", example, "--cpu-weights", int8, "--max-new-tokens", 8, "--prompt", "def f(")
+    assert cli(*before, "--adapter", adapter).stdout.startswith("def f(")
+    found = json.loads(
+        cli(
+            "eval", example, "--cpu-weights", int8, "--adapter", adapter, "--text", text, "--window", 64, "--json"
+        ).stdout
+    )
+    assert abs(np.log(found["perplexity"]["converted"]) - measured[-1]) < 0.1
+    assert found["perplexity"]["converted"] / found["perplexity"]["original"] == pytest.approx(1, abs=0.01)
+    cli("merge-adapter", example, "--adapter", adapter, "-o", tmp_path / "merged")
+    cli("cpu", "-i", tmp_path / "merged", "-o", tmp_path / "int8", "--quant-method", "int8", "-q")
+    merged = json.loads(
+        cli(
+            "eval", tmp_path / "merged", "--cpu-weights", tmp_path / "int8", "--text", text, "--window", 64, "--json"
+        ).stdout
+    )
+    assert merged["perplexity"]["converted"] == pytest.approx(found["perplexity"]["converted"], rel=0.01)
+    assert tree(adapter) == tuned
+
+
+def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
+    """B A in float32, the sum rounded once: within a rounding of what PEFT adds in BF16."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = trained
+    cli("merge-adapter", example, "--adapter", folder, "-o", tmp_path / "merged")
+    merged = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(example), folder).merge_and_unload()
+    plain = dict(AutoModelForCausalLM.from_pretrained(example).named_parameters())
+    changed = 0
+    for name, parameter in theirs.named_parameters():
+        if torch.equal(parameter, plain[name]):
+            assert torch.equal(merged[name], parameter), name
+            continue
+        changed += 1
+        assert (merged[name] - parameter).float().norm() < 0.004 * parameter.float().norm(), name
+    assert changed == 2 * 4
+
+
+def test_a_training_that_is_killed_goes_on_to_the_same_adapter(example, int8, text, tmp_path):
+    """Before any of some changes to the disk, of checkpoints and of the adapter: there is a whole adapter, or none."""
+    program = (sys.executable, "-m", "ktconvert.pipeline.cli")
+    options = tuple(map(str, ("--cpu-weights", int8, "--dataset", text, *SHORT, "-q")))
+
+    def resume(killed: Path) -> None:
+        assert not killed.exists() or tree(killed).keys() == tree(tmp_path / "whole").keys()
+        done = killpoint.run(
+            (*program, "train", str(example), *options, "-o", str(killed)), killed, 0, tmp_path / "killpoint.so"
+        )
+        assert done.returncode == 0, done.stderr
+
+    convert = lambda output: (*program, "train", str(example), *options, "-o", str(output))  # noqa: E731
+    killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "why"),
+    [
+        (("--dataset", "empty.txt"), 5, "empty.txt: holds no token"),
+        (("--dataset", "short.txt"), 5, "less than one sequence of 64"),
+        (
+            ("--dataset", "text.txt", "--learning-rate", 1e30),
+            6,
+            "is not finite at step .*; give a smaller --learning-rate",
+        ),
+        (("--dataset", "text.txt", "--rank", 1000), 3, "r = 1000 is not within 1 to 256"),
+        (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
+    ],
+)
+def test_a_training_that_is_refused(options, code, why, cli, example, int8, text, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("import os\n")
+    shutil.copy(text, tmp_path)
+    given = [tmp_path / option if str(option).endswith(".txt") else option for option in options]
+    done = cli("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
+    assert re.search(why, done.stderr) and not (tmp_path / "adapter").exists()
