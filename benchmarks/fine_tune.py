@@ -123,7 +123,9 @@ def main() -> None:
     import torch
     from transformers import AutoTokenizer
 
-    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)("".join(text.read_text() for text in options.text))["input_ids"])
+    ids = torch.tensor(
+        AutoTokenizer.from_pretrained(MODEL)("".join(text.read_text() for text in options.text))["input_ids"]
+    )
     sequences = list(ids[: len(ids) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE))
     held_out = sequences[::HELD_OUT]
     rows = [row for number, row in enumerate(sequences) if number % HELD_OUT]

@@ -33,7 +33,9 @@ class Schedule(Options, title="Training"):
     gradient_accumulation: int = files("Batches of a step.", Number(min=1), default=1)
     learning_rate: float = files("The highest learning rate.", Real(min=0), default=2e-4)
     schedule: str = files(
-        "How it falls: by a cosine, linear, or not at all (constant).", click.Choice(["cosine", "linear", "constant"], case_sensitive=False), default="cosine"
+        "How it falls: by a cosine, linear, or not at all (constant).",
+        click.Choice(["cosine", "linear", "constant"], case_sensitive=False),
+        default="cosine",
     )
     warmup: float = files("Part of the steps in which it rises.", Real(0, 1), default=0.03)
     weight_decay: float = files("AdamW's weight decay.", Real(min=0), default=0.0)
