@@ -2,10 +2,10 @@
 
     python benchmarks/fine_tune.py TEXT... [--steps 200] [--output docs/figures/training.json]
 
-The bundled model learns TEXT but every 16th sequence of it, of which the loss is measured. In each run the adapter begins
-with the same matrices and sees the same sequences. "transformers": the unconverted model, whose stacked gate_up_proj
-PEFT adapts as one; the blocks of its B that would mix gate and up are kept at zero, so that all runs have the same
-parameters. The others: `ktconvert train`'s settings on converted experts.
+The bundled model learns TEXT but every 16th sequence of it, of which the loss is measured.  In each run the adapter
+begins with the same matrices and sees the same sequences. "transformers": the unconverted model, whose stacked
+gate_up_proj PEFT adapts as one; the blocks of its B that would mix gate and up are kept at zero, so that all runs
+have the same parameters. The others: `ktconvert train`'s settings on converted experts.
 """
 
 from __future__ import annotations

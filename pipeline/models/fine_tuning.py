@@ -343,6 +343,7 @@ def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
     learner.model.save_pretrained(paths.assembly)
     config = json.loads((paths.assembly / CONFIG).read_bytes())
     config["target_modules"] = sorted(config["target_modules"])  # PEFT has them in the order of a set
+    config["lora_dropout"] = 0.0  # it is over; PEFT adapts no stacked experts with it
     publish.write_file(paths.assembly / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     history = learner.state.log_history
     losses = [(row["step"], row["loss"]) for row in history if "loss" in row]
