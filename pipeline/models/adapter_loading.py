@@ -25,7 +25,9 @@ def with_adapter(model: Any, folder: Path, name: str) -> Any:
     with _explained(folder, name), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         warnings.filterwarnings("error", message=MISSING)
-        return peft.PeftModel.from_pretrained(model, str(folder)).eval().get_base_model()
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.lora_dropout = 0.0  # of training only, and PEFT adapts no stacked experts with it
+        return peft.PeftModel.from_pretrained(model, str(folder), config=config).eval().get_base_model()
 
 
 @contextmanager

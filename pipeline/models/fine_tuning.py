@@ -341,6 +341,10 @@ def steps_per_epoch(options: TrainOptions, rows: int) -> int:
 def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
     """Put the adapter together, let it appear in place of an older one, and remove the work directory."""
     learner.model.save_pretrained(paths.assembly)
+    config = json.loads((paths.assembly / CONFIG).read_bytes())
+    config["target_modules"] = sorted(config["target_modules"])  # PEFT has them in the order of a set
+    config["lora_dropout"] = 0.0  # it is over; PEFT adapts no stacked experts with it
+    publish.write_file(paths.assembly / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     history = learner.state.log_history
     losses = [(row["step"], row["loss"]) for row in history if "loss" in row]
     measured = [*{row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
