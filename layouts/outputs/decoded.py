@@ -10,6 +10,7 @@ from ktconvert.layouts.outputs.card import STORED_KEYS, encoded, unquantized
 from ktconvert.layouts.outputs.format import Card
 
 COMMAND = "dequantize"
+COMMANDS = (COMMAND, "merge-adapter")
 METHOD, VERSION = "BF16", 1
 ARRANGEMENT = "unquantized"
 DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -31,7 +31,7 @@ def is_output(path: Path) -> bool:
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
-        return about.command != decoded.COMMAND
+        return about.command not in decoded.COMMANDS
     if loose.layers_in(path):
         return True
     kinds = _by_names({})
@@ -44,9 +44,9 @@ def is_output(path: Path) -> bool:
 
 
 def is_decoded(path: Path) -> bool:
-    """Whether `ktconvert dequantize` wrote a directory, by its manifest. VerificationError if that cannot be read."""
+    """Whether `ktconvert dequantize` or `merge-adapter` wrote a directory, by its manifest. VerificationError if that cannot be read."""
     about = manifest.read(path) if path.is_dir() else None
-    return about is not None and about.command == decoded.COMMAND
+    return about is not None and about.command in decoded.COMMANDS
 
 
 def is_whole_model(path: Path) -> bool:

@@ -83,8 +83,8 @@ def merged(tensors: Collection[OtherTensor], deltas: dict[str, Delta], identity:
         if mine is not None:
             if tensor.entry.dtype != "BF16" or (isinstance(tensor.stored, Weight) and len(tensor.entry.shape) > 2):
                 raise UnsupportedError(
-                    f"{tensor.key} is stored as {tensor.entry.dtype} {list(tensor.entry.shape)}, and an adapter is "
-                    "added to BF16 matrices: give what `ktconvert dequantize` writes"
+                    f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, and an adapter is added "
+                    "to BF16 matrices: give what `ktconvert dequantize` writes"
                 )
             tensor = replace(tensor, added=Added(tensor.entry.shape[-1], tuple(mine), identity))
         made.append(tensor)
