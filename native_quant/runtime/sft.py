@@ -69,9 +69,11 @@ class _Window:
             raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
         return bool(open_ones) and open_ones[0]
 
-    def write(self, gradients: Lora, add: bool) -> None:
+    def publish(self, gradients: Lora) -> None:
+        """Gradients other than the buffers themselves are added to these."""
         for buffer, gradient in zip(self.buffers, gradients, strict=True):
-            buffer.copy_(buffer.float() + gradient if add else gradient)
+            if gradient is not buffer:
+                buffer.copy_(buffer.float() + gradient)
         for parameter, buffer in self.parameters:
             parameter.grad = buffer
 
@@ -133,6 +135,7 @@ class SftMoEWrapper:
         self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
         self._window: _Window | None = None
         self._saved: tuple[TrainingPass, Kept] | None = None
+        self._spare: Kept | None = None  # memory for the next forward
         self._forward: _Later[tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]] | None = None
         self._backward: _Later[Gradients] | None = None
 
@@ -167,8 +170,8 @@ class SftMoEWrapper:
         """
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
-        linears = self._linears(gate_proj, up_proj, down_proj)
-        packed = weights.pack(*linears, self._holds, self.layer_idx, self.threadpool_count, self._pool)
+        gate, up, down = self._linears(gate_proj, up_proj, down_proj)
+        packed = weights.pack(gate, up, down, self._holds, self.layer_idx, self.threadpool_count, self._pool)
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
@@ -189,12 +192,13 @@ class SftMoEWrapper:
             linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
         grid = ExpertGrid(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
         put: Any = self._holds.write
+        nowhere: Any = None  # its messages name a checkpoint's tensor, and none can come of these
         packed = weights.fill(
             self._holds,
             grid,
             linears,
-            lambda part, out: put(StoredPart(part, None, {}), out),
-            self._pool,  # type: ignore[arg-type]
+            lambda part, out: put(StoredPart(part, nowhere, {}), out),
+            self._pool,
         )
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
@@ -288,12 +292,14 @@ class SftMoEWrapper:
             raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {most}")
         if expert_ids.shape[-1] != self.num_experts_per_tok:
             raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
-        inputs = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
+        x, ids, shares = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
         dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
-        step = TrainingPass.of(self.moe, *inputs, lora, self.lora_scaling, dropout, self._mask)
+        step = TrainingPass.of(self.moe, x, ids, shares, lora, self.lora_scaling, dropout, self._mask)
+
+        spare, self._spare = self._spare, None
 
         def compute() -> tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]:
-            out, kept = step.forward()
+            out, kept = step.forward(spare)
             return out, (step, kept) if save_for_backward else None
 
         self._forward = _Later(compute)
@@ -341,8 +347,14 @@ class SftMoEWrapper:
         if add and step.lora is not None:  # added up in float32, then rounded
             step = TrainingPass(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
         gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
-        self._adds, self._device = add, output_device
-        self._backward = _Later(lambda: step.backward(kept, gradient, scale))
+        into = None if self._window is None or add else self._window.buffers
+
+        def compute() -> Gradients:
+            found = step.backward(kept, gradient, scale, into)
+            self._spare = kept
+            return found
+
+        self._device, self._backward = output_device, _Later(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of submit_backward_async."""
@@ -351,7 +363,7 @@ class SftMoEWrapper:
         later, self._backward = self._backward, None
         found = later.result()
         if self._window is not None and found.lora is not None:
-            self._window.write(found.lora, self._adds)
+            self._window.publish(found.lora)
         device = self._device or CPU
         return found.hidden.to(device), found.weights.to(device)
 

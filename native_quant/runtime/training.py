@@ -116,16 +116,30 @@ class TrainingPass:
         )
         return cls(experts, *plain, lora, scaling, dropout, seed, skip)
 
-    def forward(self) -> tuple[torch.Tensor, Kept]:
-        """The output, BF16 [T, H], and what backward needs."""
-        out, kept = torch.empty_like(self.hidden), self._kept()
+    def forward(self, spare: Kept | None = None) -> tuple[torch.Tensor, Kept]:
+        """The output, BF16 [T, H], and what backward needs, in the memory of another pass's if that fits."""
+        shapes = self._shapes()
+        if spare is not None and [tuple(tensor.shape) for tensor in spare] == shapes:
+            kept = spare
+        else:
+            kept = Kept(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+        out = torch.empty_like(self.hidden)
         self.experts.train_call(self._call(out), self._lora(), _kept(kept))
         return out, kept
 
-    def backward(self, kept: Kept, gradient: torch.Tensor, scale: float = 1.0) -> Gradients:
-        """The gradients by that of the output [T, H], those of LoRA times `scale`."""
+    def backward(self, kept: Kept, gradient: torch.Tensor, scale: float = 1.0, into: Lora | None = None) -> Gradients:
+        """The gradients by that of the output [T, H], those of LoRA times `scale`, and written to `into`."""
         gradient = gradient.to(CPU, torch.bfloat16).contiguous()
-        lora = None if self.lora is None else Lora(*map(torch.zeros_like, self.lora))
+        lora = into
+        if lora is None and self.lora is not None:
+            lora = Lora(*map(torch.empty_like, self.lora))
+        if lora is not None:
+            idle = torch.ones(self.experts.num_experts, dtype=torch.bool)
+            idle[self.ids[(self.ids >= 0) & (self.ids < len(idle))]] = False
+            if self.skip is not None:
+                idle |= self.skip
+            for tensor in lora:
+                tensor.data[idle] = 0
         gradients = Gradients(torch.empty_like(self.hidden), torch.empty_like(self.weights), lora)
         given = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
         given["weights"] = ffi.cast("float *", gradients.weights.data_ptr())
@@ -133,16 +147,17 @@ class TrainingPass:
         self.experts.train_call(self._call(gradients.hidden), self._lora(), _kept(kept), pointer)
         return gradients
 
-    def _kept(self) -> Kept:
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Of Kept."""
         rows, x = self.ids.numel(), self.experts
         low = 0 if self.lora is None else 2 * lib.ktq_low_columns(rank_of(self.lora))
-        shapes = *[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)
-        return Kept(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+        return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)]
 
     def _call(self, out: torch.Tensor) -> Any:
         skip = 0 if self.skip is None else self.skip.data_ptr()
         addresses = self.hidden.data_ptr(), self.ids.data_ptr(), self.weights.data_ptr(), skip, out.data_ptr()
-        return self.experts.call_at(*self.ids.shape, *addresses)
+        tokens, topk = self.ids.shape
+        return self.experts.call_at(tokens, topk, *addresses)
 
     def _lora(self) -> Any:
         if self.lora is None:
@@ -168,7 +183,7 @@ class _Trained(torch.autograd.Function):
         return out.to(hidden.device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, ids, weights, seed, *rest = ctx.saved_tensors
         lora, kept = Lora(*rest[:6]) if ctx.factors else None, rest[ctx.factors :]

@@ -380,9 +380,11 @@ static void through_gate_up(const kt_training *t, const kt_slice *slice, const k
                                        s->of_lora + j * KT_PANEL_ROWS);
                     t->kernels->combine(2, sums, weights + 1, m * KT_PANEL_ROWS, c[0]);
                 }
-                for (int64_t j = 0; j < m; j++, out += t->section_columns)
-                    for (int64_t i = 0; i < KT_PANEL_ROWS; i++)
-                        out[i] = part ? out[i] + c[0][j * KT_PANEL_ROWS + i] : c[0][j * KT_PANEL_ROWS + i];
+                for (int64_t j = 0; j < m; j++, out += t->section_columns) {
+                    const float *both[] = {out, c[0] + j * KT_PANEL_ROWS};
+                    if (part) t->kernels->combine(2, both, (float[]){1, 1}, KT_PANEL_ROWS, out);
+                    else memcpy(out, both[1], KT_PANEL_ROWS * sizeof *out);
+                }
             }
         }
     }
@@ -440,7 +442,7 @@ static void allocate_scratch(const kt_training *t, kt_train_scratch *s, kt_arena
     }
     KT_TAKE(s->turned, turned);
     KT_TAKE(s->chunk, 2 * KT_TURNED * KT_PANEL_ROWS * KT_PANEL_ROWS);
-    KT_TAKE(s->rounded, block);
+    KT_TAKE(s->rounded, larger(block, 2 * rank * KT_PANEL_ROWS)); /* or as many floats of a factor's gradient */
     KT_TAKE(s->c, c);
     KT_TAKE(s->of_lora, larger(block, t->moe->hidden));
     KT_TAKE(s->products, t->moe->hidden);

@@ -159,9 +159,25 @@ static void pack_rows(const kt_training *t, kt_factor factor, const uint16_t *ro
             memset(kt_panel_line(scratch->panels, pair) + half * KT_HALF_BYTES / 2, 0, 64);
 }
 
-static void put(const kt_training *t, void *out, int64_t at, float x) {
-    if (t->lora->float32) ((float *)out)[at] = x;
-    else ((uint16_t *)out)[at] = kt_to_bf16(x);
+/* 32 columns of a gradient from c[rank][32], to where those of `a` [rank][length] or `b` [length][rank] lie. */
+static void put(const kt_training *t, kt_factor factor, float *c, int64_t length, int64_t first, uint8_t *out,
+                const kt_train_scratch *scratch) {
+    int64_t rank = t->lora->rank, count = rank * KT_PANEL_ROWS, bytes = t->lora->float32 ? 4 : 2;
+    const float *numbers[] = {c};
+    if (factor.is_b) {
+        float *turned = (float *)scratch->rounded;
+        t->kernels->transpose(4, (uint8_t *)c, KT_PANEL_ROWS * sizeof *c, KT_PANEL_ROWS, rank, (uint8_t *)turned,
+                              rank * (int64_t)sizeof *turned);
+        numbers[0] = turned;
+        out += first * rank * bytes;
+        if (t->lora->float32) memcpy(out, turned, (size_t)count * sizeof *turned);
+        else t->kernels->merge(1, numbers, count, (uint16_t *)out);
+        return;
+    }
+    if (!t->lora->float32) t->kernels->merge(1, numbers, count, scratch->rounded);
+    const uint8_t *rows = t->lora->float32 ? (uint8_t *)c : (uint8_t *)scratch->rounded;
+    for (int64_t r = 0; r < rank; r++)
+        memcpy(out + (r * length + first) * bytes, rows + r * KT_PANEL_ROWS * bytes, (size_t)(KT_PANEL_ROWS * bytes));
 }
 
 void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_train_scratch *scratch) {
@@ -170,18 +186,22 @@ void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_tr
     const sum_of sum = sum_for(t, factor);
     int64_t rank = t->lora->rank, length = length_of(t, factor), padded = whole(bucket->m, KT_PANEL_ROWS);
     int64_t count = gather_low(t, &sum, bucket, padded, scratch->low);
-    void *out = (factor.is_b ? t->gradients->b : t->gradients->a)[factor.projection];
+    uint8_t *out = (factor.is_b ? t->gradients->b : t->gradients->a)[factor.projection];
+    out += bucket->expert * rank * length * (t->lora->float32 ? 4 : 2);
     for (int64_t first = slice->first * KT_PANEL_ROWS; first < (slice->first + slice->count) * KT_PANEL_ROWS;
          first += KT_PANEL_ROWS) {
         pack_rows(t, factor, sum.rows, bucket, first, padded, scratch);
         kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, padded, 0, 1, scratch->low, padded, count,
                          scratch->c, scratch->gemm);
-        for (int64_t r = 0; r < rank; r++)
-            for (int64_t c = 0; c < KT_PANEL_ROWS; c++) {
-                float x = 0;
-                for (int64_t i = r; i < count; i += rank) x += scratch->c[i * KT_PANEL_ROWS + c];
-                put(t, out, bucket->expert * rank * length + (factor.is_b ? (first + c) * rank + r : r * length + first + c),
-                    x * t->scaling * t->gradients->scale);
+        for (int64_t r = 0; r < rank; r++) {
+            const float *rows[2 * KTQ_MOST_PARTS];
+            float weights[2 * KTQ_MOST_PARTS];
+            for (int64_t i = 0; i < count / rank; i++) {
+                rows[i] = scratch->c + (r + i * rank) * KT_PANEL_ROWS;
+                weights[i] = t->scaling * t->gradients->scale;
             }
+            t->kernels->combine(count / rank, rows, weights, KT_PANEL_ROWS, scratch->c + r * KT_PANEL_ROWS);
+        }
+        put(t, factor, scratch->c, length, first, out, scratch);
     }
 }

@@ -25,6 +25,11 @@ static void spread_nibbles(uint8_t *rows) {
         }
 }
 
+/* What comes next is far away: the same columns of the next 32 rows, `stride` bytes further. */
+static void fetch(const uint8_t *from, int64_t bytes, int64_t stride) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + stride + i);
+}
+
 static void turn_integers(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64_t count,
                           uint16_t *panels, uint8_t *rows) {
     int bits = w->format->bits;
@@ -32,8 +37,12 @@ static void turn_integers(const kt_kernels *kernels, const kt_matrix *w, int64_t
     for (int64_t s = 0; s < w->n / KT_PANEL_ROWS; s++) {
         kt_panel panel = kt_panel_of(bits, w->codes, w->k, s);
         const uint8_t *tiles = kt_panel_tiles(bits, &panel, w->k, block) + (first - block) * KT_PANEL_ROWS * bits / 8;
-        for (int64_t i = 0; i < count * bits / 16; i++)
-            tiles_in_rows(kernels, tiles + i * KT_TILE_BYTES, rows + i * 64);
+        const kt_panel next = kt_panel_of(bits, w->codes, w->k, s + 1 < w->n / KT_PANEL_ROWS ? s + 1 : s);
+        const int64_t stride = kt_panel_tiles(bits, &next, w->k, block) - kt_panel_tiles(bits, &panel, w->k, block);
+        for (int64_t i = 0; i < count * bits / 16; i++, tiles += KT_TILE_BYTES) {
+            fetch(tiles, KT_TILE_BYTES, stride);
+            tiles_in_rows(kernels, tiles, rows + i * 64);
+        }
         if (bits == 4) spread_nibbles(rows);
         for (int64_t i = 0; i < count; i++)
             kernels->interleave(1, rows + i * KT_PANEL_ROWS, COLUMNS, KT_HALF_ROWS,
@@ -54,12 +63,15 @@ void kt_turn(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64
     for (int64_t s = 0; s < w->n / KT_PANEL_ROWS; s++) {
         kt_bf16_panel panel = kt_bf16_panel_of(w->format, w->codes, w->scales, w->k, s);
         const uint8_t *values = panel.codes + first * KT_PANEL_ROWS * panel.bits / 8;
+        const int64_t block_bytes = KT_TILE_BYTES * panel.bits / 16;
         if (panel.chunk) {
+            fetch(values, count * block_bytes, w->k * KT_PANEL_ROWS * panel.bits / 8);
             panel.chunk(kernels, &panel, first, count * KT_PANEL_ROWS, chunk);
             values = (const uint8_t *)chunk;
         }
         if (panel.scale) panel.scale(kernels, &panel, first, count * KT_PANEL_ROWS, scale);
         for (int64_t i = 0; i < count; i++) {
+            if (!panel.chunk) fetch(values, block_bytes, w->k * KT_PANEL_ROWS * panel.bits / 8);
             for (int half = 0; half < 2; half++, values += KT_HALF_BYTES)
                 kernels->transpose(4, values, 64, KT_HALF_ROWS, KT_HALF_ROWS, rows + half * KT_HALF_ROWS * PITCH, PITCH);
             kernels->interleave(2, rows, PITCH, KT_HALF_ROWS, panel.scale ? scale + i * KT_PANEL_ROWS : NULL,
