@@ -197,14 +197,18 @@ def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
 
 
 NEAR = {"MXFP4": 0.01, "FP8": 0.01, "BF16": 0.01, "RAWINT4": 0.015}  # whose activations are in 8 bits
+SCALES = (("RAWINT4", "mse"), ("RAWINT4", "gptq"), ("MXFP4", "gptq"))
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize(("method", "scale"), [*((name, "absmax") for name in NEAR), ("RAWINT4", "mse")])
+@pytest.mark.parametrize(("method", "scale"), [*((name, "absmax") for name in NEAR), *SCALES])
 def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, numa):
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out, inputs = tmp_path / "out", inputs_of(6, 8)
-    convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale)
+    more = (
+        ("--dataset", str(ROOT / "examples" / "heldout.txt"), "--max-sequence-length", "256") if scale == "gptq" else ()
+    )
+    convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale, *more)
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = in_float64(out, inputs)
     theirs = floats.from_bits(forward(peer_python, tmp_path, 1, numa, method, out))

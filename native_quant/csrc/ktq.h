@@ -110,9 +110,9 @@ enum { KTQ_VECTOR_FLOATS = 128 };
 enum { KTQ_GROUPS_MXFP4, KTQ_GROUPS_RAWINT4 };
 
 /* Chooses codes and a scale for each 32 columns of n x k BF16 values by least squared error (numerics.md, section 2d).
-   rows, row_stride (bytes): any alignment. importance, moments, vectors: as above. scratch: k floats. codes[n][k]; scales: n * k / 32 as
-   the grid stores them (MXFP4: E8M0, RAWINT4: BF16). KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes
-   and scales are then partly written. */
+   rows, row_stride (bytes): any alignment. importance, moments, vectors: as above. scratch: k floats. codes[n][k];
+   scales: n * k / 32 as the grid stores them (MXFP4: E8M0, RAWINT4: BF16). KTQ_ENONFINITE: *bad_row is the first row
+   that holds an infinity or a NaN; codes and scales are then partly written. */
 int ktq_search_groups(int grid, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       const float *moments, int64_t moments_stride, float *scratch, float *vectors, int8_t *codes,
                       uint8_t *scales, int64_t *bad_row);
@@ -128,8 +128,9 @@ enum { KTQ_LIBRARY, KTQ_FLOAT32, KTQ_SIGNED };
 int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source,
                         uint16_t *scratch, uint8_t *packed, uint16_t *scale, int64_t *bad_row);
 
-/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes, and corrects those to the right of
-   each. Codes are the integers least..most (-128 <= least <= 0 <= most <= 127) of at most `precision` significant bits,
+/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes, and corrects those to the
+   right of each. Codes are the integers least..most (-128 <= least <= 0 <= most <= 127) of at most `precision`
+   significant bits,
    1 to 7, or all of them (0). float32, row after row: inverse[width][width], the block's
    factor of the inverse Hessian, of which the upper triangle is read; scale[n][width]; weight[n][width], which becomes
    what the corrections leave of it; value[n][width], what the codes stand for, and error[n][width], are written. kind:
@@ -139,19 +140,19 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
                    const float *scale, float *weight, float *value, float *error);
 
-/* All columns of rows by GPTQ, and the gradient of the errors that it leaves, (weight - value) * H (numerics.md, section 7b).
-   Codes as in ktq_gptq_block. float32: slices[k / 16][k][16], in slices of columns: the factor U of the inverse of H in
-   and above the diagonal, and below it U_ji / U_jj. Row after row: scale[n][k], of each weight; weight[n][k], which
-   becomes the values that the codes stand for; gradient[n][k], which is written. k: a multiple of KTQ_SLICE_COLUMNS.
-   scratch: 64 * k float32 on a boundary of 64 bytes. Rows do not depend on each other. */
+/* All columns of rows by GPTQ, and the gradient of the errors that it leaves, (weight - value) * H (numerics.md,
+   section 7b). Codes as in ktq_gptq_block. float32: slices[k / 16][k][16], in slices of columns: the factor U of the
+   inverse of H in and above the diagonal, and below it U_ji / U_jj. Row after row: scale[n][k], of each weight;
+   weight[n][k], which becomes the values that the codes stand for; gradient[n][k], which is written. k: a multiple of
+   KTQ_SLICE_COLUMNS. scratch: 64 * k float32 on a boundary of 64 bytes. Rows do not depend on each other. */
 enum { KTQ_SLICE_COLUMNS = 16 };
 int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
                    float *weight, float *gradient, float *scratch);
 
-/* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right. Codes as
-   in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric, and its diagonal[k]; scale[n][k / group], where 0 and columns whose
-   diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale) * hessian, which is kept up. *changed:
-   how many codes changed. Rows do not depend on each other. */
+/* One sweep of coordinate descent over the codes of a linear (numerics.md, section 7b), columns from left to right.
+   Codes as in ktq_gptq_block. float32, row after row: hessian[k][k], symmetric, and its diagonal[k]; scale[n][k /
+   group], where 0 and columns whose diagonal is not positive keep their codes; gradient[n][k], (weight - codes * scale)
+   * hessian, which is kept up. *changed: how many codes changed. Rows do not depend on each other. */
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
                 const float *diagonal, const float *scale, int8_t *codes, float *gradient, int64_t *changed);
 
@@ -306,8 +307,8 @@ typedef struct {
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
 /* LoRA of a layer's experts (numerics.md, section 5c), in the order gate, up, down; a: [experts][rank][columns], b:
-   [experts][rows][rank], BF16 or float32. dropout: the part of the inputs of `a` that is left out; which ones depends on
-   the seed. */
+   [experts][rows][rank], BF16 or float32. dropout: the part of the inputs of `a` that is left out; which ones depends
+   on the seed. */
 typedef struct {
     int float32;
     int64_t rank;
@@ -317,8 +318,8 @@ typedef struct {
 } ktq_lora;
 enum { KTQ_MOST_RANK = 1024 };
 
-/* What the forward keeps for the backward, BF16, a row for each of tokens * topk; columns: of all parts. low: of gate, up
-   and, for each part, down, the products with `a`, 2 * ktq_low_columns(rank) for each row; without LoRA NULL. */
+/* What the forward keeps for the backward, BF16, a row for each of tokens * topk; columns: of all parts. low: of gate,
+   up and, for each part, down, the products with `a`, 2 * ktq_low_columns(rank) for each row; without LoRA NULL. */
 typedef struct {
     uint16_t *gate, *up, *act; /* [rows][columns] */
     uint16_t *down;            /* [parts][rows][hidden] */
@@ -326,8 +327,8 @@ typedef struct {
 } ktq_kept;
 int64_t ktq_low_columns(int64_t rank);
 
-/* The gradients: out: given, BF16 [tokens][hidden]; hidden, BF16, and weights [tokens][topk]; of lora's a and b, as these
-   are, times `scale`; those of experts without tokens are not written. */
+/* The gradients: out: given, BF16 [tokens][hidden]; hidden, BF16, and weights [tokens][topk]; of lora's a and b, as
+   these are, times `scale`; those of experts without tokens are not written. */
 typedef struct {
     const uint16_t *out;
     uint16_t *hidden;
@@ -336,7 +337,8 @@ typedef struct {
     void *a[3], *b[3];
 } ktq_gradients;
 
-/* 1 if there are gradients: no weight's format has least values or two terms, the activation neither limit nor alpha. */
+/* 1 if there are gradients: no weight's format has least values or two terms, the activation neither limit nor alpha.
+   */
 int ktq_trainable(const ktq_moe *moe);
 /* ktq_forward with LoRA (NULL: none), and its gradients. KTQ_EINVAL where there are none. call->add and exact have no
    meaning here. The backward gets the same call, lora and kept; it does not use call->out. */

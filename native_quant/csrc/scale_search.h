@@ -80,8 +80,8 @@ static inline kt_moments kt_moments_of(const float *values, int64_t stride, int6
     return moments;
 }
 
-/* Rows first .. first+count-1 of `width` columns from `column` on, one after the other, so that x times them times xT is
-   that of the whole matrix: twice the moments above the diagonal, 0 below it. */
+/* Rows first .. first+count-1 of `width` columns from `column` on, one after the other, so that x times them times xT
+   is that of the whole matrix: twice the moments above the diagonal, 0 below it. */
 static inline void kt_moments_part(const kt_moments *moments, int64_t first, int64_t count, int64_t column,
                                    int64_t width, float *part) {
     const float twice = 2.0f * moments->unit;

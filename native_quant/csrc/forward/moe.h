@@ -59,8 +59,8 @@ typedef struct {
 /* Those of BF16 arithmetic. */
 typedef struct {
     uint16_t *a; /* [rows][hidden]: of each row's token */
-    /* [parts][terms of down * rows][width of the part], parts as far apart as the widest: silu(gate) * up. Of each block
-       of tokens the first terms come before the second ones. */
+    /* [parts][terms of down * rows][width of the part], parts as far apart as the widest: silu(gate) * up. Of each
+       block of tokens the first terms come before the second ones. */
     uint16_t *h;
     float *a_sums, *h_sums; /* of each KT_SUM_COLUMNS columns; NULL where no weight has least values */
 } kt_bf16_activations;

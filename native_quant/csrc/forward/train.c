@@ -1,6 +1,6 @@
-/* The forward and backward of a layer's routed experts for training LoRA (numerics.md, section 5c): what is computed, in
- * which steps. A step's slices may be worked off in any order; steps follow one another. Rows are (token, expert) pairs,
- * sorted by expert, as in moe.c; blocks of rows go through the kernels together. */
+/* The forward and backward of a layer's routed experts for training LoRA (numerics.md, section 5c): what is computed,
+ * in which steps. A step's slices may be worked off in any order; steps follow one another. Rows are (token, expert)
+ * pairs, sorted by expert, as in moe.c; blocks of rows go through the kernels together. */
 #include <string.h>
 
 #include "bf16.h"
@@ -26,7 +26,8 @@ static kt_matrix matrix_of(const kt_training *t, int64_t bucket, int64_t part, i
     return (kt_matrix){t->pass.down, expert->down, expert->down_scale, hidden, width};
 }
 
-/* --- the slices of a step ------------------------------------------------------------------------------------------- */
+/* --- the slices of a step -------------------------------------------------------------------------------------------
+   */
 
 static void add(kt_training *t, int group, kt_slice slice) {
     t->slice[t->end[group]++] = slice;
@@ -102,7 +103,8 @@ static int64_t most_slices(const kt_training *t) {
     return t->call->tokens + t->pass.rows + t->pass.buckets * 2 * KT_PROJECTIONS * (panels + t->moe->parts);
 }
 
-/* --- numbers -------------------------------------------------------------------------------------------------------- */
+/* --- numbers --------------------------------------------------------------------------------------------------------
+   */
 
 /* BF16 of c[m][32], of that and the scaled product of LoRA (NULL: none): c, and rows of `out` (NULL: not wanted). */
 static void finish(const kt_training *t, int64_t m, float *c, float *of_lora, uint16_t *out, int64_t pitch,
@@ -191,7 +193,8 @@ static void narrow_inputs(const kt_training *t, int projection, int64_t expert, 
     kt_narrow(t, (kt_factor){0, projection}, expert, column, k, rows, pitch, m, low, s);
 }
 
-/* --- the forward's steps -------------------------------------------------------------------------------------------- */
+/* --- the forward's steps --------------------------------------------------------------------------------------------
+   */
 
 static const uint16_t *row_of_token(const kt_training *t, const uint16_t *rows, int64_t row) {
     return rows + t->pair_of[row] / t->call->topk * t->moe->hidden;
@@ -282,7 +285,8 @@ static void combine(const kt_training *t, const kt_slice *slice, const kt_train_
     }
 }
 
-/* --- the backward's steps ------------------------------------------------------------------------------------------- */
+/* --- the backward's steps -------------------------------------------------------------------------------------------
+   */
 
 /* The sum of products, in 8 sums. count: a multiple of 8. */
 static float dot(const uint16_t *x, const uint16_t *y, int64_t count) {
@@ -406,7 +410,8 @@ static void sum_tokens(const kt_training *t, const kt_slice *slice, const kt_tra
     }
 }
 
-/* --- memory --------------------------------------------------------------------------------------------------------- */
+/* --- memory ---------------------------------------------------------------------------------------------------------
+   */
 
 static int64_t *allocate_sorting(kt_training *t, kt_arena *arena) {
     int64_t *place;
@@ -506,7 +511,8 @@ static int sort_and_allocate(ktq_pool *pool, kt_training *t) {
     return KTQ_OK;
 }
 
-/* --- the two functions ---------------------------------------------------------------------------------------------- */
+/* --- the two functions ----------------------------------------------------------------------------------------------
+   */
 
 int ktq_trainable(const ktq_moe *moe) {
     const int formats[] = {moe->gate_format, moe->up_format, moe->down_format};

@@ -80,7 +80,8 @@ void kt_widen(const kt_training *t, kt_factor factor, int64_t expert, int64_t fi
     kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, k, 0, 1, low, k, m, c, scratch->gemm);
 }
 
-/* --- dropout: a function of seed, projection, token and place, and column ------------------------------------------- */
+/* --- dropout: a function of seed, projection, token and place, and column -------------------------------------------
+   */
 
 static uint64_t mixed(uint64_t x) { /* splitmix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -107,7 +108,8 @@ void kt_drop_floats(const kt_training *t, int projection, int64_t row, int64_t f
     FOR_DROPPED(LEAVE_OUT)
 }
 
-/* --- the gradients of factors --------------------------------------------------------------------------------------- */
+/* --- the gradients of factors ---------------------------------------------------------------------------------------
+   */
 
 /* What is summed over tokens: low rows (several of them: parts of down), times rows. terms: of a low number. */
 typedef struct {
