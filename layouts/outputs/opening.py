@@ -44,7 +44,7 @@ def is_output(path: Path) -> bool:
 
 
 def is_decoded(path: Path) -> bool:
-    """Whether `dequantize` or `merge-adapter` wrote a directory, by its manifest. VerificationError if it is damaged."""
+    """Whether `dequantize` or `merge-adapter` wrote a folder, by its manifest. VerificationError if it is damaged."""
     about = manifest.read(path) if path.is_dir() else None
     return about is not None and about.command in decoded.COMMANDS
 
