@@ -260,8 +260,7 @@ typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float 
 /* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
 typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
 
-/* --- BF16 arithmetic (numerics.md, section 5b) -----------------------------------------------------------------------
- */
+/* --- BF16 arithmetic (numerics.md, section 5b) -------------------------------------------------------------------- */
 
 typedef struct kt_bf16_panel kt_bf16_panel;
 
@@ -354,8 +353,7 @@ typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
 typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, uint16_t *rest,
                                int64_t out_pitch);
 
-/* --- training (numerics.md, section 5c) ----------------------------------------------------------------------------
- */
+/* --- training (numerics.md, section 5c) --------------------------------------------------------------------------- */
 
 /* Where pair number `pair` of columns begins in a panel of BF16: of the first 16 rows; the others are KT_HALF_BYTES
    further. */

@@ -130,10 +130,9 @@ int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_
 
 /* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes, and corrects those to the
    right of each. Codes are the integers least..most (-128 <= least <= 0 <= most <= 127) of at most `precision`
-   significant bits,
-   1 to 7, or all of them (0). float32, row after row: inverse[width][width], the block's
-   factor of the inverse Hessian, of which the upper triangle is read; scale[n][width]; weight[n][width], which becomes
-   what the corrections leave of it; value[n][width], what the codes stand for, and error[n][width], are written. kind:
+   significant bits, 1 to 7, or all of them (0). float32, row after row: inverse[width][width], the block's factor of
+   the inverse Hessian, of which the upper triangle is read; scale[n][width]; weight[n][width], which becomes what the
+   corrections leave of it; value[n][width], what the codes stand for, and error[n][width], are written. kind:
    the type of the scales before they became float32, KTQ_BF16 or KTQ_F32; values are rounded to it. NaN stays NaN. No
    two arrays may share memory. width: at most KTQ_GPTQ_COLUMNS. Rows do not depend on each other. */
 enum { KTQ_GPTQ_COLUMNS = 128 };
@@ -207,8 +206,7 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
 int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, const uint8_t *weight,
                    const float *scale, double *sums);
 
-/* --- the runtime: what was packed, multiplied -----------------------------------------------------------------------
- */
+/* --- the runtime: what was packed, multiplied --------------------------------------------------------------------- */
 
 enum {
     KTQ_POOL_THREADS = 4096, /* at most */

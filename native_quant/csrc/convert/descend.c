@@ -6,7 +6,8 @@
 
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
                 const float *diagonal, const float *scale, int8_t *codes, float *gradient, int64_t *changed) {
-    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
+    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX) return KTQ_EINVAL;
+    if (precision < 0 || precision > 7) return KTQ_EINVAL;
     if (n < 1 || k < 1 || group < 1 || k % group) return KTQ_EINVAL;
     if (!hessian || !diagonal || !scale || !codes || !gradient || !changed) return KTQ_EINVAL;
 

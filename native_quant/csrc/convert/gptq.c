@@ -9,7 +9,8 @@ static void turn(const kt_kernels *kernels, const float *rows, int64_t pitch, in
                  float *tile) {
     for (int64_t c = 0; c < width; c += KT_PANEL_ROWS) {
         int64_t columns = width - c < KT_PANEL_ROWS ? width - c : KT_PANEL_ROWS;
-        if (count < KT_PANEL_ROWS) memset(tile + c * KT_PANEL_ROWS, 0, (size_t)(columns * KT_PANEL_ROWS) * sizeof *tile);
+        if (count < KT_PANEL_ROWS)
+            memset(tile + c * KT_PANEL_ROWS, 0, (size_t)(columns * KT_PANEL_ROWS) * sizeof *tile);
         /* To the kernel, the columns are rows, and the rows that are far apart columns. */
         kernels->transpose(4, (const uint8_t *)(rows + c), pitch * 4, columns, count,
                            (uint8_t *)(tile + c * KT_PANEL_ROWS), KT_PANEL_ROWS * 4);
@@ -23,7 +24,8 @@ static void turn_back(const kt_kernels *kernels, const float *tile, int64_t coun
 
 int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int64_t width, const float *inverse,
                    const float *scale, float *weight, float *value, float *error) {
-    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
+    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX) return KTQ_EINVAL;
+    if (precision < 0 || precision > 7) return KTQ_EINVAL;
     if ((kind != KTQ_BF16 && kind != KTQ_F32) || n < 1) return KTQ_EINVAL;
     if (width < 1 || width > KTQ_GPTQ_COLUMNS || !inverse || !scale || !weight || !value || !error) return KTQ_EINVAL;
 
@@ -74,7 +76,8 @@ static void solve(const kt_kernels *kernels, const float *slices, int64_t k, flo
 
 int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, const float *slices, const float *scale,
                    float *weight, float *gradient, float *scratch) {
-    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX || precision < 0 || precision > 7) return KTQ_EINVAL;
+    if (least < INT8_MIN || least > 0 || most < 0 || most > INT8_MAX) return KTQ_EINVAL;
+    if (precision < 0 || precision > 7) return KTQ_EINVAL;
     if (n < 1 || k < 1 || k % SLICE || !slices || !scale || !weight || !gradient || !scratch) return KTQ_EINVAL;
 
     _Alignas(64) float values[KTQ_GPTQ_COLUMNS * KT_PANEL_ROWS], inverse[KTQ_GPTQ_COLUMNS * KTQ_GPTQ_COLUMNS];

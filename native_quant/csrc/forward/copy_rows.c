@@ -25,8 +25,7 @@ void kt_nibbles_in_rows(const uint8_t *panel, int64_t blocks, uint32_t flip, uin
             }
 }
 
-/* --- what a panel becomes: 32 rows of x->columns items -------------------------------------------------------------
- */
+/* --- what a panel becomes: 32 rows of x->columns items ------------------------------------------------------------ */
 
 typedef void panel_fn(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows);
 
@@ -86,8 +85,7 @@ static const struct {
     [KTQ_IN_ROWS] = {NULL, 1},
 };
 
-/* --- by the threads of a pool ---------------------------------------------------------------------------------------
- */
+/* --- by the threads of a pool ------------------------------------------------------------------------------------- */
 
 typedef struct {
     const ktq_rectangle *rectangle;

@@ -48,8 +48,7 @@ int64_t kt_widest_part(const ktq_moe *moe) {
     return width;
 }
 
-/* --- which token goes where ----------------------------------------------------------------------------------------
- */
+/* --- which token goes where --------------------------------------------------------------------------------------- */
 
 /* Callers may change ids and skip meanwhile: each pair is read once. */
 static int64_t expert_at(const kt_pass *pass, int64_t i) {
@@ -94,8 +93,7 @@ void kt_sort_tokens(kt_pass *pass, int64_t *place) {
     }
 }
 
-/* --- in which pieces -----------------------------------------------------------------------------------------------
- */
+/* --- in which pieces ---------------------------------------------------------------------------------------------- */
 
 static void add(kt_group *group, kt_task task) {
     group->task[group->tasks++] = task;
@@ -167,8 +165,7 @@ static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
     return pass->tokens * (1 + pass->sections) + cells * (panels + columns + 1) + group->parts * pass->rows;
 }
 
-/* --- in which memory ------------------------------------------------------------------------------------------------
- */
+/* --- in which memory ---------------------------------------------------------------------------------------------- */
 
 /* The memory needed before the tokens are sorted. */
 static int64_t *allocate_sorting(kt_pass *pass, kt_arena *arena) {
@@ -222,8 +219,7 @@ static void allocate(kt_pass *pass, int workers, kt_arena *arena) {
     if (pass->groups > 1) KT_TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
 }
 
-/* --- the forward ----------------------------------------------------------------------------------------------------
- */
+/* --- the forward -------------------------------------------------------------------------------------------------- */
 
 static void choose_sections(kt_pass *pass) {
     int64_t hidden = pass->moe->hidden, parts = parts_of_group(pass, 0), rows = pass->rows ? pass->rows : 1;

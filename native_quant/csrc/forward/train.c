@@ -26,8 +26,7 @@ static kt_matrix matrix_of(const kt_training *t, int64_t bucket, int64_t part, i
     return (kt_matrix){t->pass.down, expert->down, expert->down_scale, hidden, width};
 }
 
-/* --- the slices of a step -------------------------------------------------------------------------------------------
-   */
+/* --- the slices of a step ----------------------------------------------------------------------------------------- */
 
 static void add(kt_training *t, int group, kt_slice slice) {
     t->slice[t->end[group]++] = slice;
@@ -103,8 +102,7 @@ static int64_t most_slices(const kt_training *t) {
     return t->call->tokens + t->pass.rows + t->pass.buckets * 2 * KT_PROJECTIONS * (panels + t->moe->parts);
 }
 
-/* --- numbers --------------------------------------------------------------------------------------------------------
-   */
+/* --- numbers ------------------------------------------------------------------------------------------------------ */
 
 /* BF16 of c[m][32], of that and the scaled product of LoRA (NULL: none): c, and rows of `out` (NULL: not wanted). */
 static void finish(const kt_training *t, int64_t m, float *c, float *of_lora, uint16_t *out, int64_t pitch,
@@ -193,8 +191,7 @@ static void narrow_inputs(const kt_training *t, int projection, int64_t expert, 
     kt_narrow(t, (kt_factor){0, projection}, expert, column, k, rows, pitch, m, low, s);
 }
 
-/* --- the forward's steps --------------------------------------------------------------------------------------------
-   */
+/* --- the forward's steps ------------------------------------------------------------------------------------------ */
 
 static const uint16_t *row_of_token(const kt_training *t, const uint16_t *rows, int64_t row) {
     return rows + t->pair_of[row] / t->call->topk * t->moe->hidden;
@@ -216,7 +213,8 @@ static void gate_up(const kt_training *t, const kt_slice *slice, const kt_train_
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     uint16_t *const out[] = {t->kept->gate, t->kept->up};
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
-        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
+        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
+        int64_t row = bucket->first + first;
         const kt_slice block = {slice->bucket, 0, first, m};
         int64_t at = row * t->columns + t->offset[slice->part] + slice->first * KT_PANEL_ROWS;
         for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
@@ -254,7 +252,8 @@ static void down(const kt_training *t, const kt_slice *slice, const kt_train_scr
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     const kt_matrix w = matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
-        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
+        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
+        int64_t row = bucket->first + first;
         const kt_slice block = {slice->bucket, 0, first, m};
         multiply(t, &block, &w, slice->first, slice->count, t->kept->act + row * t->columns + t->offset[slice->part],
                  t->columns, &t->act8[slice->part], s->c, s);
@@ -285,8 +284,7 @@ static void combine(const kt_training *t, const kt_slice *slice, const kt_train_
     }
 }
 
-/* --- the backward's steps -------------------------------------------------------------------------------------------
-   */
+/* --- the backward's steps ----------------------------------------------------------------------------------------- */
 
 /* The sum of products, in 8 sums. count: a multiple of 8. */
 static float dot(const uint16_t *x, const uint16_t *y, int64_t count) {
@@ -314,8 +312,8 @@ static void weigh(const kt_training *t, const kt_slice *block, const kt_train_sc
             memcpy(t->x + row * hidden, row_of_token(t, t->call->hidden, row), (size_t)hidden * sizeof *t->x);
     }
     if (t->lora)
-        kt_narrow(t, (kt_factor){1, KT_PROJECTION_DOWN}, bucket->expert, 0, hidden, t->gradient + first * hidden, hidden,
-                  block->count, low_of(t, t->of_low[KT_PROJECTION_DOWN], 0, first), s);
+        kt_narrow(t, (kt_factor){1, KT_PROJECTION_DOWN}, bucket->expert, 0, hidden, t->gradient + first * hidden,
+                  hidden, block->count, low_of(t, t->of_low[KT_PROJECTION_DOWN], 0, first), s);
 }
 
 /* The gradients of down's inputs, gate and up. */
@@ -324,7 +322,8 @@ static void through_down(const kt_training *t, const kt_slice *slice, const kt_t
     const kt_matrix w = matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
     kt_turn(t->kernels, &w, slice->first * KT_PANEL_ROWS, slice->count, s->turned, s->chunk);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
-        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK, row = bucket->first + first;
+        int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
+        int64_t row = bucket->first + first;
         kt_multiply_bf16(t->kernels, bf16(), s->turned, NULL, w.n, 0, slice->count, t->gradient + row * w.n, w.n, m,
                          s->c, s->gemm);
         for (int64_t p = 0; p < slice->count; p++) {
@@ -332,8 +331,8 @@ static void through_down(const kt_training *t, const kt_slice *slice, const kt_t
             int64_t at = row * t->columns + column;
             float *c = s->c + p * m * KT_PANEL_ROWS;
             if (t->lora)
-                kt_widen(t, (kt_factor){0, KT_PROJECTION_DOWN}, bucket->expert, column, low_of(t, t->of_low[KT_PROJECTION_DOWN], 0, row), m,
-                         s->of_lora, s);
+                kt_widen(t, (kt_factor){0, KT_PROJECTION_DOWN}, bucket->expert, column,
+                         low_of(t, t->of_low[KT_PROJECTION_DOWN], 0, row), m, s->of_lora, s);
             for (int64_t i = 0; t->lora && t->lora->dropout > 0 && i < m; i++)
                 kt_drop_floats(t, KT_PROJECTION_DOWN, row + i, column, KT_PANEL_ROWS, s->of_lora + i * KT_PANEL_ROWS);
             finish(t, m, c, t->lora ? s->of_lora : NULL, NULL, 0, s);
@@ -410,8 +409,7 @@ static void sum_tokens(const kt_training *t, const kt_slice *slice, const kt_tra
     }
 }
 
-/* --- memory ---------------------------------------------------------------------------------------------------------
-   */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
 static int64_t *allocate_sorting(kt_training *t, kt_arena *arena) {
     int64_t *place;
@@ -511,8 +509,7 @@ static int sort_and_allocate(ktq_pool *pool, kt_training *t) {
     return KTQ_OK;
 }
 
-/* --- the two functions ----------------------------------------------------------------------------------------------
-   */
+/* --- the two functions -------------------------------------------------------------------------------------------- */
 
 int ktq_trainable(const ktq_moe *moe) {
     const int formats[] = {moe->gate_format, moe->up_format, moe->down_format};

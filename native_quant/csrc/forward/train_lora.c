@@ -80,8 +80,7 @@ void kt_widen(const kt_training *t, kt_factor factor, int64_t expert, int64_t fi
     kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, k, 0, 1, low, k, m, c, scratch->gemm);
 }
 
-/* --- dropout: a function of seed, projection, token and place, and column -------------------------------------------
-   */
+/* --- dropout: a function of seed, projection, token and place, and column ----------------------------------------- */
 
 static uint64_t mixed(uint64_t x) { /* splitmix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -91,7 +90,8 @@ static uint64_t mixed(uint64_t x) { /* splitmix64 */
 
 /* Calls LEAVE_OUT with the number of each column that is left out, counted from `first`. */
 #define FOR_DROPPED(LEAVE_OUT)                                                                                         \
-    const uint64_t from = mixed(t->lora->seed + 0x9e3779b97f4a7c15 * (uint64_t)(t->pair_of[row] * 4 + projection));     \
+    const uint64_t number = (uint64_t)(t->pair_of[row] * 4 + projection);                                              \
+    const uint64_t from = mixed(t->lora->seed + 0x9e3779b97f4a7c15 * number);                                          \
     const uint64_t least = (uint64_t)(t->lora->dropout * 65536.0f + 0.5f);                                             \
     for (int64_t i = 0; i < columns; i += 4) {                                                                         \
         uint64_t bits = mixed(from + 0x9e3779b97f4a7c15 * (uint64_t)(first + i));                                      \
@@ -108,8 +108,7 @@ void kt_drop_floats(const kt_training *t, int projection, int64_t row, int64_t f
     FOR_DROPPED(LEAVE_OUT)
 }
 
-/* --- the gradients of factors ---------------------------------------------------------------------------------------
-   */
+/* --- the gradients of factors ------------------------------------------------------------------------------------- */
 
 /* What is summed over tokens: low rows (several of them: parts of down), times rows. terms: of a low number. */
 typedef struct {

@@ -73,7 +73,8 @@ void kt_turn(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64
         for (int64_t i = 0; i < count; i++) {
             if (!panel.chunk) fetch(values, block_bytes, w->k * KT_PANEL_ROWS * panel.bits / 8);
             for (int half = 0; half < 2; half++, values += KT_HALF_BYTES)
-                kernels->transpose(4, values, 64, KT_HALF_ROWS, KT_HALF_ROWS, rows + half * KT_HALF_ROWS * PITCH, PITCH);
+                kernels->transpose(4, values, 64, KT_HALF_ROWS, KT_HALF_ROWS, rows + half * KT_HALF_ROWS * PITCH,
+                                   PITCH);
             kernels->interleave(2, rows, PITCH, KT_HALF_ROWS, panel.scale ? scale + i * KT_PANEL_ROWS : NULL,
                                 s * KT_HALF_ROWS, panels + i * KT_PANEL_ROWS * w->n);
         }
