@@ -155,9 +155,9 @@ def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Cal
 def test_float32_and_batches(case: Case) -> None:
     """The model may run in another dtype than the experts; a batch gives what its rows give."""
     model = load(case.model, case.weights).to(torch.float32)
-    assert "RoutedExperts(layer=1, AMXINT8, experts=8, hidden=128, intermediate=128)" in str(model)
+    assert "layer=1, AMXINT8, experts=8, hidden=128, intermediate=128" in str(model)
     tokens = hf.some_ids(VOCABULARY, 2, 5, seed=2)
-    both = model(tokens).logits  # with gradients on: they stop at the experts, nothing breaks
+    both = model(tokens).logits  # with gradients on
     assert both.dtype == torch.float32
     for row in (0, 1):
         torch.testing.assert_close(model(tokens[row : row + 1]).logits[0], both[row], rtol=1e-4, atol=1e-4)

@@ -52,6 +52,8 @@ class KTMoEWrapper:
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """As kt-kernel's: of another class with mode="sft", which then has no __init__ of this one."""
+        if not arguments and not named:  # by copy and pickle, which say themselves what they cannot do
+            return super().__new__(cls)
         given = inspect.signature(cls.__init__).bind(None, *arguments, **named)
         given.apply_defaults()
         wrapper = super().__new__(cls)
