@@ -15,10 +15,9 @@ import pages
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "many-machines.md"
 
-# Measured, CPU time of one core (AMD EPYC with AVX-512 and BF16): seconds for an expert of 7168 x 2048 as in gptq.py,
-# AMXINT4, for an eighth of its rows (full: for 128, and 2.8 s are counted for the correction of rows that are left),
-# times as many; products of matrices, in FLOP/s; SHA-256, in bytes/s (docs/explanation/resume.md).
-SECONDS = {"plain": 4.7, "descent": 22.7, "full": 49.6}
+# Measured, CPU time of one core (AMD EPYC with AVX-512 and BF16): seconds for an expert of 7168 x 2048, AMXINT4, by
+# gptq.py; products of matrices, in FLOP/s; SHA-256, in bytes/s (docs/explanation/resume.md).
+SECONDS = {"plain": 5.6, "descent": 8.4, "full": 15.2}
 BF16, FLOAT32, HASH = 207e9, 84e9, 1.1e9
 # Assumed: a host's cores, the part of their speed that they reach together, bytes/s of the file system.
 CORES, TOGETHER, FILES = 64, 0.5, 20e9
