@@ -583,7 +583,7 @@ int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call,
     kt_training t = {.moe = moe, .call = call, .lora = lora, .kept = kept, .gradients = gradients};
     int error = begin(pool, &t);
     if (error) return error;
-    memset(gradients->weights, 0, (size_t)(call->tokens * call->topk) * sizeof *gradients->weights);
+    if (call->tokens) memset(gradients->weights, 0, (size_t)(call->tokens * call->topk) * sizeof *gradients->weights);
     run_blocks(pool, &t, weigh);
     run_panels(pool, &t, moe->parts, 0, through_down);
     if (lora) run_blocks(pool, &t, narrow_gate_up);
