@@ -23,7 +23,6 @@ from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import plan_request, run
-from ktconvert.pipeline.ui.progress import Reporter
 from rig import conversion, forks, stored
 from rig.dask_cluster import Cluster, certificates, other_version
 from rig.files import touch
@@ -87,22 +86,11 @@ def test_the_bytes_are_those_of_threads(
     assert conversion.differing(made, expected.result()) == []
 
 
-class Events(Reporter):
-    """Keeps what is told."""
-
-    def __init__(self) -> None:
-        super().__init__(verbosity=-2)
-        self.told: list[dict[str, Any]] = []
-
-    def event(self, kind: str, **fields: Any) -> None:
-        self.told.append({"event": kind, **fields})
-
-
 @pytest.mark.parametrize("kind", [ProcessPoolExecutor, ThreadPoolExecutor])
 def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tmp_path: Path) -> None:
     source = Path(inputs["SMALL"])
     run(plan_request(request("cpu", source, tmp_path / "threads")))
-    events = Events()
+    events = conversion.Events()
     with kind(2) as executor:  # type: ignore[call-arg]
         run(plan_request(request("cpu", source, tmp_path / "out")), executor, events)
     threads = conversion.tree(tmp_path / "threads")
@@ -128,7 +116,7 @@ class Twice(Executor):
 
 def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, str], tmp_path: Path) -> None:
     run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "threads")))
-    events = Events()
+    events = conversion.Events()
     run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []

@@ -16,7 +16,6 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.pipeline.cli.status import look
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.ui.progress import Reporter
 from rig import calibrated, conversion, forks, killpoint
 from rig.dask_cluster import Cluster
 
@@ -55,23 +54,12 @@ def plan(case: str, output: Path, dataset: Path, **more: Any) -> Any:
     return commands.plan_request(commands.request(command, input=calibrated.EXAMPLE, output=output, **given))
 
 
-class Events(Reporter):
-    """Keeps what is told."""
-
-    def __init__(self) -> None:
-        super().__init__(verbosity=-2)
-        self.told: list[dict[str, Any]] = []
-
-    def event(self, kind: str, **fields: Any) -> None:
-        self.told.append({"event": kind, **fields})
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Executor, tmp_path: Path) -> None:
     for name in ("here", "away"):
         (tmp_path / name).mkdir()
     assert commands.run(plan(case, tmp_path / "here" / "out", dataset))
-    events = Events()
+    events = conversion.Events()
     assert commands.run(plan(case, tmp_path / "away" / "out", dataset), workers, events)
     assert conversion.differing(*(conversion.tree(tmp_path / name) for name in ("away", "here"))) == []
     begun, done = (
@@ -118,8 +106,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def wanted(dataset: Path, servers: forks.Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    output = tmp_path_factory.mktemp("wanted") / "out"
+def expected(dataset: Path, servers: forks.Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    output = tmp_path_factory.mktemp("expected") / "out"
     assert servers.run(words(output, dataset), output.with_suffix(".said")).returncode == 0
     return conversion.tree(output)
 
@@ -133,14 +121,14 @@ def at(cluster: Cluster) -> tuple[str, str]:
     return "--executor", f"dask:{cluster.file}"
 
 
-def finished(done: Any, output: Path, wanted: Any) -> None:
+def finished(done: Any, output: Path, expected: Any) -> None:
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
 def test_a_worker_killed_in_the_middle_of_a_portion(
-    dataset: Path, wanted: Any, servers: forks.Forks, shim: Path, cluster: Cluster, tmp_path: Path
+    dataset: Path, expected: Any, servers: forks.Forks, shim: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     output = tmp_path / "o" / "out"
     output.parent.mkdir()
@@ -151,7 +139,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
         making = look(output)
         cluster.start("b")
         cluster.send("a", signal.SIGKILL)
-        finished(coordinator.result(), output, wanted)
+        finished(coordinator.result(), output, expected)
     assert (making["done"], making["units"]) == (1, 3)  # portions do not count
     assert {unit["unit"] for unit in making["making"]} == {"gptq.layer-000", "gptq.layer-000.experts-000-003"}
     lost = [e["unit"] for e in conversion.events((tmp_path / "said").read_text()) if e["event"] == "lost"]
@@ -159,7 +147,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
 
 
 def test_a_killed_coordinator(
-    dataset: Path, wanted: Any, servers: forks.Forks, cluster: Cluster, tmp_path: Path
+    dataset: Path, expected: Any, servers: forks.Forks, cluster: Cluster, tmp_path: Path
 ) -> None:
     """When all portions of a layer were taken, and none was removed: the next one makes none of them again, but threads
     make the layer."""
@@ -175,10 +163,10 @@ def test_a_killed_coordinator(
     assert len(made) == 2
     shutil.copytree(work, other.with_name("out.work"))
     done = servers.run(["resume", output, *at(cluster), "--json"], tmp_path / "said")
-    finished(done, output, wanted)
+    finished(done, output, expected)
     told = conversion.events(done.stderr)
     assert {e.get("attempt") for e in told if e["event"] == "done" and ".experts-" in e["unit"]} == made
-    finished(servers.run(["resume", other], tmp_path / "said"), other, wanted)
+    finished(servers.run(["resume", other], tmp_path / "said"), other, expected)
 
 
 def test_a_worker_on_another_machine(dataset: Path, servers: forks.Forks, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def loose(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Tensors:
+def expected(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Tensors:
     """The tensors that converting to safetensors directly gives."""
     folder = tmp_path_factory.mktemp("direct") / "out"
     cli("cpu", "-i", example, "-o", folder)
@@ -33,16 +33,16 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) ->
 
 
 @pytest.mark.parametrize("most", [1, 191, 3000])
-def test_any_shard_size_holds_every_tensor_once(most, tmp_path, cli, loose, wanted):
+def test_any_shard_size_holds_every_tensor_once(most, tmp_path, cli, loose, expected):
     """kt-kernel's script writes another dtype where the folder's name has "scale" in it."""
     cli("merge", "-i", shutil.copytree(loose, tmp_path / "my_scale_dir"), "-o", tmp_path / "out", "--max-tensors", most)
-    assert read_folder(tmp_path / "out") == wanted
+    assert read_folder(tmp_path / "out") == expected
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) == -(-192 // most)
     assert shards[-1].name == f"model-{len(shards):05d}-of-{len(shards):05d}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(len(t.data) for t in wanted.values())
-    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(len(t.data) for t in expected.values())
+    assert index["weight_map"].keys() == expected.keys()
 
 
 def test_config_and_tokenizer_come_from_the_original(tmp_path, cli, loose, example):
@@ -203,13 +203,13 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
     cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
     bare = copied(tmp_path / "loose", tmp_path / "bare")
-    wanted = read_folder(tmp_path / "direct")
+    expected = read_folder(tmp_path / "direct")
     for at, (folder, original) in enumerate(
         ((tmp_path / "loose", []), (tmp_path / "loose", ["-r", source]), (bare, ["-r", source]))
     ):
         out = tmp_path / f"out-{at}"
         cli("merge", "-i", folder, "-o", out, *original)
-        assert read_folder(out) == wanted
+        assert read_folder(out) == expected
         cli("verify", out, "--against", source)
     done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
     assert "layers differ in experts x hidden size x expert width" in done.stderr

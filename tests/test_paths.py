@@ -74,7 +74,7 @@ NOWHERE += [("gpu -i EXAMPLE -o / --quant-method RTN", 2), ("verify .work", 3)]
 
 
 @pytest.mark.parametrize(("line", "code"), NOWHERE)
-def test_a_folder_beside_which_nothing_can_lie(line, code, example, tmp_path, monkeypatch):
+def test_an_output_whose_folder_takes_no_work_directory(line, code, example, tmp_path, monkeypatch):
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "here")

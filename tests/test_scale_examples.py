@@ -71,7 +71,7 @@ def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path):
     assert all(spelled["tls"][role].keys() == page["tls"][role].keys() for role in ("scheduler", "worker", "client"))
 
 
-def test_the_hours_of_gptq_follow_from_the_numbers_beside_them(monkeypatch):
+def test_the_hours_of_gptq_follow_from_the_named_numbers(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from gptq_hosts import SECONDS, table
 

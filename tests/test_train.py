@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.pipeline.engine.paths import locate
 from rig import killpoint
 from rig.conversion import tree
 from rig.safetensors import read_file
@@ -349,14 +350,16 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(example, int8, te
     program = (sys.executable, "-m", "ktconvert.pipeline.cli")
     options = tuple(map(str, ("--cpu-weights", int8, "--dataset", text, *SHORT, "-q")))
 
+    def convert(output: Path) -> tuple[str, ...]:
+        return (*program, "train", str(example), *options, "-o", str(output))
+
     def resume(killed: Path) -> None:
         assert not killed.exists() or tree(killed).keys() == tree(tmp_path / "whole").keys()
-        done = killpoint.run(
-            (*program, "train", str(example), *options, "-o", str(killed)), killed, 0, tmp_path / "killpoint.so"
-        )
+        begun = locate(killed).plan.exists()
+        line = (*program, "resume", str(killed), "-q") if begun else convert(killed)
+        done = killpoint.run(line, killed, 0, tmp_path / "killpoint.so")
         assert done.returncode == 0, done.stderr
 
-    convert = lambda output: (*program, "train", str(example), *options, "-o", str(output))  # noqa: E731
     killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97)
 
 

@@ -62,7 +62,7 @@ def flat(found: Gradients) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("isa", kernels.ISAS, indirect=True)
 @pytest.mark.parametrize(("method", "parts"), [("BF16", 1), ("AMXINT8", 1), ("AMXINT4", 3), ("MXFP4", 2), ("FP8", 1)])
-def test_beside_float64(isa: str, method: str, parts: int) -> None:
+def test_distance_to_float64(isa: str, method: str, parts: int) -> None:
     """Tokens of one expert in several blocks, experts without tokens, an odd number of tokens."""
     for tokens in (1, 7, 41):
         hidden, ids, weights, gradient = inputs(tokens)

@@ -7,6 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+# The names that config.json has for the number of experts per token.
+TOPK = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "experts_per_token",
+    "moe_k",
+)
+USUAL_TOPK = 8
 # Where multimodal models keep the language model's configuration.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -41,6 +52,14 @@ def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tup
         value = value[layer] if layer < len(value) else None
         key = f"{key}[{layer}]"
     return (key, value) if type(value) is int else None
+
+
+def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
+    """How many, of so many experts, and where that is from."""
+    recorded = number(config, TOPK, layer)
+    if recorded is not None and 0 < recorded[1] <= experts:
+        return recorded[1], f"config.json: {recorded[0]}"
+    return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
 def families(config: dict[str, Any]) -> list[str]:

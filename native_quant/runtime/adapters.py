@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime.training import Lora
+from ktconvert.native_quant.runtime.training import CPU, Lora
 
-CPU = torch.device("cpu")
 NAMES = ("gate_proj", "up_proj", "down_proj")
 # What checkpoints call an expert's projections, in the conversions of transformers: "mlp.experts.*.w1.weight".
 OF_EXPERT = re.compile(r"experts\.\*\.(\w+)\.weight\$?$")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import preconditions
@@ -16,25 +16,6 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import BenchOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, plural, size
-
-# The names that config.json has for the number of experts per token.
-TOPK = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
-    "experts_per_token",
-    "moe_k",
-)
-USUAL_TOPK = 8
-
-
-def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    recorded = cfg.number(config, TOPK, layer)
-    if recorded is not None and 0 < recorded[1] <= experts:
-        return recorded[1], f"config.json: {recorded[0]}"
-    return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
 @command("bench", BenchOptions)

@@ -197,11 +197,9 @@ def go_on(options: quantization.ResumeOptions) -> None:
         )
     if old.command == "train":
         from ktconvert.pipeline.cli import train
-        from ktconvert.pipeline.models.fine_tuning import saved_options
+        from ktconvert.pipeline.options.training_options import TrainOptions
 
-        if (begun := saved_options(options.output)) is not None:
-            train.go_on(begun, options)
-        return
+        return train.go_on(commands.restored(TrainOptions, options.output, old), options)
     preconditions.check_kernels()
     request = commands.saved_request(options.output, old)
     execution = options.execution

@@ -33,8 +33,7 @@ def train(options: TrainOptions) -> None:
 
 def start(options: TrainOptions) -> None:
     """Train as the options say."""
-    from ktconvert.pipeline.cli.bench import experts_per_token
-    from ktconvert.pipeline.models import fine_tuning, loading
+    from ktconvert.pipeline.models import fine_tuning, loading, training_memory
     from ktconvert.pipeline.ui.plots import require_matplotlib
     from ktconvert.pipeline.ui.text import aligned
 
@@ -51,11 +50,11 @@ def start(options: TrainOptions) -> None:
     )
     if options.dry_run:
         fine_tuning.require_free(options)
-        found = fine_tuning.needs(options, choice, experts_per_token)
+        found = training_memory.needs(options, choice)
         if options.reporting.json_events:
             click.echo(json.dumps({"event": "plan", "memory": {**found, "together": sum(found.values())}}))
         else:
-            click.echo("\n".join(aligned(fine_tuning.needs_in_words(found))))
+            click.echo("\n".join(aligned(training_memory.in_words(found))))
         return
     made = fine_tuning.train(options, choice, reporter)
     if not made:

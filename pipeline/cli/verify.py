@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import click
 
+from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime import from_checkpoint, smoke
 from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli import preconditions
-from ktconvert.pipeline.cli.bench import experts_per_token
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.executors import opened
 from ktconvert.pipeline.models.evaluate import read_text

@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
 from ktconvert.pipeline.engine.units import Runner
-from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import duration, size
@@ -179,7 +179,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
     if old != (document := plan.document(work.may_replace)):
-        work.save_plan(document)
+        save_plan(work.paths, document)
 
 
 def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:

@@ -57,11 +57,6 @@ class WorkDir:
     def done_reason(self, unit: Unit[Any]) -> str | None:
         return done_reason(self.paths, self.finished, unit)
 
-    def save_plan(self, document: SavedPlan) -> None:
-        partial = self.paths.partial / "plan.json"
-        publish.write_file(partial, documents.indented(document))
-        publish.publish(partial, self.paths.plan)
-
     def new_token(self) -> str:
         name = secrets.token_hex(8)
         partial = self.paths.partial / "token"
@@ -101,18 +96,29 @@ class WorkDir:
         self.paths.store.mkdir()
 
     def remove(self) -> None:
-        """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
-        publish.remove_tree(self.paths.plan)
-        for path in (self.paths.attempts, self.paths.partial):
-            publish.remove_tree(self.paths.old)
-            if path.is_dir():  # a worker that was taken for dead may write there: under another name nobody can
-                path.rename(self.paths.old)
-        for name in sorted(lock.OURS):
-            publish.remove_tree(self.paths.root / name)
-        self._lock.remove()
-        # Another process may wait for the lock; NFS keeps open files until they are closed.
-        with contextlib.suppress(OSError):
-            self.paths.root.rmdir()
+        remove(self.paths, self._lock)
+
+
+def save_plan(paths: Paths, document: SavedPlan) -> None:
+    """Let plan.json appear, or another one in its place."""
+    partial = paths.partial / "plan.json"
+    publish.write_file(partial, documents.indented(document))
+    publish.publish(partial, paths.plan)
+
+
+def remove(paths: Paths, held: lock.Lock) -> None:
+    """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
+    publish.remove_tree(paths.plan)
+    for path in (paths.attempts, paths.partial):
+        publish.remove_tree(paths.old)
+        if path.is_dir():  # a worker that was taken for dead may write there: under another name nobody can
+            path.rename(paths.old)
+    for name in sorted(lock.OURS):
+        publish.remove_tree(paths.root / name)
+    held.remove()
+    # Another process may wait for the lock; NFS keeps open files until they are closed.
+    with contextlib.suppress(OSError):
+        paths.root.rmdir()
 
 
 def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:

@@ -17,14 +17,14 @@ from typing import Any
 from ktconvert.layouts.checkpoints.adapter import CONFIG
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.pipeline.engine import lock
+from ktconvert.pipeline.engine import lock, workdir
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import first_line, size, tokens
+from ktconvert.pipeline.ui.text import first_line, tokens
 
 COMMAND = "train"
 MOST = 1 << 40  # of samples, and of tokens of one: all
@@ -166,21 +166,6 @@ def checkpoints(paths: Paths) -> list[Path]:
     return sorted(paths.store.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def saved_options(output: Path) -> TrainOptions | None:
-    """The settings of a training that was begun; None where none was. Raises OutputError where they cannot be read."""
-    from ktconvert.pipeline.options.declare import build, checked, leaves
-
-    old = saved_plan(locate(output))
-    if old is None or old.command != COMMAND:
-        return None
-    known = {leaf.name: leaf for leaf in leaves(TrainOptions)}
-    try:
-        values = {name: checked(known[name], value) for name, value in {**old.settings, **old.tuning}.items()}
-    except (KeyError, ValueError) as error:
-        raise OutputError(f"{output}: its plan cannot be understood ({error}); start over with --overwrite.") from error
-    return build(TrainOptions, {**values, "output": output})
-
-
 def require_free(options: TrainOptions) -> bool:
     """Whether there is anything to do. Raises OutputError where something else lies at the output, or it was begun with
     other settings.
@@ -220,7 +205,9 @@ def _settings_of(adapter: Path) -> Any:
 
 @contextmanager
 def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
-    """The locked work directory, with the settings in it. Raises OutputError where another process works there."""
+    """The locked work directory, with the settings in it; it goes when all in it is done. Raises OutputError where
+    another process works there.
+    """
     paths = locate(options.output)
     held = lock.acquire(paths.root, paths.output)
     try:
@@ -241,9 +228,9 @@ def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
             units=steps,
             overwrite=options.overwrite,
         )
-        publish.write_file(paths.root / "token", documents.indented(document))
-        publish.publish(paths.root / "token", paths.plan)
+        workdir.save_plan(paths, document)
         yield paths
+        workdir.remove(paths, held)
     finally:
         held.release()
 
@@ -339,7 +326,7 @@ def steps_per_epoch(options: TrainOptions, rows: int) -> int:
 
 
 def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
-    """Put the adapter together, let it appear in place of an older one, and remove the work directory."""
+    """Put the adapter together, and let it appear in place of an older one."""
     learner.model.save_pretrained(paths.assembly)
     config = json.loads((paths.assembly / CONFIG).read_bytes())
     config["target_modules"] = sorted(config["target_modules"])  # PEFT has them in the order of a set
@@ -361,9 +348,6 @@ def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
         publish.exchange(paths.assembly, options.output, aside=paths.old)
     else:
         publish.publish(paths.assembly, options.output)
-    for leftover in (paths.plan, paths.store, paths.partial, paths.assembly, paths.old):
-        publish.remove_tree(leftover)
-    publish.remove_tree(paths.root)
 
 
 def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) -> bytes:
@@ -389,43 +373,3 @@ def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) 
         "Its matrices have PEFT's names, one for each expert and projection: PEFT loads it into the unconverted model.",
     ]
     return ("\n".join(lines) + "\n").encode()
-
-
-def needs(
-    options: TrainOptions, choice: loading.ModelChoice, topk_of: Callable[[dict[str, Any], int, int], tuple[int, str]]
-) -> dict[str, int]:
-    """What a step takes, in bytes, by the model's config alone. topk_of: as experts_per_token of bench."""
-    config = loading.prepare(choice)
-    import torch
-
-    from ktconvert.native_quant.runtime.hf_modules import find_experts
-
-    with loading.explained(choice.model), torch.device("meta"):
-        model = loading.auto_class(config).from_config(config)
-    modules, plan, rank = find_experts(model), options.schedule_options, options.lora.rank
-    names = target_modules(options, model)
-    inside = tuple(f"{module.name}." for module in modules)
-    rest = [(name, one) for name, one in model.named_parameters() if not name.startswith(inside)]
-    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.split(".")[-1] in names]
-    parameters = sum(rank * (m.in_features + m.out_features) for m in linears)
-    if EXPERTS in names:
-        parameters += sum(3 * rank * m.num_experts * (m.hidden + m.intermediate) for m in modules)
-    text = config.get_text_config(decoder=True)
-    count, hidden, layers = plan.batch_size * plan.sequence_length, modules[0].hidden, text.num_hidden_layers
-    per_route = max(module.intermediate for module in modules)
-    topk = topk_of(text.to_dict(), modules[0].layer, modules[0].num_experts)[0]
-    # BF16: gate, up and their product of each route; some dozen rows of H of the layer's other parts.
-    layer = 2 * count * (3 * topk * per_route + 12 * hidden)
-    kept = 2 * count * hidden * layers + layer if plan.gradient_checkpointing else layer * layers
-    return {
-        "model without experts": sum(2 * one.numel() for _, one in rest),
-        "one layer's experts, in BF16": max(6 * m.num_experts * m.hidden * m.intermediate for m in modules),
-        "activations of a step": kept,
-        "logits and their gradient": 8 * count * text.vocab_size,
-        "LoRA with gradients and AdamW": 16 * parameters,
-    }
-
-
-def needs_in_words(found: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Rows of a table."""
-    return [*((what, size(nbytes)) for what, nbytes in found.items()), ("together", size(sum(found.values())))]

@@ -83,18 +83,8 @@ class Existing(Leftovers):
     delete_others: bool = tuning("With --overwrite: also delete what no manifest of ktconvert lists.", default=False)
 
 
-class ConversionOptions(Options):
-    """Settings of every command that makes an output. part: as --part says, where a command has it."""
-
-    input: str = recorded(Effect.CALL, default=NONE)
-    output: Path = recorded(Effect.CALL, default=NONE)
-    dry_run: bool = option("Print the plan and stop; read headers only, write nothing.", default=False)
-    verify_inputs: bool = tuning("Hash all input files, and notice any change of them on resume.", default=False)
-    part: str | None = recorded(Effect.TUNING)
-    execution: Execution = Execution()
-    workers: Workers = Workers()
-    existing: Existing = Existing()
-    reporting: Reporting = Reporting()
+class PlannedOptions(Options):
+    """Settings that plan.json holds, and with which a run that was cut off goes on."""
 
     def unused(self) -> Mapping[str, str]:
         """The options that have no meaning with the others -> why. They are neither recorded nor compared."""
@@ -114,6 +104,20 @@ class ConversionOptions(Options):
     def tuning(self) -> dict[str, Any]:
         """What cannot: name -> value."""
         return self._of(Effect.TUNING)
+
+
+class ConversionOptions(PlannedOptions):
+    """Settings of every command that makes an output. part: as --part says, where a command has it."""
+
+    input: str = recorded(Effect.CALL, default=NONE)
+    output: Path = recorded(Effect.CALL, default=NONE)
+    dry_run: bool = option("Print the plan and stop; read headers only, write nothing.", default=False)
+    verify_inputs: bool = tuning("Hash all input files, and notice any change of them on resume.", default=False)
+    part: str | None = recorded(Effect.TUNING)
+    execution: Execution = Execution()
+    workers: Workers = Workers()
+    existing: Existing = Existing()
+    reporting: Reporting = Reporting()
 
     @property
     def weights(self) -> tuple[tuple[str, Any], ...]:

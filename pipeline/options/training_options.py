@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from ktconvert.pipeline.options.declare import NONE, Effect, Options, files, option, tuning, values_of
-from ktconvert.pipeline.options.option_groups import Hub, Reporting
+from ktconvert.pipeline.options.declare import NONE, Options, files, option, tuning
+from ktconvert.pipeline.options.option_groups import Hub, PlannedOptions, Reporting
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
 
 DATA = "a file or folder (.txt, .jsonl, .json, .parquet), or a hub id"
@@ -46,8 +45,8 @@ class Schedule(Options, title="Training"):
     )
 
 
-class TrainOptions(Options):
-    """Settings of `ktconvert train`; plan.json of a training holds them."""
+class TrainOptions(PlannedOptions):
+    """Settings of `ktconvert train`."""
 
     model: str = files(
         "A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE
@@ -76,13 +75,3 @@ class TrainOptions(Options):
     dry_run: bool = option("Print what it takes, and stop.", default=False)
     overwrite: bool = option("Replace what is there already, finished or begun.", default=False)
     reporting: Reporting = Reporting()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What can change the adapter: name -> value."""
-        return values_of(self, Effect.FILES)
-
-    @property
-    def tuning(self) -> dict[str, Any]:
-        """What cannot: name -> value."""
-        return values_of(self, Effect.TUNING)

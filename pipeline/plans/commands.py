@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.native_quant import machine, placement
@@ -18,7 +18,7 @@ from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
 from ktconvert.pipeline.options.declare import build, checked, leaves, plain, with_values
-from ktconvert.pipeline.options.option_groups import ConversionOptions
+from ktconvert.pipeline.options.option_groups import ConversionOptions, PlannedOptions
 from ktconvert.pipeline.options.quantization import (
     CalibrateOptions,
     CpuOptions,
@@ -32,6 +32,8 @@ from ktconvert.pipeline.options.quantization import (
 from ktconvert.pipeline.options.types import OneOrMore
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
+
+AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 
 # A command's plan is made by plan_NAME in the module of its name.
 COMMANDS: Mapping[str, type[ConversionOptions]] = {
@@ -54,20 +56,24 @@ def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
     """The request of plan.json. Raises OutputError for another ktconvert's command, and for damaged settings."""
     if saved.command not in COMMANDS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
+    return Request(saved.command, restored(COMMANDS[saved.command], output, saved, input=saved.input))
+
+
+def restored(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: Any) -> AnyOptions:
+    """The settings that plan.json has, and more of them. Raises OutputError for damaged ones."""
     settings, tuning = saved.settings, saved.tuning
     try:
-        given = {"input": saved.input, "output": str(output), **settings, **tuning}
-        options = _options(COMMANDS[saved.command], given)
+        options = _options(cls, {**more, "output": str(output), **settings, **tuning})
         if wrong := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
             raise ValueError(f"{wrong[0]} goes with none of the other options")
         if missing := {*options.settings} - {*settings}:
             raise ValueError(f"{min(missing)} is missing")
     except ValueError as error:
         raise OutputError(f"{output}: its plan cannot be understood ({error}); start over with --overwrite.") from error
-    return Request(saved.command, options)
+    return options
 
 
-def _options(cls: type[ConversionOptions], values: Mapping[str, Any]) -> ConversionOptions:
+def _options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
     """Settings of values as JSON or a caller has them. Raises ValueError, naming the option."""
     known = {leaf.name: leaf for leaf in leaves(cls)}
     if unknown := sorted({*values} - {*known}):

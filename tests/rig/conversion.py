@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.ui.progress import Reporter
 from rig import forks
 from rig.files import move_time
 from rig.safetensors import write_file
@@ -272,3 +273,14 @@ def thinned(points: int, runs: int) -> list[int]:
     offset = chance().randint(1, step)
     print(f"kill points {offset}, {offset + step} ... of {points}")
     return list(range(offset, points + 1, step))
+
+
+class Events(Reporter):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        super().__init__(verbosity=-2)
+        self.told: list[dict[str, Any]] = []
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.told.append({"event": kind, **fields})
