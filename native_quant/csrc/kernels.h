@@ -367,6 +367,9 @@ static inline uint16_t *kt_panel_line(uint16_t *panel, int64_t pair) {
 typedef void kt_interleave_fn(int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t pairs,
                               const float *scale, int64_t at, uint16_t *panel);
 
+/* The tile of 32 x 32 numbers in BF16 that is a tile's transpose. Any alignment. */
+typedef void kt_transpose_tile_fn(const uint8_t *tile, uint8_t *out);
+
 /* The gradients of gate and up, BF16, from that of silu(gate) * up, [m][32]; the others: rows `pitch` apart. */
 typedef void kt_swiglu_backward_fn(int64_t m, const float *gradient, const uint16_t *gate, const uint16_t *up,
                                    uint16_t *of_gate, uint16_t *of_up, int64_t pitch);

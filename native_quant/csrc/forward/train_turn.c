@@ -71,12 +71,17 @@ void kt_turn(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64
         }
         if (panel.scale) panel.scale(kernels, &panel, first, count * KT_PANEL_ROWS, scale);
         for (int64_t i = 0; i < count; i++) {
+            uint16_t *out = panels + i * KT_PANEL_ROWS * w->n;
             if (!panel.chunk) fetch(values, block_bytes, w->k * KT_PANEL_ROWS * panel.bits / 8);
+            if (!panel.scale) {
+                kernels->transpose_tile(values, (uint8_t *)kt_panel_line(out, s * KT_HALF_ROWS));
+                values += KT_TILE_BYTES;
+                continue;
+            }
             for (int half = 0; half < 2; half++, values += KT_HALF_BYTES)
                 kernels->transpose(4, values, 64, KT_HALF_ROWS, KT_HALF_ROWS, rows + half * KT_HALF_ROWS * PITCH,
                                    PITCH);
-            kernels->interleave(2, rows, PITCH, KT_HALF_ROWS, panel.scale ? scale + i * KT_PANEL_ROWS : NULL,
-                                s * KT_HALF_ROWS, panels + i * KT_PANEL_ROWS * w->n);
+            kernels->interleave(2, rows, PITCH, KT_HALF_ROWS, scale + i * KT_PANEL_ROWS, s * KT_HALF_ROWS, out);
         }
     }
 }

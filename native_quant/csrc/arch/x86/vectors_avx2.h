@@ -117,4 +117,14 @@ TARGET static inline void transpose_words(const ints *in, ints *out) {
     }
 }
 
+/* The same of items of 64 bits. */
+TARGET static inline void transpose_double_words(const ints *in, ints *out) {
+    for (int i = 0; i < 2; i++) {
+        ints a = i ? _mm256_unpackhi_epi64(in[0], in[1]) : _mm256_unpacklo_epi64(in[0], in[1]);
+        ints b = i ? _mm256_unpackhi_epi64(in[2], in[3]) : _mm256_unpacklo_epi64(in[2], in[3]);
+        out[i] = _mm256_permute2x128_si256(a, b, 0x20);
+        out[2 + i] = _mm256_permute2x128_si256(a, b, 0x31);
+    }
+}
+
 #endif

@@ -93,20 +93,33 @@ TARGET static inline uint16_t reduce_max_epu16(ints x) {
     return (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1))), 0);
 }
 
+/* out[step * i], 128 bits number j = in[step * j], 128 bits number i. */
+TARGET static inline void transpose_lanes(int step, const ints *in, ints *out) {
+    ints a = in[0], b = in[step], c = in[2 * step], d = in[3 * step];
+    ints ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 */
+    ints cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
+    out[0] = _mm512_shuffle_i32x4(ab02, cd02, 0x88);
+    out[step] = _mm512_shuffle_i32x4(ab13, cd13, 0x88);
+    out[2 * step] = _mm512_shuffle_i32x4(ab02, cd02, 0xdd);
+    out[3 * step] = _mm512_shuffle_i32x4(ab13, cd13, 0xdd);
+}
+
 /* out[i], word j = in[j], word i. Two rounds of interleaving 32- and 64-bit items turn each 4 x 4 block of words that
    shares a lane; two rounds of moving lanes bring those of one column together. */
 TARGET static inline void transpose_words(const ints *in, ints *out) {
-    ints turned[4][4];
-    for (int g = 0; g < 4; g++) turn_blocks(in + 4 * g, turned[g]);
-    for (int q = 0; q < 4; q++) {
-        ints a = turned[0][q], b = turned[1][q], c = turned[2][q], d = turned[3][q];
-        ints ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 */
-        ints cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
-        out[q] = _mm512_shuffle_i32x4(ab02, cd02, 0x88);
-        out[4 + q] = _mm512_shuffle_i32x4(ab13, cd13, 0x88);
-        out[8 + q] = _mm512_shuffle_i32x4(ab02, cd02, 0xdd);
-        out[12 + q] = _mm512_shuffle_i32x4(ab13, cd13, 0xdd);
+    ints turned[16];
+    for (int g = 0; g < 16; g += 4) turn_blocks(in + g, turned + g);
+    for (int q = 0; q < 4; q++) transpose_lanes(4, turned + q, out + q);
+}
+
+/* The same of items of 64 bits. */
+TARGET static inline void transpose_double_words(const ints *in, ints *out) {
+    ints turned[8];
+    for (int i = 0; i < 8; i += 2) {
+        turned[i] = _mm512_unpacklo_epi64(in[i], in[i + 1]);
+        turned[i + 1] = _mm512_unpackhi_epi64(in[i], in[i + 1]);
     }
+    for (int i = 0; i < 2; i++) transpose_lanes(2, turned + i, out + i);
 }
 
 #endif
