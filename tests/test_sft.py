@@ -1,5 +1,6 @@
 """KTMoEWrapper(mode="sft"): kt-kernel's golden results, windows of gradients, order of calls, files."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.runtime.methods import TRAINED, TRAINING
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
@@ -29,12 +31,10 @@ PEER = {
     "AMXINT8_SFT_SkipLoRA": (2.03e-2, 2.10e-2, 1.45e-2),
     "AMXINT8_SFT_T2": (1.82e-2, 1.83e-2, 1.81e-2, 1.21e-2, 1.27e-2, 1.28e-2, 1.20e-2, 1.23e-2, 1.23e-2),
 }
-# Where the arithmetic is kt-kernel's: with BF16, all but the sum over a token's rows, and with several parts what is
-# rounded for each of them; with integers, what no transposed weight reaches.
-SAME = {
-    "AMXBF16_SFT": [name for name in NAMES if name != "grad_input"],
-    "AMXBF16_SFT_T2": [name for name in NAMES if name not in ("grad_input", "grad_gate_lora_a", "grad_up_lora_a")],
-}
+# Where the arithmetic is kt-kernel's: all but the sum over a token's rows, and with several parts what is rounded for
+# each of them; with integers and without transposes of their own, what no transposed weight reaches.
+SAME = [name for name in NAMES if name != "grad_input"]
+SAME_IN_PARTS = [name for name in SAME if name not in ("grad_gate_lora_a", "grad_up_lora_a")]
 SAME_INTEGERS = ["output", "grad_weights", "grad_down_lora_a", "grad_down_lora_b"]
 CLOSE = 2e-3
 
@@ -54,8 +54,11 @@ def linears(width: int = 256) -> Linears:
     return gate, up, down
 
 
-def trained(method: str, width: int = 256, parts: int = 1, **more: Any) -> tuple[Any, Linears]:
+def trained(
+    method: str, width: int = 256, parts: int = 1, share: bool | None = None, **more: Any
+) -> tuple[Any, Linears]:
     one = wrapper(method, width, parts=parts, **more)
+    one.share_backward_bb = share
     one.load_weights_from_tensors(*linears(width), torch.arange(4))
     return one, linears(width)
 
@@ -67,13 +70,14 @@ def with_lora(one: Any, tensors: dict[str, torch.Tensor], fill: float = 7.0) -> 
     return lora, buffers
 
 
+@pytest.mark.parametrize("share", [None, False], ids=["own codes", "transposes"])
 @pytest.mark.parametrize("case", PEER)
-def test_golden(case: str) -> None:
+def test_golden(case: str, share: bool | None) -> None:
     two = case.endswith("_T2")
     method, width, parts = case.removesuffix("_T2"), 512 if two else 256, 1 + two
     given = load_file(GOLDEN / ("inputs_T2.safetensors" if two else "inputs.safetensors"))
     golden = load_file(GOLDEN / f"{case}.safetensors")
-    one, weights = trained(method, width, parts)
+    one, weights = trained(method, width, parts, share)
     lora = None
     if "SkipLoRA" not in case:
         lora, buffers = with_lora(one, given)
@@ -85,7 +89,7 @@ def test_golden(case: str) -> None:
         given["x"], given["expert_ids"], given["weights"], doubles, lora, 2.0, given["grad_output"]
     )
     expected = [exact, gradients.hidden, gradients.weights, *(gradients.lora or ())]
-    same = SAME.get(case, SAME_INTEGERS if "INT" in case else NAMES[:1] + NAMES[2:])
+    same = SAME_INTEGERS if "INT" in case and share is None else SAME_IN_PARTS if two else SAME
     assert found.keys() == golden.keys()
     for name, want, theirs in zip(found, expected, PEER[case], strict=True):
         if name in same:
@@ -268,21 +272,34 @@ def test_names_that_kt_kernel_lists() -> None:
 
 
 def test_what_was_converted_trains(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    """The files of `ktconvert cpu`, and the transposed ones that it writes, are the wrapper's."""
+    """The files of `ktconvert cpu`, and the transposed ones that it writes, are the wrapper's; these are used."""
     stacked = dict(zip(("gate", "up", "down"), golden_weights(4, 256, 256), strict=True))
     source = write_qwen(tmp_path / "in", {0: stacked})
     options = ("--quant-method", "int8", "--threadpool-count", 1, "--no-merge-safetensor", "--save-backward-weights")
     cli("cpu", "-i", source, "-o", tmp_path / "out", *options)
     given = load_file(GOLDEN / "inputs.safetensors")
-    loaded, packed = wrapper("AMXINT8_SFT", weight_path=str(tmp_path / "out")), trained("AMXINT8_SFT")[0]
-    loaded.load_weights(torch.arange(4))
-    results = []
-    for one in (loaded, packed):
+
+    def results(one: Any) -> list[torch.Tensor]:
         _, buffers = with_lora(one, given)
         out = one.forward(given["x"], given["expert_ids"], given["weights"])
-        results.append([out, *one.backward(given["grad_output"]), *buffers])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        return [out, *one.backward(given["grad_output"]), *buffers]
+
+    def loaded(share: bool | None, folder: str = "out") -> Any:
+        one = wrapper("AMXINT8_SFT", weight_path=str(tmp_path / folder))
+        one.share_backward_bb = share
+        one.load_weights(torch.arange(4))
+        return one
+
+    packed = trained("AMXINT8_SFT")[0]
+    own, transposed = results(packed), results(trained("AMXINT8_SFT", share=False)[0])
+    assert not torch.equal(own[1], transposed[1])
+    for share, expected in ((None, transposed), (False, transposed), (True, own)):
+        assert all(map(torch.equal, results(loaded(share)), expected)), share
     packed.save_backward_weights_from_tensors(*linears(), torch.arange(4), str(tmp_path / "saved"))
     written = {path.relative_to(tmp_path / "saved"): path.read_bytes() for path in (tmp_path / "saved").rglob("*.kt")}
     files = {path.relative_to(tmp_path / "out"): path for path in (tmp_path / "out").rglob("*_bwd_*.kt")}
     assert written and written == {name: path.read_bytes() for name, path in files.items()}
+    shutil.copytree(tmp_path / "out", tmp_path / "without", ignore=shutil.ignore_patterns("*_bwd_*"))
+    assert all(map(torch.equal, results(loaded(None, "without")), own))
+    with pytest.raises(InputError, match="backward weight is missing"):
+        loaded(False, "without")

@@ -286,6 +286,9 @@ typedef struct {
     /* Not with int8 activations. limit > 0: gate = min(gate, limit), up between -limit and limit. alpha > 0: gate is
        limited on both sides, and gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up. */
     float swiglu_limit, swiglu_alpha;
+    /* As `expert`: the transposes of all, packed on their own in the same formats, for a backward, whose gradients are
+       quantized where activations are. NULL: a backward transposes the numbers of `expert`, and multiplies in BF16. */
+    const ktq_expert *transposed;
 } ktq_moe;
 
 /* out[t] = the sum over j of weights[t][j] * expert ids[t][j] (hidden[t]). hidden, out: BF16 [tokens, hidden];

@@ -108,7 +108,10 @@ class Converted:
         required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)
         self.require_metadata(layer, required.swiglu)
         self.require_manifest()
-        grid = ExpertGrid(layer, h, i, measured.numa)
+        transposed = required.transposed
+        if transposed is None:
+            transposed = any(place.backward and place.layer == layer for place, _ in output.tensors)
+        grid = ExpertGrid(layer, h, i, measured.numa, transposed)
         require_legal(fmt, h, i, measured.numa)
         weights.check_limits(fmt.name, grid)
         stored = dict(self._stored(fmt, grid, count))

@@ -61,12 +61,13 @@ class Experts:
         self.source: Path | None = None  # the directory that it was loaded from
         self.order = _checked_order(order, packed.experts)  # the file's expert of each
         table = _table(packed, self.order)
+        transposed = _table(packed, self.order, transposed=True) if grid.backward else ffi.NULL
         formats = {f"{projection}_format": row.number for projection, row in packed.rows.items()}
         sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": grid.widths}
         settings = {"swiglu_limit": swiglu.limit, "swiglu_alpha": swiglu.alpha}
-        moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, **settings})
-        # What a forward reads: ktq_moe, the arrays that its table points to, and the table.
-        self._in_use: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, table
+        moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, "transposed": transposed, **settings})
+        # What a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
+        self._in_use: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, (table, transposed)
 
     @classmethod
     def load(
@@ -86,6 +87,7 @@ class Experts:
         order: I64 | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
+        transposed: bool | None = False,
     ) -> Experts:
         """One layer of a converted directory, ours or kt-kernel's, or of a checkpoint as a native method reads it.
 
@@ -97,12 +99,13 @@ class Experts:
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
                 copy if the whole directory fits into the available memory, else map. A checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
+        transposed  whether gradients are computed with the files of `cpu --save-backward-weights`; None: where these are
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:
             raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
         swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or shared_pool(), Path(path)
-        required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
+        required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu, transposed)
         packed = open_experts(path).load(layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
@@ -292,13 +295,15 @@ class Experts:
         return self.call_at(tokens, ids.shape[1], *addresses)
 
 
-def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
-    """ktq_expert [parts][E]: where each matrix lies. Raises ValueError where C would read past one."""
+def _table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
+    """ktq_expert [parts][E]: where each matrix lies, or its transpose. Raises ValueError where C would read past one."""
     rows = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
     at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
     for place, expert in enumerate(order):
         at[expert].append(place)
     for part, stored in packed.arrays.items():
+        if part.backward != transposed:
+            continue
         number = packed.rows[part.projection].number
         if (actual := sum(data.nbytes for data in stored)) != (needed := sum(_weight_bytes(number, part.n, part.k))):
             raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")

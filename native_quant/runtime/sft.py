@@ -86,7 +86,9 @@ class SftMoEWrapper:
     """Forward and backward of one layer. Arguments, methods and their order are those of kt-kernel 0.7.2, where:
 
     - gradients of all methods are in windows ("authoritative"), INT4's too, and inactive experts' are zero
-    - backward uses the forward's own codes, whatever share_backward_bb and share_cache_pool say; no files are missing
+    - backward multiplies by the forward's own codes, in BF16. share_backward_bb = False, set before the weights are
+      loaded: by transposes that were quantized on their own, in kt-kernel's arithmetic, with their memory: those of the
+      tensors, or of files, where a missing one is an error. Left alone (None), those of files where they lie
     - parameters of LoRA are read at each call: update_lora_weights has nothing to do
     - dropout is elementwise, and only where save_for_backward is set
     - the gradient of hidden states is summed in float32
@@ -130,7 +132,8 @@ class SftMoEWrapper:
         self.chunked_prefill_size = int(chunked_prefill_size)
         self.lora_rank, self.lora_alpha, self.lora_dropout = lora_rank, lora_alpha, lora_dropout
         self.lora_scaling = lora_alpha / lora_rank if lora_rank else 0.0
-        self.share_backward_bb = self.share_cache_pool = True  # kt-kernel's; either value means the same here
+        self.share_backward_bb: bool | None = None
+        self.share_cache_pool = True  # kt-kernel's; either value means the same here
         self.moe: Experts | None = None
         self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
         self._window: _Window | None = None
@@ -154,6 +157,7 @@ class SftMoEWrapper:
                 method=self._holds.name,
                 pool=self._pool,
                 order=order,
+                transposed=None if self.share_backward_bb is None else not self.share_backward_bb,
                 **expected,  # type: ignore[arg-type]
             )
         )
@@ -171,7 +175,10 @@ class SftMoEWrapper:
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
         gate, up, down = self._linears(gate_proj, up_proj, down_proj)
-        packed = weights.pack(gate, up, down, self._holds, self.layer_idx, self.threadpool_count, self._pool)
+        transposed = self.share_backward_bb is not None and not self.share_backward_bb
+        packed = weights.pack(
+            gate, up, down, self._holds, self.layer_idx, self.threadpool_count, self._pool, transposed
+        )
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
@@ -211,7 +218,7 @@ class SftMoEWrapper:
         output_path: str,
     ) -> None:
         """Write kt-kernel's transposed matrices as loose .kt files into output_path/_layer_N/_numa_P; expert p's are
-        those of the tensors' expert p, as kt-kernel writes them. Backward here reads none.
+        those of the tensors' expert p, as kt-kernel writes them.
         """
         fmt = FORMATS[BACKWARD.get(self._holds.name, self._holds.name)]
         if not fmt.backward:

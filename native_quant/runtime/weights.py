@@ -6,7 +6,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +37,8 @@ class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
 
     rows    projection -> the row of its method; all have the same name
-    arrays  part of a matrix -> its tensors: codes, and scales if it has any; they own their memory or keep it alive
+    arrays  part of a matrix -> its tensors: codes, and scales if it has any; they own their memory or keep it alive.
+            Of the transposes, too, where a backward is to multiply by them
     """
 
     rows: Mapping[str, Method]
@@ -64,7 +65,8 @@ class LayerWeights:
         """Gate, up and down of each NUMA part of an expert, decoded one after the other; the method has an encoding."""
         encoding = self.rows["gate"].encoding
         assert encoding is not None
-        for parts in zip(*(self.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
+        grid = replace(self.grid, backward=False)
+        for parts in zip(*(grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
             gate, up, down = (encoding.decode(self.arrays[part], part.n, part.k, slice(None)) for part in parts)
             yield gate, up, down
 
@@ -76,9 +78,11 @@ class LayerWeights:
             raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
 
 
-def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool) -> LayerWeights:
+def pack(
+    gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool, transposed: bool = False
+) -> LayerWeights:
     """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
-    gate and up [E, I, H], down [E, H, I].
+    gate and up [E, I, H], down [E, H, I]; their transposes, too, if `transposed`.
 
     Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit, and for
     a method that only checkpoints hold.
@@ -97,7 +101,7 @@ def pack(gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, 
     linears = {
         name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
     }
-    return fill(method, ExpertGrid(layer, h, i, parts), linears, encoding.quantize, pool)
+    return fill(method, ExpertGrid(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
 
 
 def fill(
@@ -148,7 +152,9 @@ def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a caller expects of a layer's experts, as Experts.load explains it. None: whatever the files have."""
+    """What a caller expects of a layer's experts, as Experts.load explains it. None: whatever the files have.
+    transposed: whether it multiplies by the transposes that `cpu --save-backward-weights` wrote.
+    """
 
     method: str | None = None
     num_experts: int | None = None
@@ -157,6 +163,7 @@ class Requirements:
     parts: int | None = None
     memory: str = "auto"
     swiglu: Swiglu = PLAIN
+    transposed: bool | None = False
 
     def require(self, path: Path, layer: int, by: str, shape: tuple[int, int, int], method: str | None = None) -> None:
         """Raises UnsupportedError where the files' method or sizes (E, H, I) are others. by: how these are known."""

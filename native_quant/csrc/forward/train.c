@@ -16,14 +16,24 @@ static int in_int8(const kt_training *t) {
     return t->pass.gate->arithmetic == &kt_int8_arithmetic;
 }
 
-static kt_matrix matrix_of(const kt_training *t, int64_t bucket, int64_t part, int projection) {
-    const ktq_expert *expert = &t->moe->expert[part * t->moe->experts + t->pass.bucket[bucket].expert];
+/* Whether gradients are multiplied in int8. */
+static int quantizes_gradients(const kt_training *t) {
+    return t->moe->transposed && in_int8(t);
+}
+
+static kt_matrix matrix_in(const kt_training *t, const ktq_expert *table, int64_t bucket, int64_t part,
+                           int projection) {
+    const ktq_expert *expert = &table[part * t->moe->experts + t->pass.bucket[bucket].expert];
     int64_t width = t->moe->width[part], hidden = t->moe->hidden;
     switch (projection) {
     case KT_PROJECTION_GATE: return (kt_matrix){t->pass.gate, expert->gate, expert->gate_scale, width, hidden};
     case KT_PROJECTION_UP: return (kt_matrix){t->pass.up, expert->up, expert->up_scale, width, hidden};
     }
     return (kt_matrix){t->pass.down, expert->down, expert->down_scale, hidden, width};
+}
+
+static kt_matrix matrix_of(const kt_training *t, int64_t bucket, int64_t part, int projection) {
+    return matrix_in(t, t->moe->expert, bucket, part, projection);
 }
 
 /* --- the slices of a step ----------------------------------------------------------------------------------------- */
@@ -172,6 +182,28 @@ static void multiply(const kt_training *t, const kt_slice *block, const kt_matri
                           .rest = s->zeros});
 }
 
+/* Columns from 32 * first on of a weight, as panels of its transpose, where nothing has packed that. */
+static void transpose(const kt_training *t, int64_t bucket, int64_t part, int projection, int64_t first, int64_t count,
+                      uint16_t *panels, const kt_train_scratch *s) {
+    kt_matrix w = matrix_of(t, bucket, part, projection);
+    if (!t->moe->transposed) kt_turn(t->kernels, &w, first * KT_PANEL_ROWS, count, panels, s->chunk);
+}
+
+/* A block's rows times them, or times those that were packed. */
+static void multiply_transposed(const kt_training *t, const kt_slice *block, int64_t part, int projection,
+                                int64_t first, int64_t count, const uint16_t *panels, const uint16_t *rows,
+                                int64_t pitch, const kt_codes8 *codes, float *c, const kt_train_scratch *s) {
+    int64_t k = projection == KT_PROJECTION_DOWN ? t->moe->hidden : t->moe->width[part];
+    if (!t->moe->transposed) {
+        kt_multiply_bf16(t->kernels, bf16(), panels, NULL, k, 0, count, rows, pitch, block->count, c, s->gemm);
+        return;
+    }
+    kt_matrix w = matrix_in(t, t->moe->transposed, block->bucket, part, projection);
+    w.n = w.k;
+    w.k = k;
+    multiply(t, block, &w, first, count, rows, pitch, codes, c, s);
+}
+
 static uint16_t *low_of(const kt_training *t, uint16_t *low, int64_t which, int64_t row) {
     return low + (which * t->pass.rows + row) * 2 * t->low;
 }
@@ -311,6 +343,7 @@ static void weigh(const kt_training *t, const kt_slice *block, const kt_train_sc
         if (t->lora)
             memcpy(t->x + row * hidden, row_of_token(t, t->call->hidden, row), (size_t)hidden * sizeof *t->x);
     }
+    if (quantizes_gradients(t)) quantize(t, block, t->gradient + first * hidden, hidden, hidden, &t->x8);
     if (t->lora)
         kt_narrow(t, (kt_factor){1, KT_PROJECTION_DOWN}, bucket->expert, 0, hidden, t->gradient + first * hidden,
                   hidden, block->count, low_of(t, t->of_low[KT_PROJECTION_DOWN], 0, first), s);
@@ -319,13 +352,14 @@ static void weigh(const kt_training *t, const kt_slice *block, const kt_train_sc
 /* The gradients of down's inputs, gate and up. */
 static void through_down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
-    const kt_matrix w = matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
-    kt_turn(t->kernels, &w, slice->first * KT_PANEL_ROWS, slice->count, s->turned, s->chunk);
+    int64_t hidden = t->moe->hidden;
+    transpose(t, slice->bucket, slice->part, KT_PROJECTION_DOWN, slice->first, slice->count, s->turned, s);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
         int64_t row = bucket->first + first;
-        kt_multiply_bf16(t->kernels, bf16(), s->turned, NULL, w.n, 0, slice->count, t->gradient + row * w.n, w.n, m,
-                         s->c, s->gemm);
+        const kt_slice block = {slice->bucket, 0, first, m};
+        multiply_transposed(t, &block, slice->part, KT_PROJECTION_DOWN, slice->first, slice->count, s->turned,
+                            t->gradient + row * hidden, hidden, &t->x8, s->c, s);
         for (int64_t p = 0; p < slice->count; p++) {
             int64_t column = t->offset[slice->part] + (slice->first + p) * KT_PANEL_ROWS;
             int64_t at = row * t->columns + column;
@@ -342,33 +376,37 @@ static void through_down(const kt_training *t, const kt_slice *slice, const kt_t
     }
 }
 
-static void narrow_gate_up(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
+static void between_gradients(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first;
-    for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++)
-        kt_narrow(t, (kt_factor){1, i}, bucket->expert, 0, t->columns, (i ? t->of_up : t->of_gate) + row * t->columns,
-                  t->columns, block->count, low_of(t, t->of_low[i], 0, row), s);
+    for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
+        const uint16_t *rows = (i ? t->of_up : t->of_gate) + row * t->columns;
+        for (int64_t part = 0; quantizes_gradients(t) && part < t->moe->parts; part++)
+            quantize(t, block, rows + t->offset[part], t->columns, t->moe->width[part], &(i ? t->up8 : t->act8)[part]);
+        if (t->lora)
+            kt_narrow(t, (kt_factor){1, i}, bucket->expert, 0, t->columns, rows, t->columns, block->count,
+                      low_of(t, t->of_low[i], 0, row), s);
+    }
 }
 
 /* A section of the gradients of gate's and up's inputs, for each row. */
 static void through_gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
-    int64_t column = t->section * t->section_columns + slice->first * KT_PANEL_ROWS;
+    int64_t panel = t->section * t->section_columns / KT_PANEL_ROWS + slice->first, column = panel * KT_PANEL_ROWS;
     for (int64_t part = 0; part < t->moe->parts; part++) {
         int64_t width = t->moe->width[part];
         uint16_t *turned[] = {s->turned, s->turned + KT_TURNED * KT_PANEL_ROWS * width};
-        for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
-            kt_matrix w = matrix_of(t, slice->bucket, part, i);
-            kt_turn(t->kernels, &w, column, slice->count, turned[i], s->chunk);
-        }
+        for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++)
+            transpose(t, slice->bucket, part, i, panel, slice->count, turned[i], s);
         for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
             int64_t m = bucket->m - first < KT_TOKEN_BLOCK ? bucket->m - first : KT_TOKEN_BLOCK;
             int64_t row = bucket->first + first, at = row * t->columns + t->offset[part];
+            const kt_slice block = {slice->bucket, 0, first, m};
             float *c[] = {s->c, s->c + KT_TURNED * m * KT_PANEL_ROWS};
-            kt_multiply_bf16(t->kernels, bf16(), turned[0], NULL, width, 0, slice->count, t->of_gate + at, t->columns,
-                             m, c[0], s->gemm);
-            kt_multiply_bf16(t->kernels, bf16(), turned[1], NULL, width, 0, slice->count, t->of_up + at, t->columns, m,
-                             c[1], s->gemm);
+            for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++)
+                multiply_transposed(t, &block, part, i, panel, slice->count, turned[i],
+                                    (i ? t->of_up : t->of_gate) + at, t->columns, &(i ? t->up8 : t->act8)[part], c[i],
+                                    s);
             for (int64_t p = 0; p < slice->count; p++, c[0] += m * KT_PANEL_ROWS, c[1] += m * KT_PANEL_ROWS) {
                 const float *sums[] = {c[0], c[1], s->of_lora, s->products};
                 const float weights[] = {1, 1, t->scaling, 1};
@@ -467,10 +505,12 @@ static void allocate(kt_training *t, int workers, kt_arena *arena) {
         allocate_scratch(t, arena->base ? &t->scratch[i] : &none, arena);
     }
     KT_TAKE(t->x, rows * hidden);
-    if (!t->gradients && in_int8(t)) {
+    if (t->gradients ? quantizes_gradients(t) : in_int8(t)) {
         allocate_codes(t, &t->x8, hidden, arena);
-        for (int64_t part = 0; part < t->moe->parts; part++)
+        for (int64_t part = 0; part < t->moe->parts; part++) {
             allocate_codes(t, &t->act8[part], t->moe->width[part], arena);
+            if (t->gradients) allocate_codes(t, &t->up8[part], t->moe->width[part], arena);
+        }
     }
     if (!t->gradients) return;
     KT_TAKE(t->gradient, rows * hidden);
@@ -521,6 +561,13 @@ int ktq_trainable(const ktq_moe *moe) {
 static int check(const kt_training *t) {
     const ktq_kept *kept = t->kept;
     if (!kept || !ktq_trainable(t->moe)) return KTQ_EINVAL;
+    for (int64_t part = 0; t->moe->transposed && part < t->moe->parts; part++) {
+        int64_t width = t->moe->width[part], hidden = t->moe->hidden;
+        int error = kt_check_size(kt_format_of(t->moe->gate_format), hidden, width);
+        if (!error) error = kt_check_size(kt_format_of(t->moe->up_format), hidden, width);
+        if (!error) error = kt_check_size(kt_format_of(t->moe->down_format), width, hidden);
+        if (error) return error;
+    }
     if (t->call->tokens && (!kept->gate || !kept->up || !kept->act || !kept->down)) return KTQ_EINVAL;
     if (!t->lora) return KTQ_OK;
     if (t->lora->rank < 1 || t->lora->rank > KTQ_MOST_RANK) return KTQ_EINVAL;
@@ -586,7 +633,7 @@ int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call,
     if (call->tokens) memset(gradients->weights, 0, (size_t)(call->tokens * call->topk) * sizeof *gradients->weights);
     run_blocks(pool, &t, weigh);
     run_panels(pool, &t, moe->parts, 0, through_down);
-    if (lora) run_blocks(pool, &t, narrow_gate_up);
+    if (lora || quantizes_gradients(&t)) run_blocks(pool, &t, between_gradients);
     for (; t.section * t.section_columns < moe->hidden; t.section++) {
         int64_t left = moe->hidden - t.section * t.section_columns;
         int64_t columns = left < t.section_columns ? left : t.section_columns;

@@ -64,7 +64,8 @@ struct kt_training {
     int64_t *pair_of; /* [rows] */
     int64_t *block;   /* [buckets]: how many blocks of rows come before */
     uint16_t *x;      /* [rows][hidden] */
-    kt_codes8 x8, act8[KTQ_MOST_PARTS];
+    /* Codes of x and act; in a backward with transposes, of the gradients of down's output, gate and up. */
+    kt_codes8 x8, act8[KTQ_MOST_PARTS], up8[KTQ_MOST_PARTS];
     uint16_t *gradient;         /* [rows][hidden]: times the weight */
     uint16_t *of_gate, *of_up;  /* gradients [rows][columns] */
     uint16_t *of_low[KT_PROJECTIONS]; /* gradients of what `a` gives, as ktq_kept.low */
