@@ -19,10 +19,14 @@ from safetensors.torch import load_file, save_file
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from rig import floats, hf, native
 from rig.golden import FOLDER
+from rig.native_peer import train
 from rig.safetensors import Tensors
+from rig.training import distance
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
@@ -94,6 +98,28 @@ def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, 
     by_peer(peer_python, tmp_path, method="AMXBF16_SFT", **sizes, **stored)
     convert(ours, "bf16", numa, "--no-merge-safetensor", "--save-backward-weights", source=source)
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
+
+
+@pytest.mark.skipif(not {"avx512bf16", "amx"} & {*kernels.available_isas()}, reason="kt-kernel trains with these alone")
+@pytest.mark.parametrize("method", ["AMXBF16_SFT", "AMXINT4_SFT"])
+def test_peer_trains_as_we_do(tmp_path, peer_python, random_experts, method):
+    """More than one block of tokens for an expert, and a rank that fills no panel."""
+    stacked, generator = random_experts(EXPERTS, HIDDEN, INTERMEDIATE), torch.Generator().manual_seed(1)
+    linears = {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in stacked.items()}
+    save_file(linears, tmp_path / "weights.safetensors")
+    shapes = {"a": (EXPERTS, 5, HIDDEN), "b": (EXPERTS, INTERMEDIATE, 5)}
+    factors = {f"{name}_{which}": shapes[which] for name in ("gate", "up") for which in "ab"}
+    factors |= {"down_a": (EXPERTS, 5, INTERMEDIATE), "down_b": (EXPERTS, HIDDEN, 5)}
+    given = {name: torch.randn(shape, generator=generator).mul(0.05).bfloat16() for name, shape in factors.items()}
+    given |= inputs_of(300, 3) | {"gradient": torch.randn(300, HIDDEN, generator=generator).bfloat16()}
+    save_file(given, tmp_path / "given.safetensors")
+    files = {"tensors": str(tmp_path / "weights.safetensors"), "train": str(tmp_path / "given.safetensors")}
+    by_peer(peer_python, tmp_path, method=method, **files)
+    theirs = load_file(tmp_path / "result.safetensors")
+    run = {"topk": TOPK, "hidden": HIDDEN, "width": INTERMEDIATE, "method": method, **files}
+    ours = train(KTMoEWrapper, run, list(linears.values()), torch.arange(EXPERTS))
+    for name, found in ours.items():
+        assert distance(found, theirs[name]) < (5.6e-3 if name == "hidden" else 2e-3), name
 
 
 def bits(hidden: torch.Tensor) -> np.ndarray:

@@ -294,7 +294,7 @@ def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     adapter, options = tmp_path / "adapter", ("--cpu-weights", int8, "--dataset", text, "--eval-dataset", text)
     order = ("train", example, *options, *SHORT, "--learning-rate", 0.005, "-o", adapter)
     dry = cli(*order, "--dry-run", "--json")
-    memory = json.loads(dry.stdout)["memory"]
+    memory = json.loads(dry.stdout)["bytes"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
     events = [json.loads(line) for line in cli(*order, "--json").stdout.splitlines()]
@@ -304,7 +304,8 @@ def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     assert measured[-1] < measured[0] - 0.02 and events[-1]["event"] == "finished"
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
     assert "loss of other texts" in (adapter / "README.md").read_text()
-    assert "nothing to do" in cli(*order).stderr
+    assert events[0]["bytes"] == memory
+    assert "nothing to do" in cli(*order).stderr and "nothing to do" in cli("resume", adapter).stderr
     tuned, before = tree(adapter), ("run", example, "--cpu-weights", int8, "--max-new-tokens", 8, "--prompt", "def f(")
     assert cli(*before, "--adapter", adapter).stdout.startswith("def f(")
     found = json.loads(

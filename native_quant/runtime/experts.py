@@ -99,7 +99,7 @@ class Experts:
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
                 copy if the whole directory fits into the available memory, else map. A checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
-        transposed  whether gradients are computed with the files of `cpu --save-backward-weights`; None: where these are
+        transposed  whether gradients are computed with the files of `cpu --save-backward-weights`; None: if any
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:
@@ -296,7 +296,7 @@ class Experts:
 
 
 def _table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
-    """ktq_expert [parts][E]: where each matrix lies, or its transpose. Raises ValueError where C would read past one."""
+    """ktq_expert [parts][E]: where each matrix or transpose lies. Raises ValueError where C would read past one."""
     rows = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
     at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
     for place, expert in enumerate(order):

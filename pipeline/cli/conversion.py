@@ -183,17 +183,20 @@ def convert(name: str, options: ConversionOptions) -> None:
 
 def go_on(options: quantization.ResumeOptions) -> None:
     reporter = options.reporting.reporter
+    from ktconvert.pipeline.models import fine_tuning
+
     paths = locate(options.output)
     if options.leftovers.force_unlock and not options.dry_run:
         take_lock_away(paths, reporter)
     if (old := saved_plan(paths)) is None:
-        if options.output.is_dir() and manifest.read(options.output) is not None:
+        made = options.output
+        if made.is_dir() and (manifest.read(made) is not None or fine_tuning.settings_of(made) is not None):
             if not options.dry_run:
                 tidy(paths)
             return nothing_to_do(options.output, reporter)
         raise OutputError(
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
-            "`dequantize`, `merge` or `resplit`."
+            "`dequantize`, `merge`, `resplit` or `train`."
         )
     if old.command == "train":
         from ktconvert.pipeline.cli import train

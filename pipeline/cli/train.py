@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import click
@@ -48,14 +47,15 @@ def start(options: TrainOptions) -> None:
             options.model, options.cpu_weights, options.hub.revision, options.trust_remote_code, threads
         )
     )
-    if options.dry_run:
-        fine_tuning.require_free(options)
+    if fine_tuning.require_free(options) or options.dry_run:
         found = training_memory.needs(options, choice)
-        if options.reporting.json_events:
-            click.echo(json.dumps({"event": "plan", "memory": {**found, "together": sum(found.values())}}))
-        else:
-            click.echo("\n".join(aligned(training_memory.in_words(found))))
-        return
+        reporter.event("memory", bytes=found)
+        rows = training_memory.in_words(found)
+        if options.dry_run:
+            if not options.reporting.json_events:
+                click.echo("\n".join(aligned(rows)))
+            return
+        reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
     made = fine_tuning.train(options, choice, reporter)
     if not made:
         reporter.say(f"{options.output}: nothing to do, it is complete")

@@ -178,7 +178,7 @@ def require_free(options: TrainOptions) -> bool:
         return True
     if old is None and output.exists():
         made = output / CONFIG
-        if made.is_file() and _settings_of(output) == documents.parse(json.dumps(options.settings).encode()):
+        if made.is_file() and settings_of(output) == documents.parse(json.dumps(options.settings).encode()):
             return False
         raise OutputError(f"{output}: lies there already; give --overwrite to replace it, or another --output.")
     if old is not None and old.command != COMMAND:
@@ -195,7 +195,7 @@ def require_free(options: TrainOptions) -> bool:
     return True
 
 
-def _settings_of(adapter: Path) -> Any:
+def settings_of(adapter: Path) -> Any:
     """The settings that an adapter of ours was trained with; None of another's."""
     try:
         return documents.parse((adapter / "ktconvert.json").read_bytes())["settings"]

@@ -30,20 +30,23 @@ def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
         parameters += sum(3 * rank * m.num_experts * (m.hidden + m.intermediate) for m in modules)
     text = config.get_text_config(decoder=True)
     count, hidden, layers = plan.batch_size * plan.sequence_length, modules[0].hidden, text.num_hidden_layers
-    per_route = max(module.intermediate for module in modules)
     topk = experts_per_token(text.to_dict(), modules[0].layer, modules[0].num_experts)[0]
-    # BF16: gate, up and their product of each route; some dozen rows of H of the layer's other parts.
-    layer = 2 * count * (3 * topk * per_route + 12 * hidden)
+    # Of each route, BF16: gate, up, their product and down's output (training.Kept).
+    routes = 2 * count * topk * max(3 * m.intermediate + m.hidden for m in modules)
+    # What torch keeps of a layer's other parts, counted in Qwen3-MoE: float32 copies of what LoRA reads, what linear
+    # layers give, in BF16 and float32, and what the norms read.
+    layer = routes + count * (sum(4 * m.in_features + 6 * m.out_features for m in linears) // layers + 12 * hidden)
     kept = 2 * count * hidden * layers + layer if plan.gradient_checkpointing else layer * layers
-    return {
+    found = {
         "model without experts": sum(2 * one.numel() for _, one in rest),
-        "one layer's experts, in BF16": max(6 * m.num_experts * m.hidden * m.intermediate for m in modules),
         "activations of a step": kept,
-        "logits and their gradient": 8 * count * text.vocab_size,
+        "gradients of one layer": 2 * routes,
+        "logits and their gradient": 16 * count * text.vocab_size,  # in BF16 and float32, and of log_softmax
         "LoRA with gradients and AdamW": 16 * parameters,
     }
+    return {**found, "together": sum(found.values())}
 
 
 def in_words(found: Mapping[str, int]) -> list[tuple[str, str]]:
     """Rows of a table."""
-    return [*((what, size(nbytes)) for what, nbytes in found.items()), ("together", size(sum(found.values())))]
+    return [(what, size(nbytes)) for what, nbytes in found.items()]

@@ -112,6 +112,12 @@ class PartEvent(AnyEvent, tag="part"):
     units: Annotated[int, Meta(description="units of all parts")]
 
 
+class MemoryEvent(AnyEvent, tag="memory"):
+    """Of `train`, before the first step, and of its `--dry-run`: an estimate."""
+
+    bytes: Annotated[dict[str, int], Meta(description="beside the converted experts, by use, and `together`")]
+
+
 class StepEvent(AnyEvent, tag="step"):
     """Of `train`: a step of the optimizer, or the loss of --eval-dataset after it."""
 
@@ -152,6 +158,7 @@ Line = (
     | LostEvent
     | ProgressEvent
     | PartEvent
+    | MemoryEvent
     | StepEvent
     | FinishedEvent
     | ErrorEvent

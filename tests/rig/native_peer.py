@@ -1,7 +1,8 @@
 """`native_peer.py JOB.json`: kt-kernel's outputs. The job lists runs (weights, method, layer, swiglu_limit, swiglu_alpha,
 sizes, a file with inputs) and the safetensors file for the results. In place of inputs a run may have `ranks`: what is
 written to GPU buffers for each of these counts of ranks; or `tensors`: kt-kernel packs and writes them, `backward` for
-training. `parts`: NUMA parts, of the whole process.
+training; or computes with them a forward and a backward with LoRA (`train`: a file). `parts`: NUMA parts, of the whole
+process.
 """
 
 import json
@@ -38,6 +39,22 @@ def write_backward(run, linears, experts):
     moe.save_backward_weights_from_tensors(*linears, experts, run["path"])
 
 
+def train(KTMoEWrapper, run, linears, experts):
+    """By name: the output, the gradients of its inputs, and those of the six tensors of LoRA."""
+    given, factors = load_file(run["train"]), [f"{name}_{which}" for name in ("gate", "up", "down") for which in "ab"]
+    sizes = (len(experts), run["topk"], run["hidden"], run["width"], None, run.get("parts", 1), "", run["method"])
+    rank = given["gate_a"].shape[1]
+    moe = wrapper(KTMoEWrapper, 0, *sizes, mode="sft", lora_rank=rank, lora_alpha=2.0 * rank)
+    moe.share_backward_bb = False
+    moe.load_weights_from_tensors(*linears, experts)
+    gradients = [torch.zeros_like(given[name]) for name in factors]
+    moe.init_lora_weights(*(given[name] for name in factors), *gradients)
+    out = moe.forward(given["hidden"], given["ids"], given["weights"], save_for_backward=True).clone()
+    of_hidden, of_weights = moe.backward(given["gradient"])
+    found = {"out": out, "hidden": of_hidden.clone(), "weights": of_weights.clone()}
+    return found | dict(zip(factors, gradients, strict=True))
+
+
 def main(job):
     prepare_kt_kernel()
     if any(run["method"] == "NVFP4" for run in job["runs"].values()):
@@ -50,6 +67,9 @@ def main(job):
         linears = [tensors[name] for name in ("gate", "up", "down") if tensors]
         if run.get("backward"):
             write_backward(run, linears, experts)
+            continue
+        if "train" in run:
+            outs |= train(KTMoEWrapper, run, linears, experts)
             continue
         sizes = (len(experts), run["topk"], run["hidden"], run["width"], torch.zeros(len(experts), dtype=torch.bool))
         more = {"swiglu_limit": run.get("limit", 0.0), "swiglu_alpha": run.get("alpha", 0.0), "cpu_save": bool(tensors)}
