@@ -55,8 +55,8 @@ class Adapters:
             model.requires_grad_(False)
 
     def switch(self, name: str | None) -> None:
-        """Compute with this adapter from now on; with none for a name that none has. PEFT's own functions walk through
-        the model, which takes as long as a token.
+        """Compute with this adapter from now on; with none for a name that none has. PEFT's own functions, which walk
+        through the model, take as long as a token.
         """
         state = self._states.get(name, self._states.get(None))
         if state is not self._now:
@@ -100,6 +100,8 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
         warnings.filterwarnings("error", message=MISSING)
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.lora_dropout = 0.0  # of training only, and PEFT adapts no stacked experts with it
+        if config.is_prompt_learning or not (alone or config.peft_type == peft.PeftType.LORA):
+            raise UnsupportedError("it is no LoRA")
         if not alone:
             _require_beside(config)
         if not isinstance(model, peft.PeftModel):
@@ -114,10 +116,6 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
 
 def _require_beside(config: Any) -> None:
     """Raises UnsupportedError for an adapter that changes the model itself, which others are answered with."""
-    import peft
-
-    if config.peft_type != peft.PeftType.LORA:
-        raise UnsupportedError("it is no LoRA")
     settings = {
         "bias": config.bias != "none",
         "init_lora_weights": config.init_lora_weights not in BESIDE,
