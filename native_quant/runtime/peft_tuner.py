@@ -179,8 +179,7 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = Tuner
 def _resolved(requested: str, model: Any, projections: tuple[str, ...]) -> set[str] | str:
     """`all-linear` with the experts; a regular expression that finds experts as the last parts of all that it finds."""
     if requested.lower() == "all-linear":
-        linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in n}
-        linears = {n.removesuffix(".base_layer").split(".")[-1] for n in linears}
+        linears = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         head = model.get_output_embeddings()
         return {n for n in linears if head is None or getattr(model, n, None) is not head} | {EXPERTS}
     found = [name for name, _ in model.named_modules() if re.fullmatch(requested, name)]
