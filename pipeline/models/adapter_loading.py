@@ -16,7 +16,7 @@ MISSING = "Found missing adapter keys"  # how PEFT warns of them
 LACKS = "it lacks tensors for modules that it names"
 STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: which adapters it computes with
 # What LoRA's matrices may begin with and leave the weights beside them as they are (True and False: random ones).
-BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def with_adapter(model: Any, folder: Path, name: str) -> Any:
@@ -103,7 +103,7 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
         if config.is_prompt_learning or not (alone or config.peft_type == peft.PeftType.LORA):
             raise UnsupportedError("it is no LoRA")
         if not alone:
-            _require_beside(config)
+            _require_plain(config)
         if not isinstance(model, peft.PeftModel):
             return peft.PeftModel.from_pretrained(model, str(folder), adapter, config=config).eval()
         config.inference_mode = True
@@ -114,11 +114,11 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
         return model.eval()
 
 
-def _require_beside(config: Any) -> None:
+def _require_plain(config: Any) -> None:
     """Raises UnsupportedError for an adapter that changes the model itself, which others are answered with."""
     settings = {
         "bias": config.bias != "none",
-        "init_lora_weights": config.init_lora_weights not in BESIDE,
+        "init_lora_weights": config.init_lora_weights not in PLAIN,
         "layer_replication": config.layer_replication,
         "kasa_config": getattr(config, "kasa_config", None),
     }

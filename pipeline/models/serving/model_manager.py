@@ -59,12 +59,12 @@ class OneModel(theirs):  # type: ignore[misc]
     def listed(self) -> dict[str, Any]:
         return {"object": "list", "data": [*map(self.entry, self.names)]}
 
-    def name_of(self, asked: str | None) -> str:
+    def name_of(self, model: str | None) -> str:
         """The name of who answers: the model's where none is given. Raises Refused with 404 for one that is unknown."""
-        if asked is not None and asked not in self.names:
+        if model is not None and model not in self.names:
             known = ", ".join(self.names)
             raise Refused(404, f"model: this server answers for {known} only", "model", "model_not_found")
-        return asked or self.name
+        return self.name if model is None else model
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
