@@ -142,6 +142,37 @@ def test_two_adapters_at_once_and_one_by_one(example, ids):
     assert torch.equal(logits(ours, ids), first)
 
 
+def test_adapters_of_different_modules_and_ranks(example, ids):
+    """One for attention, one for experts, one for all: each as if it were alone, both at once, none."""
+    from peft import LoraConfig
+
+    targets: dict[str, Any] = {"attention": ["q_proj"], "experts": ["experts"], "all": "all-linear"}
+    ours, plain = None, logits(model(example), ids)
+    alone = {}
+    for number, (name, named) in enumerate(targets.items()):
+        settings = {"r": 2 + number, "lora_alpha": 8, "use_rslora": bool(number), "init_lora_weights": False}
+        settings |= {"target_modules": named, "task_type": "CAUSAL_LM"}
+        torch.manual_seed(number)
+        single = adapted(model(example), **settings)
+        alone[name] = logits(single, ids)
+        if ours is None:
+            ours = adapted(model(example), **settings)
+            ours.add_adapter(name, ours.peft_config["default"])
+        else:
+            ours.add_adapter(name, LoraConfig(**settings))
+        state = {n.replace(".default", f".{name}"): t for n, t in single.state_dict().items() if ".lora_" in n}
+        loaded = ours.load_state_dict(state, strict=False)
+        assert not loaded.unexpected_keys and state, name
+    for name in (*targets, *reversed(targets)):
+        ours.set_adapter(name)
+        assert ours.active_adapter == name and torch.equal(logits(ours, ids), alone[name])
+        with ours.disable_adapter():
+            assert torch.equal(logits(ours, ids), plain)
+    ours.base_model.set_adapter(["attention", "experts"])
+    both = logits(ours, ids)
+    assert min(usual_error(both, alone[name]) for name in ("attention", "experts")) > 0.05
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

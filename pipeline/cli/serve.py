@@ -12,16 +12,17 @@ def serve(options: ServeOptions) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
 
     MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
-    server answers for this model only; Ctrl-C ends it.
+    server answers for this model and its adapters only; Ctrl-C ends it.
 
     Examples:
       ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
       ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
-      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights OUT --adapter ADAPTER --model-name tuned
+      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights OUT --adapter prose=ADAPTER --adapter sql=OTHER
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
     from ktconvert.pipeline.models import loading
+    from ktconvert.pipeline.models.adapter_loading import by_name
     from ktconvert.pipeline.models.serving import access
     from ktconvert.pipeline.ui.progress import Reporter
 
@@ -31,9 +32,13 @@ def serve(options: ServeOptions) -> None:
     from ktconvert.pipeline.models.serving.server import listen
 
     choice = preconditions.model_choice(options, reporter)
+    if options.adapters:
+        loading.require_packages("--adapter", ["peft"], "train")
+    adapters = by_name(options.adapters, options.model_name or choice.model)
     key = access.key_from(file)
     if file is not None and access.is_open(file):
         reporter.warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
     if key is None and not access.is_loopback(options.host):
         reporter.warn(f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file")
-    listen(loading.with_own_experts(choice), options.host, options.port, options.model_name, key)
+    more = {"name": options.model_name, "key": key, "adapters": adapters}
+    listen(loading.with_own_experts(choice), options.host, options.port, **more)

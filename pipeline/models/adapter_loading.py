@@ -1,23 +1,96 @@
-"""Loading a LoRA adapter, of `ktconvert train` or of PEFT, into a model."""
+"""Loading LoRA adapters, of `ktconvert train` or of PEFT, into a model: one, or several between which it switches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.adapter import require_adapter
-from ktconvert.layouts.errors import InputError, KtconvertError
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.ui.text import first_line
 
 MISSING = "Found missing adapter keys"  # how PEFT warns of them
+LACKS = "it lacks tensors for modules that it names"
+STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: which adapters it computes with
+# What LoRA's matrices may begin with and leave the weights beside them as they are (True and False: random ones).
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def with_adapter(model: Any, folder: Path, name: str) -> Any:
     """The model, which from now on computes with this adapter; name: the model's, for messages. Raises InputError for
     an adapter that does not fit.
+    """
+    return _load(model, folder, name, "default").get_base_model()
+
+
+class Adapters:
+    """Several adapters of one model, by the names that clients know. It computes with one at a time, first with none;
+    its own weights are there once.
+    """
+
+    def __init__(self, model: Any, folders: Mapping[str, Path], name: str) -> None:
+        """Load them. name: the model's, for messages. Raises InputError for an adapter that does not fit, or that
+        changes more than what is computed with it.
+        """
+        from ktconvert.native_quant.runtime import adapters
+        from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+        self._states: dict[str | None, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self._now: Any = None
+        with_peft = model
+        for number, folder in enumerate(folders.values()):
+            with_peft = _load(with_peft, folder, name, f"adapter{number}", alone=False)
+        for number, (called, folder) in enumerate(folders.items()):
+            with _explained(folder, name):
+                with_peft.set_adapter(f"adapter{number}")
+                for experts in (each for each in model.modules() if isinstance(each, RoutedExperts)):
+                    adapters.active(experts)  # refuses what could not be computed
+            self._states[called] = _states(model)
+        if folders:
+            with_peft.base_model.disable_adapter_layers()
+            self._states[None] = self._now = _states(model)
+            model.requires_grad_(False)
+
+    def switch(self, name: str | None) -> None:
+        """Compute with this adapter from now on; with none for a name that none has. PEFT's own functions, which walk
+        through the model, take as long as a token.
+        """
+        state = self._states.get(name, self._states.get(None))
+        if state is not self._now:
+            for attributes, values in state or ():
+                attributes.update(values)
+            self._now = state
+
+
+def _states(model: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes of each of PEFT's layers, and what says now which adapters it computes with."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = (each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    return [(vars(layer), {name: getattr(layer, name) for name in STATE}) for layer in layers]
+
+
+def by_name(given: Iterable[tuple[str, Path]], model: str) -> dict[str, Path]:
+    """The adapters by the names that clients use; model: the model's. Raises UsageError for a name that is there twice,
+    InputError for a folder without an adapter.
+    """
+    found: dict[str, Path] = {}
+    for name, folder in given:
+        if name == model or name in found:
+            other = "the model" if name == model else "another adapter"
+            raise UsageError(f"--adapter {folder}: {other} is called {name}, too; give it another name: NAME={folder}.")
+        require_adapter(folder)
+        found[name] = folder
+    return found
+
+
+def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True) -> Any:
+    """PEFT's model of this one, or itself with one adapter more; adapter: PEFT's name for it; alone: whether nothing
+    else is computed with the model.
     """
     import peft
 
@@ -27,7 +100,32 @@ def with_adapter(model: Any, folder: Path, name: str) -> Any:
         warnings.filterwarnings("error", message=MISSING)
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.lora_dropout = 0.0  # of training only, and PEFT adapts no stacked experts with it
-        return peft.PeftModel.from_pretrained(model, str(folder), config=config).eval().get_base_model()
+        if config.is_prompt_learning or not (alone or config.peft_type == peft.PeftType.LORA):
+            raise UnsupportedError("it is no LoRA")
+        if not alone:
+            _require_plain(config)
+        if not isinstance(model, peft.PeftModel):
+            return peft.PeftModel.from_pretrained(model, str(folder), adapter, config=config).eval()
+        config.inference_mode = True
+        model.add_adapter(adapter, config)
+        mapping = getattr(model.get_base_model(), "_checkpoint_conversion_mapping", {})  # as from_pretrained
+        if model.load_adapter(str(folder), adapter, key_mapping=mapping).missing_keys:
+            raise InputError(LACKS)
+        return model.eval()
+
+
+def _require_plain(config: Any) -> None:
+    """Raises UnsupportedError for an adapter that changes the model itself, which others are answered with."""
+    settings = {
+        "bias": config.bias != "none",
+        "init_lora_weights": config.init_lora_weights not in PLAIN,
+        "layer_replication": config.layer_replication,
+        "kasa_config": getattr(config, "kasa_config", None),
+    }
+    for setting in filter(settings.get, settings):
+        raise UnsupportedError(
+            f"its {setting} changes the model's own weights, with which others are answered; save it as plain LoRA"
+        )
 
 
 @contextmanager
@@ -38,7 +136,7 @@ def _explained(folder: Path, model: str) -> Iterator[None]:
     except KtconvertError as error:
         raise InputError(f"{folder}: does not fit {model}: {error}") from error
     except Warning as warning:
-        what = "it lacks tensors for modules that it names" if MISSING in str(warning) else first_line(warning)
+        what = LACKS if MISSING in str(warning) else first_line(warning)
         raise InputError(f"{folder}: does not fit {model}: {what}") from warning
     except Exception as error:  # PEFT, torch and safetensors raise their own
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

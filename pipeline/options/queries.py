@@ -11,7 +11,7 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.pipeline.options.declare import NONE, Option, Options, declared, option
 from ktconvert.pipeline.options.option_groups import ArchFile, GpuExperts, Hub, ImportanceFile, Reporting, Workers
 from ktconvert.pipeline.options.quantization import choice
-from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real
+from ktconvert.pipeline.options.types import FilePath, NamedPath, Number, OutputPath, PathOrHubId, Real
 
 # What --quant-method of verify takes, options and names -> the name of what is stored.
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
@@ -126,7 +126,13 @@ class ServeOptions(Options):
     model: str = declared(MODEL, default=NONE)
     cpu_weights: Path | None = declared(CPU_WEIGHTS)
     gpu_experts: GpuExperts = GpuExperts()
-    adapter: Path | None = declared(ADAPTER)
+    adapters: tuple[tuple[str, Path], ...] = option(
+        "ADAPTER or NAME=ADAPTER: a LoRA adapter of MODEL, which answers under this name, else under its folder's; may "
+        "be repeated.",
+        NamedPath(),
+        flags=("--adapter",),
+        default=(),
+    )
     host: str = option("Address to listen on.", default="127.0.0.1")
     port: int = option("Port to listen on.", Number(1, 65535), default=8000)
     model_name: str | None = option("What clients call the model.", unset="MODEL")

@@ -76,6 +76,21 @@ class FilePath(click.Path):
         return path.expanduser().absolute() if self._absolute else path
 
 
+class NamedPath(FilePath):
+    """PATH or NAME=PATH, as (NAME, PATH); without a name it is the path's own. An existing PATH may have a = in it."""
+
+    def convert(  # type: ignore[override]
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path]:
+        name, equals, rest = str(value).partition("=")
+        is_named = equals and not Path(value).exists()
+        path = super().convert(rest if is_named else value, param, ctx).expanduser()
+        name = name if is_named else path.absolute().name
+        if not name:
+            self.fail(f"{value!r} has no name; give NAME=PATH", param, ctx)
+        return name, path
+
+
 class OutputPath(FilePath):
     """A file or a directory that is written."""
 

@@ -116,7 +116,7 @@ class Application:
         self.limit = max(BODY, PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
-            "/v1/models": ("GET", lambda call: call.respond(200, {"object": "list", "data": [manager.entry()]})),
+            "/v1/models": ("GET", lambda call: call.respond(200, manager.listed())),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/responses": ("POST", self._responses),
@@ -172,15 +172,17 @@ class Application:
         await answer(call)
 
     async def _model(self, call: Call) -> None:
-        self.manager.check_name(call.scope["path"].removeprefix("/v1/models/"))
-        await call.respond(200, self.manager.entry())
+        name = self.manager.name_of(call.scope["path"].removeprefix("/v1/models/"))
+        await call.respond(200, self.manager.entry(name))
 
     async def _load_model(self, call: Call) -> None:
-        await self._read(call, schemas.LoadModel)
-        await call.stream(self.manager.load_model_streaming(self.manager.name), call.id)
+        request = await self._read(call, schemas.LoadModel)
+        await call.stream(self.manager.load_model_streaming(request.model), call.id)
 
     async def _read(self, call: Call, kind: type[Any]) -> Any:
-        """The request. Raises Refused for a body that is too long, no JSON, or no such request."""
+        """The request, with the name of who answers. Raises Refused for a body that is too long, no JSON, or no such
+        request.
+        """
         data = await call.read(self.limit)
         if self.answered >= ANSWERED:
             raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")
@@ -190,7 +192,7 @@ class Application:
         except ValueError as error:
             raise Refused(400, f"the body is not JSON: {error}") from error
         request = schemas.read(kind, body)
-        self.manager.check_name(request.model)
+        request.model = self.manager.name_of(request.model)
         return request
 
     async def _chat(self, call: Call) -> None:
@@ -233,7 +235,7 @@ class Application:
         options, is_text = RequestOptions.of(request, call.gone, ids), isinstance(request, schemas.Generation)
         name = KINDS[type(request)][1] + call.id
         config = json.dumps(self._config(request, length))
-        body |= {"stream": request.stream, "model": self.manager.name, "generation_config": config}
+        body |= {"stream": request.stream, "model": request.model, "generation_config": config}
         try:
             with noted(name, options):
                 response = await self.handlers[type(request)].handle_request(body, name)

@@ -1,5 +1,5 @@
-"""The one model that is served, in transformers' manager of models, and what clients send as its tokens: prompts,
-chats, their lengths, and what the context leaves for an answer.
+"""The one model that is served, alone and with each adapter, in transformers' manager of models, and what clients send
+as its tokens: prompts, chats, their lengths, and what the context leaves for an answer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import json
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -19,6 +20,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils import chat_template_utils
 
+from ktconvert.pipeline.models.adapter_loading import Adapters
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.models.loading import ModelChoice, load_model, longest, require_tokenizer
 from ktconvert.pipeline.models.serving.access import Refused
@@ -31,26 +33,38 @@ auto: Any = transformers
 
 
 class OneModel(theirs):  # type: ignore[misc]
-    """Loads the chosen model at once, and keeps it until the server ends. defaults: what its generation config says."""
+    """Loads the chosen model at once, and keeps it until the server ends. defaults: what its generation config says;
+    names: of the model and of its adapters.
+    """
 
-    def __init__(self, choice: ModelChoice, config: Any, name: str) -> None:
-        """config: what loading.prepare gave; name: the id under which clients know the model."""
+    def __init__(self, choice: ModelChoice, config: Any, name: str, adapters: Mapping[str, Path]) -> None:
+        """config: what loading.prepare gave; name: the id under which clients know the model; adapters: by theirs."""
         self.choice, self.config, self.name = choice, config, name
         self.created = int(time.time())
         super().__init__(device=choice.device(), trust_remote_code=choice.trust_remote_code, force_model=name)
         self.model, self.processor = self.load_model_and_processor(name)
+        self.adapters, self.names = Adapters(self.model, adapters, choice.model), (name, *adapters)
+        self.force_model = None  # which would be the only name that their handlers take
+        self.loaded_models |= dict.fromkeys(self.names, self.loaded_models[name])
         own = self.model.generation_config
         self.defaults: dict[str, Any] = json.loads(own.to_json_string(use_diff=True))
         own.stop_strings = None  # `model.generate` would fill them in, and StreamDecoder looks for them
         self.prompts = Prompts(self.model, self.processor)
 
-    def entry(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "ktconvert"}
+    def entry(self, name: str) -> dict[str, Any]:
+        """What /v1/models says; of an adapter, also which model it belongs to."""
+        parent = {} if name == self.name else {"parent": self.name}
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "ktconvert", **parent}
 
-    def check_name(self, name: str | None) -> None:
-        """Raises Refused with 404 for the name of another model."""
-        if name is not None and name != self.name:
-            raise Refused(404, f"model: this server answers for {self.name} only", "model", "model_not_found")
+    def listed(self) -> dict[str, Any]:
+        return {"object": "list", "data": [*map(self.entry, self.names)]}
+
+    def name_of(self, model: str | None) -> str:
+        """The name of who answers: the model's where none is given. Raises Refused with 404 for one that is unknown."""
+        if model is not None and model not in self.names:
+            known = ", ".join(self.names)
+            raise Refused(404, f"model: this server answers for {known} only", "model", "model_not_found")
+        return self.name if model is None else model
 
     @staticmethod
     def process_model_name(model_id: str) -> str:

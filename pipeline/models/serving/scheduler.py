@@ -2,7 +2,8 @@
 
 Before each pass through the model (a token, or a part of a long prompt) a generation lets those compute that wait, and
 before each layer's experts it checks whether its client is still there. So clients share the machine by tokens, and
-nothing is computed for a client that has gone.
+nothing is computed for a client that has gone. Whoever has the turn computes alone, with the adapter that was asked
+for, and each generation has keys and values of its own: adapters never mix.
 
 transformers' continuous batching is not used: it has one set of sampling parameters for all clients, no seed and no
 stop string of theirs, takes most of the machine's memory at once, and was no faster (docs/reference/server.md).
@@ -111,8 +112,9 @@ class Scheduler(utils.BaseGenerateManager):
     stream, or is raised by generate_non_streaming. A cancelled one ends with what it has.
     """
 
-    def __init__(self, model: Any, processor: Any, active: int = ACTIVE) -> None:
-        self.model = model
+    def __init__(self, model: Any, processor: Any, switch: Callable[[str | None], None], active: int = ACTIVE) -> None:
+        """switch: has the model compute with the adapter of this name."""
+        self.model, self.switch = model, switch
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
         self.lock = FairLock()
         self._jobs = queue.SimpleQueue[tuple[RequestOptions, Callable[[], Any], Future[Any]] | None]()
@@ -196,6 +198,7 @@ class Scheduler(utils.BaseGenerateManager):
             if future.set_running_or_notify_cancel():
                 try:
                     with self.lock:
+                        self.switch(self._own.options.model)
                         result = work()
                 except BaseException as error:
                     future.set_exception(error)
@@ -241,11 +244,12 @@ class Scheduler(utils.BaseGenerateManager):
             raise Ended
 
     def _before_pass(self, *_: Any) -> None:
-        """Let the threads that wait compute first. A seed is a client's own, whoever else draws numbers."""
+        """Let the threads that wait compute first. Seed and adapter are a client's own, whoever else had the turn."""
         self._check()
         if getattr(self._own, "options", None) is not None and self.lock.is_awaited():
             state = self._random.get_rng_state()
             self.lock.step_back()
+            self.switch(self._own.options.model)
             self._random.set_rng_state(state)
             self._check()
 

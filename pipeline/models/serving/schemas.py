@@ -363,13 +363,15 @@ def read(kind: type[Any], body: Any) -> Any:
 
 @dataclass
 class RequestOptions:
-    """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
-    OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
-    logit_bias: added to the logits of these token ids; gone: set when nobody waits for the answer any more. cut is the
-    answer to it: whether the generated text ended with neither an end token nor a stop string.
+    """ids: the prompt, in place of the text in the request; model: who answers, itself or an adapter; seed: of this
+    request's random numbers alone; penalties as OpenAI defines them: subtracted from the logit of a token that was
+    generated before, once, and for each time; logit_bias: added to the logits of these token ids; gone: set when nobody
+    waits for the answer any more. cut is the answer to it: whether the generated text ended with neither an end token
+    nor a stop string.
     """
 
     ids: Sequence[int] | None = None
+    model: str | None = None
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -382,7 +384,7 @@ class RequestOptions:
         """What the handlers would not pass on of this request."""
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
         given = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
-        return cls(ids, request.seed, gone=gone, **given)
+        return cls(ids, request.model, request.seed, gone=gone, **given)
 
     def processors(self, prompt: int) -> list[Any]:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""

@@ -69,7 +69,7 @@ async def completion(
         text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
-    whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": manager.name}
+    whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
     return {**whole, "choices": [choice], "usage": usage}
 
 

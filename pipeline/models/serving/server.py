@@ -11,6 +11,8 @@ import asyncio
 import atexit
 import os
 import socket
+from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -114,25 +116,29 @@ class Server(uvicorn.Server):
             raise
 
 
-def listen(choice: ModelChoice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
-    """Load the model and answer at http://host:port/v1 until interrupted. Raises KtconvertError at once for a port that
-    is taken.
+def listen(choice: ModelChoice, host: str, port: int, **more: Any) -> None:
+    """Load the model and answer at http://host:port/v1 until interrupted; more: of load. Raises KtconvertError at once
+    for a port that is taken.
     """
     _require_free(host, port)
-    application, scheduler = load(choice, name, key)
+    application, scheduler = load(choice, **more)
     Server(application, scheduler, host=host, port=port, log_level="info").run()
 
 
-def load(choice: ModelChoice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
-    """The ASGI application that answers for this model, and the Scheduler. name, key: of clients, for the model."""
+def load(
+    choice: ModelChoice, name: str | None = None, key: bytes | None = None, adapters: Mapping[str, Path] | None = None
+) -> tuple[Any, Any]:
+    """The ASGI application that answers for this model and its adapters, and the Scheduler. name, key: of clients, for
+    the model; adapters: by the names of clients for them.
+    """
     config = prepare(choice)  # before torch is imported
     from ktconvert.pipeline.models.serving.application import Application
     from ktconvert.pipeline.models.serving.model_manager import OneModel
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
     with explained(choice.model):
-        manager = OneModel(choice, config, name or choice.model)
-        scheduler = Scheduler(manager.model, manager.processor)
+        manager = OneModel(choice, config, name or choice.model, adapters or {})
+        scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)
     return Application(manager, scheduler, key), scheduler
 
 

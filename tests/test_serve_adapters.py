@@ -1,0 +1,271 @@
+"""ktconvert serve --adapter: several adapters beside their model, each of which answers as if it were alone."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.models import adapter_loading, generating, loading
+from rig.conversion import here
+from rig.served import PATIENCE, Served, free_port, served
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
+
+BASE = "small"
+SAID = "import os"
+ANSWER = 12  # tokens
+# Adapters of several targets, ranks and scalings; the last one is made of the unconverted model.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "both": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "experts"]},
+    "experts": {"r": 8, "target_modules": ["experts"], "use_rslora": True},
+    "attention": {
+        "r": 4,
+        "lora_alpha": 64,
+        "target_modules": ["q_proj", "o_proj"],
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 16},
+        "use_dora": True,
+    },
+    "head": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "original": {
+        "r": 2,
+        "lora_alpha": 32,
+        "target_modules": ["k_proj"],
+        "target_parameters": ["gate_up_proj", "down_proj"],
+    },
+}
+NAMES = [BASE, *SETTINGS]
+
+
+def chosen(example: Path, weights: Path, **more: Any) -> loading.ModelChoice:
+    return loading.ModelChoice(str(example), cpu_weights=weights, threads=1, **more)
+
+
+def saved(model: Any, folder: Path, **settings: Any) -> Path:
+    """An adapter whose matrices are all random."""
+    torch.manual_seed(len(folder.name))
+    defaults = {"lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    with_peft = peft.get_peft_model(model, peft.LoraConfig(**defaults | settings))
+    for name, copied in with_peft.named_parameters():
+        if ".modules_to_save." in name:
+            copied.data += torch.randn_like(copied) * copied.std() / 2
+    with_peft.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def int8(packed_example) -> Path:
+    return packed_example("int8")
+
+
+@pytest.fixture(scope="module")
+def folders(example, int8, tmp_path_factory) -> dict[str, Path]:
+    from transformers import AutoModelForCausalLM
+
+    def model(name: str) -> Any:
+        of_original = "target_parameters" in SETTINGS[name]
+        return AutoModelForCausalLM.from_pretrained(example) if of_original else loading.load(chosen(example, int8))[0]
+
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: saved(model(name), root / name, **SETTINGS[name]) for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def alone(example, int8, folders) -> dict[str, Any]:
+    """The model, and its tokenizer, with each adapter, loaded for itself."""
+    return {name: loading.load(chosen(example, int8, adapter=folders.get(name))) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def expected(alone) -> dict[str, str]:
+    """What `ktconvert run --chat` writes."""
+    texts = {}
+    for name, (model, tokenizer) in alone.items():
+        inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": SAID}])
+        texts[name], _ = generating.write(model, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+    assert len(set(texts.values())) == len(NAMES), "the adapters say the same"
+    return texts
+
+
+@pytest.fixture(scope="module")
+def server(example, int8, folders) -> Iterator[Served]:
+    with served(example, chosen(example, int8), name=BASE, adapters=folders) as running:
+        yield running
+
+
+def client(of: Served) -> Any:
+    return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+
+def chat(of: Served, name: str) -> str:
+    messages = [{"role": "user", "content": SAID}]
+    answer = client(of).chat.completions.create(model=name, messages=messages, max_tokens=ANSWER, temperature=0)
+    assert answer.model == name
+    text: str = answer.choices[0].message.content
+    return text
+
+
+def test_names(server):
+    """All are listed, the model first; it answers where no name is given."""
+    ask = client(server)
+    listed = ask.models.list().data
+    assert [(each.id, getattr(each, "parent", None)) for each in listed] == [(BASE, None)] + [
+        (n, BASE) for n in SETTINGS
+    ]
+    assert [ask.models.retrieve(name) for name in NAMES] == listed
+    with pytest.raises(openai.NotFoundError, match=f"answers for {', '.join(NAMES)} only"):
+        chat(server, "another")
+    for path, body in (
+        ("completions", {"prompt": SAID, "max_tokens": 1}),
+        ("responses", {"input": SAID, "max_output_tokens": 1}),
+    ):
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE)
+        assert answer.json()["model"] == BASE
+    ready = httpx.post(f"{server.url}/load_model", json={"model": "experts"}, timeout=PATIENCE).text
+    assert json.loads(ready.removeprefix("data: ")) == {"status": "ready", "model": "experts", "cached": True}
+
+
+def test_each_answers_as_if_it_were_alone(server, alone, expected):
+    """In every form in which it may be asked."""
+    ask = client(server)
+    for name in (*NAMES, *reversed(NAMES)):
+        assert chat(server, name) == expected[name]
+        messages = [{"role": "user", "content": SAID}]
+        of_chat = {"model": name, "messages": messages, "max_tokens": ANSWER, "temperature": 0}
+        chunks = list(ask.chat.completions.create(**of_chat, stream=True))
+        assert {chunk.model for chunk in chunks} == {name}
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected[name]
+        response = {"model": name, "input": SAID, "max_output_tokens": ANSWER, "temperature": 0}
+        assert ask.responses.create(**response).output_text == expected[name]
+        (scored,) = ask.completions.create(model=name, prompt=SAID, max_tokens=0, echo=True, logprobs=0).choices
+        model, tokenizer = alone[name]
+        ids = tokenizer(SAID, return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            own = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        assert scored.logprobs.token_logprobs[1:] == own.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def test_answers_at_the_same_time(server, expected):
+    """They take turns, token by token, and each is what it is alone."""
+    asked = [name for name in NAMES for _ in range(3)]
+    server.passes.clear()
+    waiting = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or len(server.passes) > ANSWER)
+    with waiting, ThreadPoolExecutor(len(asked)) as clients:
+        answers = list(clients.map(lambda name: chat(server, name), asked))
+    assert answers == [expected[name] for name in asked]
+    turns = [first != second for (first, *_), (second, *_) in pairwise(server.passes)]
+    assert sum(turns) > len(turns) / 2
+
+
+def test_the_same_bits_as_alone(example, int8, folders, alone):
+    """Also of many tokens at once; the model's weights are there once, and as they were."""
+    model, _ = loading.load(chosen(example, int8))
+    weights = {id(parameter) for parameter in model.parameters()}
+    adapters = adapter_loading.Adapters(model, folders, BASE)
+    ids = torch.arange(2, 2 + 3 * 40).reshape(3, 40)
+    order = [None, *SETTINGS, "both", None, *reversed(SETTINGS)]
+    with torch.inference_mode():
+        found = {name or BASE: logits for name in order for logits in [(adapters.switch(name), model(ids).logits)[1]]}
+        for name, logits in found.items():
+            assert torch.equal(logits, alone[name][0](ids).logits), name
+    assert weights <= {id(parameter) for parameter in model.parameters()}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_command(cli, example, int8, folders, tmp_path):
+    """What `run --adapter` writes is what the served adapter answers, by the name that it was given."""
+    from rig.served import started
+
+    log, prompt = tmp_path / "log", "def f("
+    options = ("--cpu-weights", str(int8), "--model-name", BASE, "--adapter", str(folders["both"]))
+    with started(example, log, *options, "--adapter", f"tuned={folders['experts']}") as (_, url):
+        ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        assert [model.id for model in ask.models.list()] == [BASE, "both", "tuned"]
+        answer = ask.completions.create(model="tuned", prompt=prompt, max_tokens=ANSWER, temperature=0)
+    asked = ("--prompt", prompt, "--max-new-tokens", ANSWER, "--threads", 1)
+    done = cli("run", example, "--cpu-weights", int8, "--adapter", folders["experts"], *asked)
+    assert done.stdout == f"{prompt}{answer.choices[0].text}\n"
+
+
+def test_names_that_are_refused(example, int8, folders, tmp_path):
+    """In one sentence, before anything is loaded."""
+    both, twice = folders["both"], shutil.copytree(folders["both"], tmp_path / "both")
+    cases: list[tuple[tuple[Any, ...], int, str]] = [
+        ((both, twice), 2, f"--adapter {twice}: another adapter is called both, too; give it another name"),
+        ((f"a={both}", f"a={twice}"), 2, "another adapter is called a, too"),
+        ((f"{BASE}={both}",), 2, f"--adapter {both}: the model is called {BASE}, too"),
+        ((f"a={tmp_path / 'nowhere'}",), 5, "nowhere: has no adapter_config.json; give the directory of an adapter"),
+        (("a=",), 2, "is empty; give a path"),
+        ((f"={both}",), 2, "has no name; give NAME=PATH"),
+        (("/",), 2, "has no name; give NAME=PATH"),
+        (("a=~nobody-here/x",), 2, "no home directory"),
+    ]
+    for given, code, why in cases:
+        adapters = [word for each in given for word in ("--adapter", each)]
+        done = here("serve", example, "--cpu-weights", int8, "--model-name", BASE, "--port", free_port(), *adapters)
+        said = str(done.exception) if done.exit_code == 1 else done.output
+        assert getattr(done.exception, "exit_code", done.exit_code) == code and why in said.replace("\n", " "), said
+
+
+def test_a_folder_with_an_equals_sign(folders, tmp_path):
+    """Is no name and folder, if it is there."""
+    from ktconvert.pipeline.options.types import NamedPath
+
+    folder = shutil.copytree(folders["both"], tmp_path / "lr=2e-4")
+    assert NamedPath().convert(str(folder), None, None) == ("lr=2e-4", folder)
+    assert NamedPath().convert(f"a={folder}", None, None) == ("a", folder)
+    assert NamedPath().convert(f"{folder}/", None, None) == ("lr=2e-4", folder)
+
+
+CHANGES = "changes the model's own weights, with which others are answered; save it as plain LoRA"
+
+
+@pytest.mark.filterwarnings("ignore:Unexpected keyword")  # of LoRA for IA3
+@pytest.mark.parametrize(
+    ("settings", "config", "why"),
+    [
+        ({"target_modules": ["q_proj"], "bias": "all"}, {}, f"its bias {CHANGES}"),
+        ({"target_modules": ["q_proj"]}, {"init_lora_weights": "pissa"}, f"its init_lora_weights {CHANGES}"),
+        ({"target_modules": ["q_proj"]}, {"layer_replication": [[0, 2], [1, 2]]}, f"its layer_replication {CHANGES}"),
+        ({"target_modules": ["q_proj"]}, {"peft_type": "IA3"}, "it is no LoRA"),
+        ({"target_modules": ["experts"]}, {"r": 8}, "the adapter is not one of this model"),
+        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "v_proj"]}, adapter_loading.LACKS),
+        ({"target_modules": ["experts"], "alpha_pattern": {"gate_proj": 2}}, {}, "with one rank, alpha and dropout"),
+    ],
+)
+def test_adapters_that_are_refused(settings, config, why, example, int8, folders, tmp_path):
+    """Beside others; these are named, and what is the matter."""
+    folder = saved(loading.load(chosen(example, int8))[0], tmp_path / "wrong", r=4, **settings)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(InputError, match=re.escape(f"{folder}: does not fit {example}: ") + ".*" + re.escape(why)):
+        serving.load(chosen(example, int8), adapters={"both": folders["both"], "wrong": folder})
+
+
+def test_prompts_that_were_trained_are_no_lora(example, int8, tmp_path):
+    """Also alone; PEFT puts them before the input, not into the model."""
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(loading.load(chosen(example, int8))[0], tuning).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"does not fit .*: it is no LoRA"):
+        loading.load(chosen(example, int8, adapter=tmp_path))
+
+
+def test_an_adapter_that_does_not_fit_through_the_command(cli, example, int8, folders, tmp_path):
+    folder = shutil.copytree(folders["experts"], tmp_path / "wrong")
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 16}))
+    adapters = ("--adapter", folders["both"], "--adapter", folder)
+    done = cli("serve", example, "--cpu-weights", int8, "--port", free_port(), *adapters, code=5)
+    assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {folder}: does not fit {example}: the adapter is not")
