@@ -1,22 +1,29 @@
 #!/usr/bin/env python3
-"""Forward and backward of routed experts with LoRA, ours against kt-kernel's mode="sft", in turns on one shape.
+"""Forward and backward of routed experts with LoRA, ours against others, in turns on one shape: kt-kernel's mode="sft",
+or transformers' own experts in BF16 with PEFT.
 
 python benchmarks/train.py --peer PYTHON            Qwen3-30B-A3B's layer; 8 GB of memory; minutes for each method
 python benchmarks/train.py --experts 32 --tokens 64 a smaller one
+python benchmarks/train.py --transformers --avx2    as on a CPU that has no more than AVX2
 
 PYTHON has kt-kernel 0.7.2; its CPU needs AVX512-BF16 or AMX. Both get random weights of the same size, the same number
 of threads, BF16 factors of LoRA, and new routing for each call. kt-kernel's backward shares one scratch between layers
 (share_backward_bb), as its integration into transformers does, which takes the least memory. INT8 goes without LoRA on
-its side (AMXINT8_SFT_SkipLoRA): it packs no tensors with it, and without it is faster.
+its side (AMXINT8_SFT_SkipLoRA): it packs no tensors with it, and without it is faster. `--transposed`: both multiply by
+transposes that were quantized on their own. transformers: Qwen3MoeExperts, its implementation "eager", and PEFT's
+target_parameters, all in BF16.
 
 Turns are A B A B; of each turn's calls the fastest counts, and of the turns the median. `cpu` is CPU time: of ours the
 process's, of kt-kernel's its workers' alone, without the caller, which spins. On a busy machine it says more than wall
-time.
+time. Memory: the most that was resident in a turn, less what was before the weights were made.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import re
 import statistics
 import sys
 import tempfile
@@ -29,6 +36,7 @@ import numpy as np
 from turns import Worker, serve, worker_seconds
 
 TOPK, RANK, SEED = 8, 16, 0
+AVX2 = {"KTCONVERT_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 METHODS = {"bf16": "AMXBF16_SFT", "int8": "AMXINT8_SFT", "int4": "AMXINT4_SFT"}
 
 
@@ -37,12 +45,25 @@ def cpu_seconds() -> float:
     return worker_seconds() or time.process_time()
 
 
+def resident(field: str) -> int:
+    """Bytes: now (VmRSS), or the most (VmHWM) since `forget_most`."""
+    return 1024 * int(re.findall(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+def forget_most() -> None:
+    """What is free goes back to the system, and the most that was resident is counted from here."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 class Side:
     """A layer of one library, and its calls."""
 
-    def __init__(self, threads: int, experts: int, hidden: int, width: int) -> None:
-        self.threads, self.shape = threads, (experts, hidden, width)
+    def __init__(self, threads: int, experts: int, hidden: int, width: int, transposed: int) -> None:
+        self.threads, self.shape, self.transposed = threads, (experts, hidden, width), bool(transposed)
         self.wrapper: Any = None
+        self.before = 0
 
     def open(self, method: str) -> str:
         """Make the layer."""
@@ -52,13 +73,13 @@ class Side:
         """The wrapper, by either library's class: their interface is the same."""
         import torch
 
+        self.before = resident("VmRSS")
         e, h, i = self.shape
         named = {"layer_idx": 0, "num_experts": e, "num_experts_per_tok": TOPK, "hidden_size": h, "method": method}
         sizes = {"moe_intermediate_size": i, "cpuinfer_threads": self.threads, "threadpool_count": 1, "weight_path": ""}
         lora = {"lora_rank": RANK, "lora_alpha": 2.0 * RANK, "mode": "sft", "gpu_experts_mask": None}
         self.wrapper = factory(**named, **sizes, **lora, chunked_prefill_size=4096)
-        if share:
-            self.wrapper.share_backward_bb = True
+        self.wrapper.share_backward_bb = share
         rng = np.random.default_rng(SEED)
         bits = rng.integers(0x3C00, 0x3D00, (e, i, h), np.uint16) | rng.integers(0, 2, (e, i, h), np.uint16) << 15
         gate = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -69,11 +90,18 @@ class Side:
             self.factors = [*factors, *map(torch.zeros_like, factors)]
             self.wrapper.init_lora_weights(*self.factors)
 
+    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, then: Callable[[], None]) -> None:
+        """A forward, `then`, and its backward."""
+        self.wrapper.forward(hidden, ids, weights, save_for_backward=True)
+        then()
+        self.wrapper.backward(gradient)
+
     def turn(self, tokens: int, count: int) -> dict[str, list[float]]:
         """Wall and CPU seconds of forward and of backward, by call."""
         import torch
 
         e, h, _ = self.shape
+        forget_most()
         generator = torch.Generator().manual_seed(SEED)
         times: dict[str, list[float]] = {name: [] for name in ("forward", "backward", "forward_cpu", "backward_cpu")}
         for _ in range(count):
@@ -81,14 +109,12 @@ class Side:
             ids = torch.rand(tokens, e, generator=generator).topk(TOPK).indices
             weights = torch.rand(tokens, TOPK, generator=generator)
             at = [(time.perf_counter(), cpu_seconds())]
-            self.wrapper.forward(hidden, ids, weights, save_for_backward=True)
-            at.append((time.perf_counter(), cpu_seconds()))
-            self.wrapper.backward(gradient)
+            self.step(hidden, ids, weights, gradient, lambda at=at: at.append((time.perf_counter(), cpu_seconds())))
             at.append((time.perf_counter(), cpu_seconds()))
             for name, before, after in zip(("forward", "backward"), at, at[1:], strict=False):
                 times[name].append(after[0] - before[0])
                 times[f"{name}_cpu"].append(after[1] - before[1])
-        return times
+        return times | {"memory": [resident("VmHWM") - self.before]}
 
 
 class Ours(Side):
@@ -98,7 +124,7 @@ class Ours(Side):
         from ktconvert.native_quant import kernels
         from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 
-        self.make(KTMoEWrapper, METHODS[method], share=False)
+        self.make(KTMoEWrapper, METHODS[method], share=not self.transposed)
         return f"ktconvert with {kernels.isa()}"
 
 
@@ -109,16 +135,54 @@ class Peer(Side):
         import cpu_only_torch  # noqa: F401  # before kt_kernel
         import kt_kernel
 
-        self.make(kt_kernel.KTMoEWrapper, METHODS[method] + "_SkipLoRA" * (method == "int8"), share=True)
+        without = "_SkipLoRA" * (method == "int8")
+        self.make(kt_kernel.KTMoEWrapper, METHODS[method] + without, share=not self.transposed)
         return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
+
+
+class Transformers(Side):
+    """transformers and PEFT."""
+
+    def open(self, method: str) -> str:
+        import peft
+        import torch
+        import transformers
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        self.before = resident("VmRSS")
+        torch.set_num_threads(self.threads)
+        e, h, i = self.shape
+        sizes = {"hidden_size": h, "moe_intermediate_size": i, "num_experts": e, "num_experts_per_tok": TOPK}
+        config = transformers.Qwen3MoeConfig(**sizes)
+        config._experts_implementation = "eager"
+        torch.set_default_dtype(torch.bfloat16)
+        model = torch.nn.ModuleDict({"experts": Qwen3MoeExperts(config)})
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_parameters=targets)
+        self.wrapper = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).base_model.model["experts"]
+        torch.set_default_dtype(torch.float32)
+        return f"transformers {transformers.__version__} with PEFT {peft.__version__}, BF16"
+
+    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, then: Callable[[], None]) -> None:
+        weights = weights.bfloat16().requires_grad_()
+        out = self.wrapper(hidden.requires_grad_(), ids, weights)
+        then()
+        out.backward(gradient)
+
+
+SIDES = {"ours": Ours, "peer": Peer, "transformers": Transformers}
 
 
 def measure(options: argparse.Namespace, method: str, folder: Path) -> None:
     """Both sides in turns; a line for each number of tokens."""
-    sizes = [str(n) for n in (options.threads, options.experts, options.hidden, options.width)]
+    numbers = options.threads, options.experts, options.hidden, options.width, int(options.transposed)
+    sizes, env = [str(n) for n in numbers], AVX2 if options.avx2 else {}
     pythons = {"ours": sys.executable} | ({"peer": options.peer} if options.peer else {})
+    pythons |= {"transformers": sys.executable} if options.transformers else {}
     workers = {
-        side: Worker(side, [python, __file__, "--worker", side, *sizes], folder / f"{side}.log")
+        side: Worker(side, [python, __file__, "--worker", side, *sizes], folder / f"{side}.log", env)
         for side, python in pythons.items()
     }
     try:
@@ -136,34 +200,40 @@ def measure(options: argparse.Namespace, method: str, folder: Path) -> None:
 
 
 def report(method: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
-    """Medians in milliseconds, and how many times as long the peer takes for both."""
+    """Medians in milliseconds, and how many times as long the others take for both."""
     medians = {
         side: {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]}
         for side, turns in found.items()
     }
     for side, times in medians.items():
         wall, cpu = (f"{times['forward' + end]:7.1f} + {times['backward' + end]:7.1f}" for end in ("", "_cpu"))
-        print(f"{method} {tokens:5} tokens  {side}  wall {wall} ms  cpu {cpu} ms", flush=True)
-    if "peer" in medians:
+        memory = times["memory"] / 1e3 / 2**20
+        print(f"{method} {tokens:5} tokens  {side}  wall {wall} ms  cpu {cpu} ms  memory {memory:.0f} MiB", flush=True)
+    for side in list(medians)[1:]:
         ratios = []
         for end in ("", "_cpu"):
-            ours, peer = (times["forward" + end] + times["backward" + end] for times in medians.values())
+            ours, theirs = (medians[one]["forward" + end] + medians[one]["backward" + end] for one in ("ours", side))
             each = [
-                (peer["forward" + end] + peer["backward" + end]) / (ours["forward" + end] + ours["backward" + end])
-                for ours, peer in zip(*found.values(), strict=True)
+                (theirs["forward" + end] + theirs["backward" + end]) / (ours["forward" + end] + ours["backward" + end])
+                for ours, theirs in zip(found["ours"], found[side], strict=True)
             ]
-            ratios.append(f"{peer / ours:.2f} ({', '.join(f'{one:.2f}' for one in each)})")
-        print(f"{method} {tokens:5} tokens  peer / ours: wall {ratios[0]}, cpu {ratios[1]}", flush=True)
+            ratios.append(f"{theirs / ours:.2f} ({', '.join(f'{one:.2f}' for one in each)})")
+        memory = medians[side]["memory"] / medians["ours"]["memory"]
+        ratio = f"wall {ratios[0]}, cpu {ratios[1]}, memory {memory:.1f}"
+        print(f"{method} {tokens:5} tokens  {side} / ours: {ratio}", flush=True)
 
 
 def main() -> None:
     """Measure and report, or work."""
     if sys.argv[1:2] == ["--worker"]:
-        side = {"ours": Ours, "peer": Peer}[sys.argv[2]](*map(int, sys.argv[3:]))
+        side = SIDES[sys.argv[2]](*map(int, sys.argv[3:]))
         serve({"open": side.open, "turn": side.turn})
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a Python that has kt-kernel; without it ours alone")
+    parser.add_argument("--transformers", action="store_true", help="beside transformers and PEFT")
+    parser.add_argument("--transposed", action="store_true", help="by transposes that were quantized on their own")
+    parser.add_argument("--avx2", action="store_true", help="all but the peer without instructions beyond AVX2")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048])
     for name, default in (("threads", 2), ("experts", 128), ("hidden", 2048), ("width", 768)):
