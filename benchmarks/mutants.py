@@ -195,7 +195,7 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.M)
     if failed or process.returncode == 0:
         return failed[1] if failed else ""
-    begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", output, re.M)
+    begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL|Fatal Python).*)?$", output, re.M)
     return (begun or tests)[-1].strip()  # it was killed, or crashed
 
 

@@ -95,19 +95,24 @@ def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_examp
     out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     shard = out / "model-00001-of-00002.safetensors"
     script = f"""
-import os, sys, numpy as np
+import os, sys, numpy as np, torch
 from ktconvert.native_quant import Experts
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.training import routed_experts_with_lora as trained
 pool = Pool(4)
 experts, other = (Experts.load({str(out)!r}, layer, memory="map", pool=pool) for layer in (0, 1))
 call = np.full((64, 256), 0x3F80, np.uint16), np.tile(np.arange(8), (64, 1)), np.ones((64, 8), np.float32)
 want = other.forward(*call)
+hidden, ids, weights = torch.ones(64, 256, requires_grad=True), torch.from_numpy(call[1]), torch.ones(64, 8)
+loss = trained(experts, hidden, ids, weights).sum()
 whole = open({str(shard)!r}, "rb").read()
 os.truncate({str(shard)!r}, 8192)
 result = np.zeros_like(call[0])
 for use in (
     lambda: experts.forward(*call),
     lambda: experts.submit(*call, out=result).wait(),
+    lambda: trained(experts, hidden, ids, weights),
+    lambda: loss.backward(),
     lambda: experts.save({str(tmp_path / "saved")!r}),
     lambda: Experts.load({str(out)!r}, 0, memory="map", pool=pool),
 ):
@@ -116,16 +121,15 @@ for use in (
     except Exception as error:
         print(type(error).__name__, error)
 assert np.array_equal(other.forward(*call), want)
-del experts
+del experts, loss
 open({str(shard)!r}, "wb").write(whole)
 assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
 """
     done = python(script)
     assert (done.returncode, done.stderr) == (0, "")
     lost, lines = f"InputError {shard}: became shorter or could not be read after layer 0", done.stdout.splitlines()
-    assert [line.startswith(lost) for line in lines] == [True] * 3 + [False] and lines[3].startswith(
-        f"InputError {out}"
-    )
+    assert [line.startswith(lost) for line in lines] == [True] * 5 + [False]
+    assert lines[5].startswith(f"InputError {out}")
     assert not list(tmp_path.glob("saved/_layer*"))
 
 
