@@ -2,7 +2,6 @@
 for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -151,8 +150,7 @@ class Matrix:
     def run(self, output: Path, n: int, arguments: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         """Killed before its n-th call; 0 lets it finish. Without arguments, the conversion from its beginning."""
         log = self.log(output)
-        log.unlink(missing_ok=True)
-        env = {"KILLPOINT_ROOT": os.path.realpath(output), "KILLPOINT_N": str(n), "KILLPOINT_LOG": str(log)}
+        env = killpoint.settings(output, n, log)
         arguments = arguments or self.case.arguments(self.inputs, output)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done

@@ -72,8 +72,7 @@ class Attempts:
     def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
         """Killed before its n-th call that changes something; 0 lets it finish. Without words: from its beginning."""
         log = output.parent.with_suffix(".log")
-        log.unlink(missing_ok=True)
-        env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
+        env = killpoint.settings(output, kill, log)
         arguments = list(words) or self.arguments(self.model, output, self.dataset)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done

@@ -100,6 +100,14 @@ def ktconvert(
     return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
 
 
+def ended(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
+    """A run without a traceback and, unless None, with this exit code."""
+    assert "Traceback" not in done.stderr, done.stderr
+    if code is not None:
+        assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
 def here(*arguments: object) -> Result:
     from ktconvert.pipeline.cli import group
 
