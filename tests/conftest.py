@@ -63,7 +63,11 @@ def cli() -> Cli:
     """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
     def run(*arguments: object, code: int | None = 0, env: dict[str, str] | None = None) -> Any:
-        return conversion.ended(conversion.ktconvert(*map(str, arguments), env=env), code)
+        done = conversion.ktconvert(*map(str, arguments), env=env)
+        assert "Traceback" not in done.stderr, done.stderr
+        if code is not None:
+            assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+        return done
 
     return run
 

@@ -238,8 +238,8 @@ def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> It
 def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and wherever the output appears; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
-    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(3))
+    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 5), *appears}))
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(2))
     matrix.sources_untouched()
 
 

@@ -277,30 +277,14 @@ def test_trl_trains(example, int8, tmp_path):
 
 # --- commands -------------------------------------------------------------------------------------
 
-# What a server loads, so that a command takes one second and not five.
-MODULES = (
-    *("accelerate", "datasets", "peft", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
-    *("ktconvert.pipeline.models.fine_tuning", "ktconvert.pipeline.models.evaluate"),
-)
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--max-steps", 6, "--save-steps", 2, "--rank", 4, "--dropout", 0.1)
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[forks.Forks]:
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], 1, modules=MODULES) as running:
+    with forks.Forks([shim], 1, modules=conversion.MODELS) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def command(servers, tmp_path_factory) -> Any:
-    """That of conftest.py, by a server of these commands."""
-    said = tmp_path_factory.mktemp("said")
-
-    def run(*arguments: object, code: int | None = 0) -> Any:
-        return conversion.ended(servers.run(arguments, said / "log", printed=said / "printed"), code)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -310,37 +294,37 @@ def text(example, tmp_path_factory) -> Path:
     return path
 
 
-def test_train_run_eval_and_merge(command, example, int8, text, tmp_path):
+def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     """From a text to an adapter, and on to a model of its own that was converted again."""
     from safetensors.torch import load_file
 
     adapter, options = tmp_path / "adapter", ("--cpu-weights", int8, "--dataset", text, "--eval-dataset", text)
     order = ("train", example, *options, *SHORT, "--learning-rate", 0.005, "-o", adapter)
-    dry = command(*order, "--dry-run", "--json")
+    dry = cli(*order, "--dry-run", "--json")
     memory = json.loads(dry.stdout)["memory"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
-    events = [json.loads(line) for line in command(*order, "--json").stdout.splitlines()]
+    events = [json.loads(line) for line in cli(*order, "--json").stdout.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
     assert measured[-1] < measured[0] - 0.02 and events[-1]["event"] == "finished"
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
     assert "loss of other texts" in (adapter / "README.md").read_text()
-    assert "nothing to do" in command(*order).stderr
+    assert "nothing to do" in cli(*order).stderr
     tuned, before = tree(adapter), ("run", example, "--cpu-weights", int8, "--max-new-tokens", 8, "--prompt", "def f(")
-    assert command(*before, "--adapter", adapter).stdout.startswith("def f(")
+    assert cli(*before, "--adapter", adapter).stdout.startswith("def f(")
     found = json.loads(
-        command(
+        cli(
             "eval", example, "--cpu-weights", int8, "--adapter", adapter, "--text", text, "--window", 64, "--json"
         ).stdout
     )
     assert abs(np.log(found["perplexity"]["converted"]) - measured[-1]) < 0.1
     assert found["perplexity"]["converted"] / found["perplexity"]["original"] == pytest.approx(1, abs=0.01)
-    command("merge-adapter", example, "--adapter", adapter, "-o", tmp_path / "merged")
-    command("cpu", "-i", tmp_path / "merged", "-o", tmp_path / "int8", "--quant-method", "int8", "-q")
+    cli("merge-adapter", example, "--adapter", adapter, "-o", tmp_path / "merged")
+    cli("cpu", "-i", tmp_path / "merged", "-o", tmp_path / "int8", "--quant-method", "int8", "-q")
     merged = json.loads(
-        command(
+        cli(
             "eval", tmp_path / "merged", "--cpu-weights", tmp_path / "int8", "--text", text, "--window", 64, "--json"
         ).stdout
     )
@@ -348,13 +332,13 @@ def test_train_run_eval_and_merge(command, example, int8, text, tmp_path):
     assert tree(adapter) == tuned
 
 
-def test_merged_weights_are_those_of_peft(command, example, trained, tmp_path):
+def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
     """B A in float32, the sum rounded once: within a rounding of what PEFT adds in BF16."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     folder, _ = trained
-    command("merge-adapter", example, "--adapter", folder, "-o", tmp_path / "merged")
+    cli("merge-adapter", example, "--adapter", folder, "-o", tmp_path / "merged")
     merged = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(example), folder).merge_and_unload()
     plain = dict(AutoModelForCausalLM.from_pretrained(example).named_parameters())
@@ -368,7 +352,7 @@ def test_merged_weights_are_those_of_peft(command, example, trained, tmp_path):
     assert changed == 2 * 4
 
 
-def test_a_training_that_is_killed_goes_on_to_the_same_adapter(command, servers, example, int8, text, tmp_path):
+def test_a_training_that_is_killed_goes_on_to_the_same_adapter(cli, servers, example, int8, text, tmp_path):
     """Before any of some changes to the disk, of checkpoints and of the adapter: there is a whole adapter, or none."""
     options = ("--cpu-weights", int8, "--dataset", text, *SHORT, "-q")
 
@@ -377,7 +361,7 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(command, servers,
 
     def resume(killed: Path) -> None:
         assert not killed.exists() or tree(killed).keys() == tree(tmp_path / "whole").keys()
-        command(*(("resume", killed, "-q") if locate(killed).plan.exists() else convert(killed)))
+        cli(*(("resume", killed, "-q") if locate(killed).plan.exists() else convert(killed)))
 
     killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
 
@@ -396,10 +380,10 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(command, servers,
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
     ],
 )
-def test_a_training_that_is_refused(options, code, why, command, example, int8, text, tmp_path):
+def test_a_training_that_is_refused(options, code, why, cli, example, int8, text, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("import os\n")
     shutil.copy(text, tmp_path)
     given = [tmp_path / option if str(option).endswith(".txt") else option for option in options]
-    done = command("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
+    done = cli("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
     assert re.search(why, done.stderr) and not (tmp_path / "adapter").exists()
