@@ -117,10 +117,12 @@ class Matrix:
         self.wanted = {each.name: self.tree(each) for each in self.outputs(output)}
         calls = killpoint.calls(self.log(output))
         self.points = len(calls)
-        # The first and the last of the renames by which the output appears; with threads, about there.
+        # The first rename by which a unit is stored, the first and the last by which the output appears; with threads,
+        # about there.
         own = tuple(f"{each}{place}" for each in self.outputs(output) for place in (".work/", "/.ktconvert/"))
         last = [n for n, c in enumerate(calls, 1) if c.second and not c.second.startswith(own) and "rename" in c.name]
-        self.appearing = sorted({last[0], last[-1]})
+        unit = [n for n, c in enumerate(calls, 1) if c.name == "rename" and c.second and "/store/" in c.second]
+        self.appearing = sorted({*unit[:1], last[0], last[-1]})
 
     def prepare(self, name: str) -> Path:
         output = self.base / name / "out"
@@ -236,9 +238,9 @@ def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> It
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix):
-    """Once at some points, and wherever the output appears; then twice, while resuming too."""
+    """Once at some points, and where a unit and the output appear; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 5), *appears}))
+    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 4), *appears}))
     conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(2))
     matrix.sources_untouched()
 

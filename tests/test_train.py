@@ -304,7 +304,8 @@ def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     memory = json.loads(dry.stdout)["memory"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
-    events = [json.loads(line) for line in cli(*order, "--json").stdout.splitlines()]
+    alone = cli(*order, "--json", env={"TQDM_DELAY": "1000000000"})  # started afresh, not forked
+    events = [json.loads(line) for line in alone.stdout.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
