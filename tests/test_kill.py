@@ -2,7 +2,6 @@
 for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -118,10 +117,12 @@ class Matrix:
         self.wanted = {each.name: self.tree(each) for each in self.outputs(output)}
         calls = killpoint.calls(self.log(output))
         self.points = len(calls)
-        # The first and the last of the renames by which the output appears; with threads, about there.
+        # The first rename by which a unit is stored, the first and the last by which the output appears; with threads,
+        # about there.
         own = tuple(f"{each}{place}" for each in self.outputs(output) for place in (".work/", "/.ktconvert/"))
         last = [n for n, c in enumerate(calls, 1) if c.second and not c.second.startswith(own) and "rename" in c.name]
-        self.appearing = sorted({last[0], last[-1]})
+        unit = [n for n, c in enumerate(calls, 1) if c.name == "rename" and c.second and "/store/" in c.second]
+        self.appearing = sorted({*unit[:1], last[0], last[-1]})
 
     def prepare(self, name: str) -> Path:
         output = self.base / name / "out"
@@ -151,8 +152,7 @@ class Matrix:
     def run(self, output: Path, n: int, arguments: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         """Killed before its n-th call; 0 lets it finish. Without arguments, the conversion from its beginning."""
         log = self.log(output)
-        log.unlink(missing_ok=True)
-        env = {"KILLPOINT_ROOT": os.path.realpath(output), "KILLPOINT_N": str(n), "KILLPOINT_LOG": str(log)}
+        env = killpoint.settings(output, n, log)
         arguments = arguments or self.case.arguments(self.inputs, output)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done
@@ -238,10 +238,10 @@ def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> It
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix):
-    """Once at some points, and wherever the output appears; then twice, while resuming too."""
+    """Once at some points, and where a unit and the output appear; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
-    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(3))
+    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 4), *appears}))
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(2))
     matrix.sources_untouched()
 
 

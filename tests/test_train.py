@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.engine.paths import locate
-from rig import killpoint
+from rig import conversion, forks, killpoint
 from rig.conversion import tree
 from rig.safetensors import read_file
 
@@ -312,6 +312,13 @@ SHORT = ("--sequence-length", 64, "--batch-size", 2, "--max-steps", 6, "--save-s
 
 
 @pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[forks.Forks]:
+    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
+    with forks.Forks([shim], 1, modules=conversion.MODELS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def text(example, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text((example.parent / "heldout.txt").read_text()[:6000])
@@ -328,7 +335,8 @@ def test_train_run_eval_and_merge(cli, example, int8, text, tmp_path):
     memory = json.loads(dry.stdout)["bytes"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
-    events = [json.loads(line) for line in cli(*order, "--json").stdout.splitlines()]
+    alone = cli(*order, "--json", env={"TQDM_DELAY": "1000000000"})  # started afresh, not forked
+    events = [json.loads(line) for line in alone.stdout.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
@@ -377,22 +385,18 @@ def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
     assert changed == 2 * 4
 
 
-def test_a_training_that_is_killed_goes_on_to_the_same_adapter(example, int8, text, tmp_path):
+def test_a_training_that_is_killed_goes_on_to_the_same_adapter(cli, servers, example, int8, text, tmp_path):
     """Before any of some changes to the disk, of checkpoints and of the adapter: there is a whole adapter, or none."""
-    program = (sys.executable, "-m", "ktconvert.pipeline.cli")
-    options = tuple(map(str, ("--cpu-weights", int8, "--dataset", text, *SHORT, "-q")))
+    options = ("--cpu-weights", int8, "--dataset", text, *SHORT, "-q")
 
-    def convert(output: Path) -> tuple[str, ...]:
-        return (*program, "train", str(example), *options, "-o", str(output))
+    def convert(output: Path) -> tuple[Any, ...]:
+        return ("train", example, *options, "-o", output)
 
     def resume(killed: Path) -> None:
         assert not killed.exists() or tree(killed).keys() == tree(tmp_path / "whole").keys()
-        begun = locate(killed).plan.exists()
-        line = (*program, "resume", str(killed), "-q") if begun else convert(killed)
-        done = killpoint.run(line, killed, 0, tmp_path / "killpoint.so")
-        assert done.returncode == 0, done.stderr
+        cli(*(("resume", killed, "-q") if locate(killed).plan.exists() else convert(killed)))
 
-    killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97)
+    killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
 
 
 @pytest.mark.parametrize(

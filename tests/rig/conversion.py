@@ -30,6 +30,12 @@ from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine many times that
+# Commands that load models, and what a server of them has loaded, so that a run takes one second and not five.
+OF_MODELS = ("run", "eval", "train", "merge-adapter")
+MODELS = (
+    *("accelerate", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+    *("ktconvert.pipeline.models.fine_tuning", "ktconvert.pipeline.models.evaluate"),
+)
 ROOM = 256 << 20  # bytes; a test needs a few MB
 # That a test makes use of: each runs a server, and a container may show all of a large machine's.
 CORES = min(8, machine.allowed_cpus())
@@ -92,7 +98,7 @@ def ktconvert(
 ) -> subprocess.CompletedProcess[str]:
     """The real command line, in a process of its own: forked from one that has imported it, unless it is to be special."""
     if not (env or prefix or how) and threading.current_thread() is threading.main_thread():
-        fork, begun_in = _server()
+        fork, begun_in = _server(MODELS if arguments and arguments[0] in OF_MODELS else ())
         if begun_in == _environment():
             return fork(arguments)
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
@@ -107,12 +113,14 @@ def here(*arguments: object) -> Result:
 
 
 @functools.cache
-def _server() -> tuple[Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]], dict[str, str]]:
+def _server(
+    modules: tuple[str, ...],
+) -> tuple[Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]], dict[str, str]]:
     """A server for this process, and the environment that it was started in."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     said = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    server = stack.enter_context(forks.Forks([], 1))
+    server = stack.enter_context(forks.Forks([], 1, modules=modules))
     return lambda words: server.run(words, said / "log", printed=said / "printed"), _environment()
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rig import shims
 from rig.conversion import differing, tree
+from rig.forks import Forks
 
 KILLED = -signal.SIGKILL  # the return code of a run that reached its kill point
 
@@ -43,12 +44,17 @@ def run(
     `root/x` and `root.work`; a sync of the directory that holds `root` counts as well. `log` gets a line per call.
     The returncode is KILLED if the kill point was reached.
     """
-    settings = {**shims.preloaded(shim), "KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
+    environment = {**os.environ, **(env or {}), **shims.preloaded(shim), **settings(root, n, log)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def settings(root: Path, n: int, log: Path | None = None) -> dict[str, str]:
+    """What the shim reads, where a process has it already (forks.py); a log that is there goes."""
+    found = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
     if log is not None:
         log.unlink(missing_ok=True)
-        settings["KILLPOINT_LOG"] = str(log)
-    environment = {**os.environ, **(env or {}), **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        found["KILLPOINT_LOG"] = str(log)
+    return found
 
 
 def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = signal.SIGSTOP) -> dict[str, str]:
@@ -82,14 +88,28 @@ def _lines(log: Path) -> list[tuple[str, Call]]:
 
 
 def check_resumed(
-    convert: Callable[[Path], Sequence[str | Path]], resume: Callable[[Path], object], folder: Path, *where: float
+    convert: Callable[[Path], Sequence[str | Path]],
+    resume: Callable[[Path], object],
+    folder: Path,
+    *where: float,
+    servers: Forks | None = None,
 ) -> None:
-    """Killed at these fractions of its calls and resumed, a conversion to an output gives what it gives undisturbed."""
-    shim, log, whole = build(folder), folder / "log", folder / "whole"
-    done = run(convert(whole), whole, 0, shim, log)
+    """Killed at these fractions of its calls and resumed, a conversion to an output gives what it gives undisturbed.
+    servers: those that fork for each run, with the shim in them; the command is ktconvert's arguments then.
+    """
+    log, whole = folder / "log", folder / "whole"
+    shim = build(folder)
+
+    def start(output: Path, n: int) -> subprocess.CompletedProcess[str]:
+        if servers is None:
+            return run(convert(output), output, n, shim, log)
+        return servers.run(convert(output), folder / "said", settings(output, n, log))
+
+    done = start(whole, 0)
     assert done.returncode == 0, done.stderr
+    calls = count(log)
     for number, fraction in enumerate(where):
         killed = folder / f"killed{number}"
-        assert run(convert(killed), killed, int(fraction * count(log)), shim).returncode == KILLED
+        assert start(killed, int(fraction * calls)).returncode == KILLED
         resume(killed)
         assert differing(tree(killed), tree(whole)) == []
