@@ -229,7 +229,7 @@ def _split(
     if len(here) != 3:
         raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
     gate, up, down = names
-    place = projections[here[0 if match["inner"] else 2]]
+    place = projections[here[0]]  # rank and experts are those of all three
     experts, r = place.base_layer.experts, place.r[adapter]
     a_side = side == "lora_A"
     if tensor.shape[0 if a_side else 1] % experts:
