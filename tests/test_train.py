@@ -383,6 +383,11 @@ def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
         changed += 1
         assert (merged[name] - parameter).float().norm() < 0.004 * parameter.float().norm(), name
     assert changed == 2 * 4
+    other = shutil.copytree(folder, tmp_path / "pissa")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    done = cli("merge-adapter", example, "--adapter", other, "-o", tmp_path / "refused", code=3)
+    assert "what its config says is no matrix of plain LoRA" in done.stderr
 
 
 def test_a_training_that_is_killed_goes_on_to_the_same_adapter(cli, servers, example, int8, text, tmp_path):

@@ -20,6 +20,8 @@ from ktconvert.quantizers.reference import bf16_to_f32
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# What `init_lora_weights` may be (True and False: random numbers); others change the weights beside LoRA's.
+KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 F32 = npt.NDArray[np.float32]
 
@@ -59,6 +61,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
         patterns = {str(name): float(value) for name, value in (config.get("alpha_pattern") or {}).items()}
         alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
         plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
+        plain &= config.get("init_lora_weights", True) in KEEPING_BASE
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / CONFIG}: is no configuration of LoRA ({error}); save the adapter again") from error
     found: dict[str, dict[str, TensorInfo]] = {}

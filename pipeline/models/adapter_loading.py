@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.adapter import require_adapter
+from ktconvert.layouts.checkpoints.adapter import KEEPING_BASE, require_adapter
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.ui.text import first_line
 
 MISSING = "Found missing adapter keys"  # how PEFT warns of them
 LACKS = "it lacks tensors for modules that it names"
 STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: which adapters it computes with
-# What LoRA's matrices may begin with and leave the weights beside them as they are (True and False: random ones).
-PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def with_adapter(model: Any, folder: Path, name: str) -> Any:
@@ -118,7 +116,7 @@ def _require_plain(config: Any) -> None:
     """Raises UnsupportedError for an adapter that changes the model itself, which others are answered with."""
     settings = {
         "bias": config.bias != "none",
-        "init_lora_weights": config.init_lora_weights not in PLAIN,
+        "init_lora_weights": config.init_lora_weights not in KEEPING_BASE,
         "layer_replication": config.layer_replication,
         "kasa_config": getattr(config, "kasa_config", None),
     }
