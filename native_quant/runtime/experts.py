@@ -99,7 +99,8 @@ class Experts:
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
                 copy if the whole directory fits into the available memory, else map. A checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
-        transposed  whether gradients are computed with the files of `cpu --save-backward-weights`; None: if any
+        transposed  whether gradients are computed with the files of `cpu --save-backward-weights`; None: if any. A
+                checkpoint has none: its own numbers are used
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:

@@ -157,7 +157,7 @@ class SftMoEWrapper:
                 method=self._holds.name,
                 pool=self._pool,
                 order=order,
-                transposed=None if self.share_backward_bb is None else not self.share_backward_bb,
+                transposed=self._transposed,
                 **expected,  # type: ignore[arg-type]
             )
         )
@@ -175,10 +175,8 @@ class SftMoEWrapper:
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
         gate, up, down = self._linears(gate_proj, up_proj, down_proj)
-        transposed = self.share_backward_bb is not None and not self.share_backward_bb
-        packed = weights.pack(
-            gate, up, down, self._holds, self.layer_idx, self.threadpool_count, self._pool, transposed
-        )
+        where = self._holds, self.layer_idx, self.threadpool_count, self._pool
+        packed = weights.pack(gate, up, down, *where, transposed=bool(self._transposed))
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
@@ -375,6 +373,11 @@ class SftMoEWrapper:
         return found.hidden.to(device), found.weights.to(device)
 
     # --- inside ---
+
+    @property
+    def _transposed(self) -> bool | None:
+        """Experts.load's."""
+        return None if self.share_backward_bb is None else not self.share_backward_bb
 
     def _lora(self) -> Lora | None:
         if self.is_skip_lora:

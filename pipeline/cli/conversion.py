@@ -183,12 +183,12 @@ def convert(name: str, options: ConversionOptions) -> None:
 
 def go_on(options: quantization.ResumeOptions) -> None:
     reporter = options.reporting.reporter
-    from ktconvert.pipeline.models import fine_tuning
-
     paths = locate(options.output)
     if options.leftovers.force_unlock and not options.dry_run:
         take_lock_away(paths, reporter)
     if (old := saved_plan(paths)) is None:
+        from ktconvert.pipeline.models import fine_tuning
+
         made = options.output
         if made.is_dir() and (manifest.read(made) is not None or fine_tuning.settings_of(made) is not None):
             if not options.dry_run:

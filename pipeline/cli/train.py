@@ -8,6 +8,7 @@ import click
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.engine.existing import nothing_to_do
 from ktconvert.pipeline.options.quantization import ResumeOptions
 from ktconvert.pipeline.options.training_options import TrainOptions
 
@@ -47,19 +48,18 @@ def start(options: TrainOptions) -> None:
             options.model, options.cpu_weights, options.hub.revision, options.trust_remote_code, threads
         )
     )
-    if fine_tuning.require_free(options) or options.dry_run:
-        found = training_memory.needs(options, choice)
-        reporter.event("memory", bytes=found)
-        rows = training_memory.in_words(found)
-        if options.dry_run:
-            if not options.reporting.json_events:
-                click.echo("\n".join(aligned(rows)))
-            return
-        reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
-    made = fine_tuning.train(options, choice, reporter)
-    if not made:
-        reporter.say(f"{options.output}: nothing to do, it is complete")
-    reporter.event("finished", output=str(options.output), nothing_to_do=not made)
+    if not fine_tuning.require_free(options) and not options.dry_run:
+        return nothing_to_do(options.output, reporter)
+    found = training_memory.needs(options, choice)
+    reporter.event("memory", bytes=found)
+    rows = training_memory.in_words(found)
+    if options.dry_run:
+        if not options.reporting.json_events:
+            click.echo("\n".join(aligned(rows)))
+        return
+    reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
+    fine_tuning.train(options, choice, reporter)
+    reporter.event("finished", output=str(options.output))
 
 
 def go_on(begun: TrainOptions, options: ResumeOptions) -> None:

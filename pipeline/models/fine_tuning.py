@@ -283,12 +283,8 @@ class Progress:
             )
 
 
-def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> bool:
-    """Train, from the last checkpoint where there is one, and let the adapter appear. False where it was there before.
-    Raises KtconvertError.
-    """
-    if not require_free(options):
-        return False
+def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> None:
+    """Train, from the last checkpoint where there is one, and let the adapter appear. Raises KtconvertError."""
     loading.prepare(choice)  # before torch is imported
     import transformers
 
@@ -316,7 +312,6 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
         finally:
             reporter.end()
         finish(options, learner, paths)
-    return True
 
 
 def steps_per_epoch(options: TrainOptions, rows: int) -> int:
