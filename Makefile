@@ -41,6 +41,9 @@ build/ns/.ready: Makefile
 	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
 	@touch $@
 
+# Threads of torch that wait do not spin: two processes of tests share the CPUs.
+test test-fast test-long: export OMP_WAIT_POLICY = PASSIVE
+
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
