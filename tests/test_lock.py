@@ -285,46 +285,59 @@ def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path, preloads, reas
     assert not held.exists()
 
 
-# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs;
-# and whether it is respected.
-LEFT: dict[str, tuple[dict[str, Any], bool]] = {
-    "it runs": ({}, True),
-    "its number was given to another since": ({"start": 1}, False),
-    "the host was restarted": ({"boot": "another"}, False),
-    "a container": ({"namespace": "pid:[1]"}, True),
-    "another host": ({"host": "another", "start": 1}, True),
-    "another host and start": ({"host": "another", "boot": "another", "start": 1}, True),
-    "hosts without names": ({"host": "localhost", "boot": "another", "start": 1}, True),
-}
+# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs,
+# or what else is in its file; and whether it is respected.
+LEFT: list[tuple[dict[str, Any] | bytes, bool]] = [
+    ({}, True),
+    ({"start": 1}, False),  # its number was given to another since
+    ({"boot": "another"}, False),
+    ({"namespace": "pid:[1]"}, True),  # a container
+    ({"host": "another", "start": 1}, True),
+    ({"host": "another", "boot": "another", "start": 1}, True),
+    ({"host": "localhost", "boot": "another", "start": 1}, True),  # hosts without names
+    *((content, True) for content in (b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}")),
+]
+# Takes each lock of a list of outputs and hosts, in a process of its own.
+TAKE = (
+    LIBRARY
+    + """
+for output, os.environ["KTCONVERT_HOST"] in zip(sys.argv[1::2], sys.argv[2::2]):
+    def take():
+        try:
+            acquire(Path(output + ".work"), Path(output))
+            print("held", flush=True)
+        except OutputError as error:
+            print(error, flush=True)
+    os.waitpid(in_child(take), 0)
+"""
+)
 
 
-@pytest.mark.parametrize("which", LEFT)
-def test_whose_lock_is_taken_over(tmp_path, no_locks, which):
-    root, pid = tmp_path / "out.work", os.getpid()
-    root.mkdir()
-    (root / "lock").touch()
-    differs, respected = LEFT[which]
-    known = {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()}
+def test_whose_lock_is_taken_over(tmp_path, no_locks):
+    pid, words, known = (
+        os.getpid(),
+        [],
+        {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()},
+    )
     known |= {"pid": pid, "start": machine.process_start(pid)}
-    line = json.dumps(known | differs)
-    (root / "lock.held").write_text(line)
-    host = differs.get("host", "this")
-    second = Process(tmp_path / "out", KTCONVERT_HOST="localhost" if host == "localhost" else "this", **no_locks)
-    assert second.holds is not respected, second.text
-    if respected:
-        assert f"process {pid} on host {host} is converting into it" in second.text
-        assert (root / "lock.held").read_text() == line
-    second.end()
-
-
-@pytest.mark.parametrize("content", [b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}"])
-def test_a_lock_that_says_nothing_is_respected(tmp_path, no_locks, content):
-    root = tmp_path / "out.work"
-    root.mkdir()
-    (root / "lock.held").write_bytes(content)
-    second = Process(tmp_path / "out", **no_locks)
-    assert "another process is converting into it" in second.text and "--force-unlock" in second.text
-    assert (root / "lock.held").read_bytes() == content
+    for number, (left, _) in enumerate(LEFT):
+        root = tmp_path / f"{number}.work"
+        root.mkdir()
+        (root / "lock").touch()
+        (root / "lock.held").write_bytes(left if isinstance(left, bytes) else json.dumps(known | left).encode())
+        host = left.get("host", "this") if isinstance(left, dict) else "this"
+        words += [str(tmp_path / str(number)), "localhost" if host == "localhost" else "this"]
+    before = conversion.tree(tmp_path)
+    for number, (text, (left, respected)) in enumerate(
+        zip(ran(TAKE, *words, **no_locks).splitlines(), LEFT, strict=True)
+    ):
+        assert (text == "held") is not respected, text
+        held = f"{number}.work/lock.held"
+        assert (conversion.tree(tmp_path)[held] == before[held]) == respected, text
+        if isinstance(left, bytes):
+            assert "another process is converting into it" in text and "--force-unlock" in text
+        elif respected:
+            assert f"process {pid} on host {left.get('host', 'this')} is converting into it" in text
 
 
 def test_one_with_locks_respects_one_without(tmp_path, no_locks):

@@ -57,6 +57,12 @@ def server(example: Path) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def alone(example: Path) -> Any:
+    """The model and its tokenizer, as `ktconvert run` has them."""
+    return loading.load(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
+
+
 def client(of: Served) -> Any:
     return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
@@ -64,29 +70,24 @@ def client(of: Served) -> Any:
 FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
 
 
-def test_templates_that_refuse_what_they_get(example, tmp_path):
+@pytest.mark.parametrize(
+    "template", ["{{ messages }", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"]
+)
+def test_templates_that_refuse_what_they_get(template, example, tmp_path):
     """The server starts, and a chat is a 400; texts are completed all the same."""
-    with served(with_template(example, tmp_path / "model", "{{ messages }")) as running:
-        for template in (
-            "{{ messages }",
-            "{{ 1 // 0 }}",
-            "{{ messages[0].content.a.b }}",
-            FIRST_A_SYSTEM,
-            "{# nothing #}",
-        ):
-            running.scheduler.processor.chat_template = template
-            for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
-                answer = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=PATIENCE)
-                assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"], answer.text
-            assert client(running).completions.create(model=str(running.model), prompt=WORDS, max_tokens=1).choices
+    with served(with_template(example, tmp_path / "model", template)) as running:
+        for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
+            answer = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=PATIENCE)
+            assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"], answer.text
+        assert client(running).completions.create(model=str(running.model), prompt=WORDS, max_tokens=1).choices
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_holds_only_what_was_generated(name, example, tmp_path):
+def test_an_answer_holds_only_what_was_generated(name, example, alone, tmp_path):
     """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
-    choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
-    loaded, tokenizer = loading.load(choice)
+    loaded, tokenizer = alone
+    tokenizer.chat_template = TEMPLATES[name]
     # What looks like the beginning of an answer is the user's where the template writes another one.
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
