@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.errors import OutputError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.lock import unlock
-from rig import conversion, killpoint, shims
+from rig import conversion, forks, killpoint, shims
 from rig.programs import printed
 
 LIBRARY = """
@@ -350,28 +350,32 @@ def test_one_with_locks_respects_one_without(tmp_path, no_locks):
     second.end()
 
 
-def test_a_killed_conversion_on_another_host(tmp_path, no_locks):
-    source, expected = conversion.larger(tmp_path / "larger")
+def test_a_killed_conversion_on_another_host(tmp_path, preloads):
+    source = conversion.checkpoint(tmp_path / "source")
+    assert conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "whole").returncode == 0
     output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
-    on = {name: {**no_locks, "KTCONVERT_HOST": name} for name in "ab"}
     again = ("cpu", "-i", source, "-o", output)
-    with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in on["a"].items())]) as process:
-        name = f"process {process.pid} on host a "
-        before = conversion.identity(output.parent)
-        for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
-            done = conversion.ktconvert(*words, env=on["a"])
-            conversion.refused(done, 7, name, "wait for it or stop it")
-            assert "took away" not in done.stderr
-        conversion.refused(conversion.ktconvert(*again, env=on["b"]), 7, name, str(held), "made 20", "--force-unlock")
-        assert conversion.ktconvert("resume", output, "--dry-run", "--force-unlock", env=on["b"]).returncode == 0
-        assert conversion.identity(output.parent) == before
-    done = conversion.ktconvert("resume", output, env=on["b"])
-    conversion.refused(done, 7, name, str(held), "--force-unlock")
-    done = conversion.ktconvert("resume", output, "--force-unlock", env=on["b"])
+    with forks.Forks([preloads["ENOLCK"]], 1) as server:
+
+        def on(host: str, *words: str | Path) -> Any:
+            return server.run(words, tmp_path / "said", {"KTCONVERT_HOST": host})
+
+        with killpoint.held(source, output, preload=[preloads["ENOLCK"]], KTCONVERT_HOST="a") as process:
+            name = f"process {process.pid} on host a "
+            before = conversion.identity(output.parent)
+            for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
+                done = on("a", *words)
+                conversion.refused(done, 7, name, "wait for it or stop it")
+                assert "took away" not in done.stderr
+            conversion.refused(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
+            assert on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
+            assert conversion.identity(output.parent) == before
+        conversion.refused(on("b", "resume", output), 7, name, str(held), "--force-unlock")
+        done = on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
     assert f"--force-unlock took away {held} of process {process.pid} on host a, made 20" in done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.differing(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 
 

@@ -108,8 +108,7 @@ def test_every_way_to_convert(options, tmp_path, example):
     assert bool(report["other_tensors"]) == ("copy" in options)
 
 
-@pytest.mark.parametrize("name", ["int4-merged", "int8-merged"])
-@pytest.mark.parametrize(("at", "what"), [(70_000, "weight"), (-100, "scale")])
+@pytest.mark.parametrize(("name", "at", "what"), [("int4-merged", 70_000, "weight"), ("int8-merged", -100, "scale")])
 def test_a_flipped_byte_in_a_shard(name, at, what, copy, example, conversions):
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
@@ -211,7 +210,7 @@ def test_inspect_counts_the_same_codes(copy, cli):
     assert words in cli("inspect", output).stdout
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["int4-merged", "int8-loose"])
 def test_wrong_numa_and_wrong_method(name, conversions):
     output, ours = conversions[name], formats_of("cpu")[name[:4]].name
     sentence = refused(output, "--numa", 1)
@@ -238,10 +237,9 @@ def test_a_changed_config(copy):
 
 
 LIES = [{"numa": 1}, {"method": "AMXINT8"}, {"experts": 9}, {"layers": [0, 1, 2]}, {"hidden": 128}]
-OF_OTHER_TYPES = [{"numa": "2"}, {"layers": ["0"]}, {"experts": None}, {"scale": ["mse"]}, {"scale": 5}, {"quant_method": ["RTN"]}]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [*LIES, *OF_OTHER_TYPES, {"tool": {"version": 1}}])
+@pytest.mark.parametrize("change", [*LIES, {"layers": ["0"]}, {"scale": 5}, {"tool": {"version": 1}}])
 def test_a_manifest_that_says_otherwise(change, copy, example):
     """Whatever the damage, no traceback."""
     output = copy("int4-merged")
@@ -377,13 +375,6 @@ def test_a_conversion_computes(name, conversions):
     check = row(accepted(conversions[name], "--run"), "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     assert all(words in check["result"] for words in ("(exact)", "(default)", f"at most {smoke.BOUND}"))
-
-
-@pytest.mark.usefixtures("isa")
-def test_every_instruction_set_passes(conversions):
-    result = smoke.smoke(conversions["int4-merged"], 1, 3, shared_pool(2))
-    assert not result.problems and result.error.keys() == {"exact", "default"}
-    assert all(0.001 < error < 0.05 for error in result.error.values())
 
 
 HUGE = [("int8-loose", "down", 3e38, "not finite"), ("int4-merged", "down", 1e9, "times the other experts'")]

@@ -327,10 +327,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "INT3"}, ValueError, r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*SYCL"),
     ({"method": "AMXINT4", "mode": "sft"}, ValueError, r"Unknown method 'AMXINT4' for mode 'sft'.*AMXINT4_SFT"),
     ({"method": "SYCL_GPTQ_INT4"}, NotImplementedError, NOT_YET),
-    *(
-        ({"method": method, "mode": "sft"}, NotImplementedError, "kt-kernel lists and cannot construct")
-        for method in ("AMXINT4_1_SFT", "AMXINT4_1KGroup_SFT_SkipLoRA")
-    ),
     ({"swiglu_limit": 10.0}, ValueError, "swiglu_limit=10.0"),
     ({"swiglu_alpha": 1.7}, ValueError, "swiglu_alpha=1.7"),
     *(({size: value}, ValueError, "must be positive") for size, value in (("num_experts", 0), ("hidden_size", -1))),
