@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import floats, hf, native
+from rig import floats, native
 from rig.golden import FOLDER
 from rig.native_peer import train
 from rig.safetensors import Tensors
@@ -196,30 +196,6 @@ def test_peer_computes_with_scales_of_least_error(tmp_path, peer_python, numa):
     errors = errors_of(tmp_path, peer_python, numa, inputs_of(48, 9), ways)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
     assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # though these inputs are alike in all columns
-
-
-def read_by_experts(text: str) -> dict[str, torch.Tensor]:
-    """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
-    import transformers
-
-    model = hf.complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
-    ids = transformers.AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt")["input_ids"]
-    hidden, chosen, weights, _ = hf.heard(model, ids)[1]
-    return {"hidden": hidden.clone(), "ids": chosen.long().clone(), "weights": weights.float().clone()}
-
-
-@pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
-    """The same of `--scale gptq`, on text that was not calibrated with."""
-    pytest.importorskip("llmcompressor")
-    text = (ROOT / "examples" / "heldout.txt").read_text()
-    calibration, rest = tmp_path / "calibration.txt", text[2 * len(text) // 3 :][:600]
-    calibration.write_text(text[: 2 * len(text) // 3])
-    ways = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--max-sequence-length", "256")}
-    errors = errors_of(tmp_path, peer_python, numa, read_by_experts(rest), ways)
-    print(errors)
-    assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
-    assert errors["gptq"][1] < 0.95 * errors["mse"][1], errors
 
 
 NEAR = {"MXFP4": 0.01, "FP8": 0.01, "BF16": 0.01, "RAWINT4": 0.015}  # whose activations are in 8 bits

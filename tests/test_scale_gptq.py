@@ -19,12 +19,13 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import ExpertGrid, join_parts
 from rig import calibrated, forks, gguf
-from rig.safetensors import differing, metadata_of, read_file, read_folder
+from rig.safetensors import metadata_of, read_file, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
-# Families with other names, with experts in one tensor, in FP8; formats, parts, and tokens that do not suffice.
+# A family with other names; formats, parts, and tokens that do not suffice. How a source stores its experts does not
+# matter to the walk (test_gptq.py).
 CASES = {
     "bundled int4": ("bundled", ("--threadpool-count", "2")),
     "bundled int8": ("bundled", ("--quant-method", "int8", "--threadpool-count", "1")),
@@ -36,14 +37,13 @@ CASES = {
     "bundled all": ("bundled", ("--threadpool-count", "2", "--calibrate", "all")),
     "bundled routed": ("bundled", ("--threadpool-count", "2", "--calibrate", "routed", "--min-expert-tokens", "1")),
     "mixtral": ("mixtral", ("--threadpool-count", "1")),
-    "separate": ("qwen3_moe", ("--threadpool-count", "1")),
-    "fused": ("qwen3_moe fused", ("--threadpool-count", "1")),
-    "FP8": ("qwen3_moe FP8", ("--threadpool-count", "1")),
-    "decoded": ("qwen3_moe decoded", ("--threadpool-count", "1")),
     # What predictions feel of gate and up joins the two, so that gate would change with up.
     "scrambled": ("bundled scrambled", ("--threadpool-count", "1", "--gptq-steps", "descent")),
     "equalized": ("bundled scrambled", ("--threadpool-count", "1", "--gptq-steps", "descent", "--equalize")),
 }
+
+# One of each format, and the equalized one.
+VERIFIED = ("bundled int4", "bundled int8", "bundled mxfp4", "bundled rawint4", "mixtral", "equalized")
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +57,9 @@ def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 words = calibrated.scale_gptq(model, root / name, converted.dataset(), *options)
                 done = server.run(words, root / f"{name}.said")
                 assert done.returncode == 0, done.stderr
-                done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
-                assert done.returncode == 0, (root / f"{name}.verified").read_text()
+                if name in VERIFIED:
+                    done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
+                    assert done.returncode == 0, done.stderr
 
     return calibrated.once(tmp_path_factory, "gptq-cpu", make)
 
@@ -67,16 +68,13 @@ def tensors(output: Path, ending: str) -> dict[str, Any]:
     return {name: bytes(each[2]) for name, each in read_folder(output).items() if name.endswith(ending)}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", VERIFIED)
 def test_codes_are_in_range(name, outputs):
     """-8 and -128 never occur, and `verify` holds each linear against the source."""
-    if name == "bundled loose":
-        stored = [path.read_bytes() for path in (outputs / name).rglob("*_quant_.kt")]
-    else:
-        stored = list(tensors(outputs / name, ".weight").values())
+    stored = tensors(outputs / name, ".weight")
     symmetric = "mxfp4" not in name and "rawint4" not in name
     assert stored or not symmetric
-    for data in stored if symmetric else ():
+    for data in stored.values() if symmetric else ():
         codes = np.frombuffer(data, np.uint8)
         if "int8" in name:
             assert not (codes == 0x80).any()
@@ -98,13 +96,6 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
                 each.append(encoding.decode(stored, part.n, part.k, slice(None)))
             numbers.append(join_parts(projection, each))
         np.testing.assert_array_equal(*numbers)
-
-
-def test_how_the_source_stores_experts_does_not_matter(outputs):
-    ours = {name: read_folder(outputs / name) for name in ("separate", "fused", "FP8", "decoded")}
-    assert differing(ours["fused"], ours["separate"]) == []
-    assert differing(ours["FP8"], ours["decoded"]) == []
-    assert differing(ours["FP8"], ours["separate"]) != []
 
 
 def test_experts_are_equalized_before_they_run(outputs):
