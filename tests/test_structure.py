@@ -4,7 +4,6 @@ This is the only file where the direction of imports is written.
 """
 
 import ast
-import dataclasses
 import functools
 import graphlib
 import os
@@ -15,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from ktconvert.layouts.encodings.encoding import Encoding
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
@@ -256,12 +253,6 @@ def test_no_class_and_no_file_twice():
 
 def test_every_file_says_what_it_is():
     none([str(p.relative_to(ROOT)) for p, tree in trees().items() if p.stat().st_size and not ast.get_docstring(tree)])
-
-
-def test_the_core_of_an_encoding_is_small():
-    members = [field.name for field in dataclasses.fields(Encoding)]
-    members += [name for name, value in vars(Encoding).items() if callable(value) and not name.startswith("_")]
-    assert len(set(members)) <= 12, members
 
 
 def test_glossary():

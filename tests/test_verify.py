@@ -20,9 +20,8 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_of
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.native_quant.runtime import smoke, weights
+from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.ui.progress import Reporter
@@ -30,7 +29,6 @@ from ktconvert.pipeline.verify import item_checks
 from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
 from ktconvert.pipeline.verify.verify import document, verify
 from ktconvert.quantizers import ROW_GRIDS
-from ktconvert.quantizers.reference import bf16_to_f32
 from rig import conversion
 from rig.conversion import edit
 from rig.files import edit_json, rewrite
@@ -398,20 +396,6 @@ def test_what_kt_kernel_alone_can_compute(copy, cli):
     for path in output.rglob("*.kt"):
         path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
     assert "without --run" in cli("verify", output, "--run", code=3).stderr
-
-
-def test_the_reference_is_the_mathematics(random_experts):
-    """In float64 from the BF16 weights: as near as INT8 weights are."""
-    matrices = random_experts(6, 256, 256, 3)
-    experts = weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=2, pool=shared_pool(1))
-    gate, up, down = (bf16_to_f32(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
-    hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
-    inner = np.einsum("nh,eih->nei", hidden, gate)
-    inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
-    expected = np.einsum("nei,ehi->neh", inner, down)
-    computed = smoke.reference(experts, experts.linears, hidden, threads=2)
-    assert computed.shape == (3, 6, 256)
-    assert 0.001 < smoke.distance(computed, expected.astype(np.float32), (0, 1, 2)) < 0.02
 
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
