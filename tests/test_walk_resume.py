@@ -180,7 +180,7 @@ def test_killed_while_resuming(count, attempts):
 MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
 DAMAGED: list[dict[str, Any]] = [{"group_bytes": "much"}, {"threads": 0}, {"device_type": None}]
 OTHER_OPTIONS = {
-    "calibrate": [(("--num-calibration-samples", "2"), "--num-calibration-samples was 512, is 2")],
+    "calibrate": [(("--num-calibration-samples", "2"), "--num-calibration-samples was 128, is 2")],
     "gpu": [(("--calibrate", "routed"), "--calibrate was all, is routed")],
     "cpu": [(("--scale", "mse"), "--scale was gptq, is mse")],
 }
@@ -198,7 +198,7 @@ def test_it_goes_on_only_as_it_began(attempts):
         conversion.refused(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
     for change, shown in OTHER_OPTIONS[same[0]]:
         conversion.refused(attempts.run(output, *same, *change), 7, shown)
-    assert conversion.differing(conversion.tree(work), before) == []
+    assert {*conversion.differing(conversion.tree(work), before)} <= {"lock"}
     for damage in DAMAGED if same[0] == "gpu" else ():
         settings = plan["settings"] | {"machine": MACHINE | damage}
         (work / "plan.json").write_text(json.dumps(plan | {"settings": settings}))
