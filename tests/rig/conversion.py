@@ -122,8 +122,14 @@ def _server(
     return lambda words: server.run(words, said / "log", printed=said / "printed"), _environment()
 
 
+# What pytest says of itself, and what torch and commands that compute with it set in this process where it is not set:
+# nothing that a process would find otherwise.
+OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY"}
+OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
+
+
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTEST_CURRENT_TEST": ""}  # pytest says there what runs
+    return {name: value for name, value in os.environ.items() if name not in OWN}
 
 
 def wait_until_stopped(process: subprocess.Popen[Any]) -> None:
