@@ -134,9 +134,9 @@ def once(n):
     end(n)
     return killed
 
-points = next(n for n in range(1, 100) if not once(n))
+points, step = next(n for n in range(1, 100) if not once(n)), int(sys.argv[2])
 for first in range(1, points):
-    for second in range(1 + first % 6, points + 6, 6):
+    for second in range(1 + first % step, points + step, step):
         assert begin(first)
         run(second)
         end((first, second))
@@ -221,12 +221,13 @@ def test_of_many_at_once_one_has_the_lock(tmp_path, system, before, rounds):
         ran(RACE, base / "out", before, rounds, **system)
 
 
+@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
-def test_killed_while_taking_over_and_removing(tmp_path, missing):
+def test_killed_while_taking_over_and_removing(tmp_path, missing, step):
     libraries = [shims.refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
     preload = ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))
     with conversion.in_memory(tmp_path) as base:
-        points = int(ran(KILLS, base / "out", LD_PRELOAD=preload))
+        points = int(ran(KILLS, base / "out", step, LD_PRELOAD=preload))
     assert points > (10 if missing else 3)
 
 
