@@ -18,7 +18,7 @@ on_asan() { PYTHONPATH="$PWD/$out/lib" LD_PRELOAD="$libasan $libstdcxx" "$python
 on_asan -c "import ktconvert.native_quant._ktq as m; assert '/asan/' in m.__file__, m.__file__"
 # Without kt-kernel, which is not built for this; and without whole models, whose kernels are the same.
 export KTCONVERT_PEER_PYTHON=none
-on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_pack_codes.py tests/test_scale_search.py \
+on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_scale_search.py \
     tests/test_groups.py tests/test_panels.py tests/test_gptq_block.py tests/test_descent.py \
     tests/test_decoding.py tests/test_kernel_calls.py tests/test_golden.py tests/test_gemm.py tests/test_gemm_bf16.py \
     tests/test_elementwise.py tests/test_runtime.py tests/test_forward_bf16.py tests/test_runtime_load.py \

@@ -13,20 +13,23 @@ import pytest
 
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.loop import StopFlag
-from rig import conversion, shims
+from rig import conversion, killpoint, shims
 
 
 @pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A source that takes a few seconds, and the expected output."""
-    return conversion.larger(tmp_path_factory.mktemp("larger"))
+def five(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A source of five layers, and the expected output."""
+    base = tmp_path_factory.mktemp("five")
+    source = conversion.checkpoint(base / "source", layers=5)
+    assert conversion.ktconvert("cpu", "-i", source, "-o", base / "whole").returncode == 0
+    return source, conversion.tree(base / "whole")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_once_it_finishes_the_layers_in_flight(larger, tmp_path, number, code):
-    source, expected = larger
+def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, number, code):
+    source, expected = five
     output = tmp_path / "out"
-    with conversion.held(source, output) as process:
+    with killpoint.held(source, output) as process:
         process.send_signal(number)  # waits for it: nothing goes on before it has come
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
@@ -46,11 +49,11 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(larger, tmp_path, num
     assert conversion.names(tmp_path) == ["out"]
 
 
-def test_interrupted_with_several_outputs_each_goes_on(larger, tmp_path):
-    source, expected = larger
+def test_interrupted_with_several_outputs_each_goes_on(five, tmp_path):
+    source, expected = five
     outputs = [tmp_path / "out-int4", tmp_path / "out-mxfp4"]
     options = ("--quant-method", "int4,mxfp4")
-    with conversion.held(source, outputs[0], *options, output=tmp_path / "out") as process:
+    with killpoint.held(source, outputs[0], *options, output=tmp_path / "out") as process:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
@@ -65,9 +68,9 @@ def test_interrupted_with_several_outputs_each_goes_on(larger, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_twice_it_stops_at_once(larger, tmp_path, number, code):
+def test_interrupted_twice_it_stops_at_once(five, tmp_path, number, code):
     """Though no layer comes to its end."""
-    source, expected = larger
+    source, expected = five
     output = tmp_path / "made" / "out"
     output.parent.mkdir()
     env = {**os.environ, "LD_PRELOAD": str(shims.waiting(tmp_path, tmp_path / "gate"))}
@@ -107,9 +110,9 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_at_the_very_end_is_no_other_one(larger, tmp_path, number, code):
+def test_a_second_signal_at_the_very_end_is_no_other_one(five, tmp_path, number, code):
     """No traceback, and the exit code of the first."""
-    command = [sys.executable, "-c", TO_THE_END, str(int(number)), "cpu", "-i", larger[0], "-o", tmp_path / "out"]
+    command = [sys.executable, "-c", TO_THE_END, str(int(number)), "cpu", "-i", five[0], "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert "`ktconvert resume " in done.stderr
@@ -124,11 +127,11 @@ def test_a_program_that_was_interrupted_has_its_own_handlers_back(number):
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
-def test_an_input_edited_during_the_run_stops_it(larger, tmp_path, name):
-    source, expected = larger
+def test_an_input_edited_during_the_run_stops_it(five, tmp_path, name):
+    source, expected = five
     output, file = tmp_path / "out", source / name
     times = file.stat()
-    with conversion.held(source, output) as process:
+    with killpoint.held(source, output) as process:
         conversion.edit(file)
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)

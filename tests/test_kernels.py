@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as of
@@ -121,20 +123,6 @@ def test_any_exponent(bits):
     top = np.linspace(0, 0x7F7F, 256).astype(np.uint16)
     bits16 = np.minimum(bits16, top[:, None]) | (rng.integers(0, 2, (256, 256)) << 15).astype(np.uint16)
     assert_same(quantize_pack(bits, bits16, "bf16"), reference.quantize_pack(bits, bits16))
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("offset", [0, 2, 8, 31, 62])
-@pytest.mark.parametrize("k", [64, 128, 192, 320, 448])
-def test_the_largest_is_found_wherever_it_is(k, offset):
-    """Each row's only large value is in another column, so that every column is the largest once."""
-    n = (k + 63) // 64 * 64
-    storage = np.zeros(n * k * 2 + 64, np.uint8)
-    values = storage[offset : offset + n * k * 2].view(np.uint16).reshape(n, k)
-    values[:] = 0x3C00
-    values[np.arange(n) % n, np.arange(n) % k] = 0xC2FE  # -127
-    _, scale = quantize_pack(8, values, "bf16")
-    assert (scale == reference.row_scales(8, values)).all() and len(set(scale)) == 1
 
 
 @pytest.mark.usefixtures("isa")
@@ -288,3 +276,80 @@ def test_flushing_subnormals_changes_nothing():
     assert ((expected[0] & 0x7F80 == 0) & (expected[0] & 0x7F != 0)).any()
     for ours, theirs in zip(flushed, expected, strict=True):
         assert (ours == theirs).all()
+
+
+@pytest.mark.usefixtures("isa")
+def test_every_amax_gives_the_specified_scale():
+    """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is the float32 division by 112."""
+    amax = np.arange(0x7F80, dtype=np.uint16)
+    x = reference.bf16_to_f32(amax)
+    product = (x.astype(np.float64) * float(np.float32(1 / 127))).astype(np.float32)
+    assert np.count_nonzero(product != x / np.float32(127)) == 1488
+    values = np.zeros((32640 // 128 * 128 + 128, 128), np.uint16)
+    values[: amax.size, 7] = amax
+    for bits, expected in ((8, product), (4, x / np.float32(112))):
+        expected = np.where(expected < np.float32(2.0**-126), 0, expected)
+        assert (reference.row_scales(bits, amax[:, None]) == expected).all()
+        assert (quantize_pack(bits, values, "bf16")[1][: amax.size] == expected).all()
+
+
+# ---- codes that were chosen elsewhere ---------------------------------------------------------------------------------
+
+LARGEST = {4: 7, 8: 127}
+relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+
+
+def random_codes(bits: int, n: int, pitch: int, seed: int) -> Any:
+    """int8 [n, pitch] of all legal codes."""
+    largest = LARGEST[bits]
+    return np.random.default_rng(seed).integers(-largest, largest + 1, (n, pitch)).astype(np.int8)
+
+
+def pack_codes(bits: int, codes: Any, offset: int = 0) -> Any:
+    """The packed weight, written `offset` bytes after a boundary; what lies around it stays as it was."""
+    size = codes.size * bits // 8
+    buffer = np.full(size + 192, 0xAA, np.uint8)
+    start = -buffer.ctypes.data % 64 + offset
+    kernels.pack_codes(bits, codes, buffer[start : start + size])
+    assert (buffer[:start] == 0xAA).all() and (buffer[start + size :] == 0xAA).all()
+    return buffer[start : start + size]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", [4, 8])
+@relaxed
+@given(data=st.data())
+def test_every_instruction_set_packs_as_defined(bits, data):
+    """Any size, any distance between rows, any alignment; and what was packed is unpacked."""
+    rows, columns = kernels.GEOMETRIES[bits]
+    n = rows * data.draw(st.integers(1, 3), "row blocks")
+    k = columns * data.draw(st.sampled_from([1, 2, 3, 3584 // columns, 3584 // columns + 1, 7168 // columns]), "tiles")
+    gap, skew = data.draw(st.integers(0, 70), "gap"), data.draw(st.integers(0, 63), "skew")
+    codes = random_codes(bits, n, k + gap, data.draw(st.integers(0, 2**32 - 1), "seed")).reshape(-1)
+    shifted = np.concatenate([np.zeros(skew, np.int8), codes])[skew:].reshape(n, k + gap)[:, :k]
+    weight = pack_codes(bits, shifted, data.draw(st.integers(0, 63), "offset"))
+    np.testing.assert_array_equal(weight, reference.pack(bits, np.ascontiguousarray(shifted)))
+    np.testing.assert_array_equal(reference.unpack(bits, weight, n, k), shifted)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", [4, 8])
+@relaxed
+@given(data=st.data())
+def test_a_code_out_of_range_is_named(bits, data):
+    n, k, largest = 256, 3840, LARGEST[bits]
+    codes = random_codes(bits, n, k, 3)
+    illegal = st.sampled_from([code for code in range(-128, 128) if abs(code) > largest])
+    positions = st.tuples(st.integers(0, n - 1), st.integers(0, k - 1))
+    bad = data.draw(st.dictionaries(positions, illegal, min_size=1, max_size=3), "codes out of range")
+    for place, code in bad.items():
+        codes[place] = code
+    row, column = min(bad)
+    message = f"row {row}, column {column} is {bad[row, column]}, not in -{largest}..{largest}$"
+    with pytest.raises(ValueError, match=message):
+        pack_codes(bits, codes)
+
+
+def test_broadcast_rows_are_packed():
+    codes = np.broadcast_to(random_codes(8, 1, 128, 0), (64, 128))
+    np.testing.assert_array_equal(pack_codes(8, codes), reference.pack(8, np.array(codes)))

@@ -2,10 +2,11 @@
 for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
 
 import contextlib
+import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,45 @@ REFUSING = {"links": ("EPERM", "link", "linkat"), "swap": ("EINVAL", "renameat2"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What conversions read. small has 3 layers of 2 experts, tiny 2 of 1; loose is tiny, converted without merging."""
+    """What conversions read. small has 3 layers of 2 experts, tiny 2 of 1; loose is tiny, converted without merging; old
+    is an output with other weights than tiny's: every file of it has the size of the file that replaces it."""
 
     small: Path
     tiny: Path
     loose: Path
-    shim: Path
-    refusing: dict[str, Path]
+    old: Path
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     base = tmp_path_factory.mktemp("inputs")
     small = conversion.checkpoint(base / "small")
-    tiny = conversion.checkpoint(base / "tiny", layers=2, experts=1)
-    done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
-    assert done.returncode == 0, done.stderr
-    refusing = {what: shims.refusing(base, *how) for what, how in REFUSING.items()}
-    return Inputs(small, tiny, base / "loose", killpoint.build(base), refusing)
+    tiny, other = (conversion.checkpoint(base / f"tiny{seed}", layers=2, experts=1, seed=seed) for seed in (0, 1))
+    for source, output, more in ((tiny, "loose", ["--no-merge-safetensor"]), (other, "old", [])):
+        done = conversion.ktconvert("cpu", "-i", source, "-o", base / output, "-q", *more)
+        assert done.returncode == 0, done.stderr
+    return Inputs(small, tiny, base / "loose", base / "old")
+
+
+Running = tuple[forks.Forks, conversion.Mounts | None]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Running]]:
+    """running(mounted): servers with the shims, and the namespace for mounts that they are in."""
+    base = tmp_path_factory.mktemp("shims")
+    preload = [*(shims.refusing(base, *how, asked=True) for how in REFUSING.values()), killpoint.build(base)]
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(mounted: bool) -> Running:
+            mounts = stack.enter_context(conversion.Mounts()) if mounted else None
+            if mounts is not None and mounts.refusal:
+                pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
+            prefix = mounts.prefix if mounts is not None else ()
+            return stack.enter_context(forks.Forks(preload, conversion.CORES, prefix)), mounts
+
+        yield start
 
 
 @dataclass(frozen=True)
@@ -67,8 +89,9 @@ class Case:
             *("--cpuinfer-threads", str(min(self.threads, conversion.CORES))),
         ]
 
-    def preload(self, inputs: Inputs) -> list[Path]:
-        return [*(inputs.refusing[what] for what in self.without), inputs.shim]
+    def refused(self) -> dict[str, str]:
+        """The environment in which calls are refused."""
+        return {shims.REFUSED: " ".join(call for what in self.without for call in REFUSING[what][1:])}
 
 
 CASES = {
@@ -104,13 +127,7 @@ class Matrix:
     def __init__(self, case: Case, inputs: Inputs, base: Path, servers: Any, mounts: Any) -> None:
         self.case, self.inputs, self.base, self.servers, self.mounts = case, inputs, base, servers, mounts
         self.before = {name: conversion.identity(getattr(inputs, name)) for name in ("small", "tiny", "loose")}
-        self.old: Path | None = None
-        if case.over:
-            # Same model and option, other weights: every file of it has the size of the file that replaces it.
-            self.old = base / "old"
-            other = conversion.checkpoint(base / "other", layers=2, experts=1, seed=1)
-            done = conversion.ktconvert("cpu", "-i", other, "-o", self.old, "-q")
-            assert done.returncode == 0, done.stderr
+        self.old = inputs.old if case.over else None
         output = self.prepare("whole")
         done = self.run(output, 0)
         assert done.returncode == 0, done.stderr
@@ -152,7 +169,7 @@ class Matrix:
     def run(self, output: Path, n: int, arguments: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         """Killed before its n-th call; 0 lets it finish. Without arguments, the conversion from its beginning."""
         log = self.log(output)
-        env = killpoint.settings(output, n, log)
+        env = killpoint.settings(output, n, log) | self.case.refused()
         arguments = arguments or self.case.arguments(self.inputs, output)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done
@@ -224,24 +241,20 @@ class Matrix:
 
 
 @pytest.fixture
-def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+def matrix(
+    request: pytest.FixtureRequest, inputs: Inputs, running: Callable[[bool], Running], tmp_path: Path
+) -> Iterator[Matrix]:
     case = CASES[request.param]
-    with contextlib.ExitStack() as stack:
-        base = stack.enter_context(conversion.in_memory(tmp_path))
-        mounts = stack.enter_context(conversion.Mounts()) if case.mounted else None
-        if mounts is not None and mounts.refusal:
-            pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
-        prefix = mounts.prefix if mounts is not None else ()
-        servers = stack.enter_context(forks.Forks(case.preload(inputs), conversion.CORES, prefix))
-        yield Matrix(case, inputs, base, servers, mounts)
+    with conversion.in_memory(tmp_path) as base:
+        yield Matrix(case, inputs, base, *running(case.mounted))
 
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and where a unit and the output appear; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 4), *appears}))
-    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(2))
+    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 2), *appears}))
+    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(1))
     matrix.sources_untouched()
 
 

@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.errors import OutputError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.lock import unlock
-from rig import conversion, killpoint, shims
+from rig import conversion, forks, killpoint, shims
 from rig.programs import printed
 
 LIBRARY = """
@@ -134,9 +134,9 @@ def once(n):
     end(n)
     return killed
 
-points = next(n for n in range(1, 100) if not once(n))
+points, step = next(n for n in range(1, 100) if not once(n)), int(sys.argv[2])
 for first in range(1, points):
-    for second in range(1 + first % 6, points + 6, 6):
+    for second in range(1 + first % step, points + step, step):
         assert begin(first)
         run(second)
         end((first, second))
@@ -221,12 +221,13 @@ def test_of_many_at_once_one_has_the_lock(tmp_path, system, before, rounds):
         ran(RACE, base / "out", before, rounds, **system)
 
 
+@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
-def test_killed_while_taking_over_and_removing(tmp_path, missing):
+def test_killed_while_taking_over_and_removing(tmp_path, missing, step):
     libraries = [shims.refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
     preload = ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))
     with conversion.in_memory(tmp_path) as base:
-        points = int(ran(KILLS, base / "out", LD_PRELOAD=preload))
+        points = int(ran(KILLS, base / "out", step, LD_PRELOAD=preload))
     assert points > (10 if missing else 3)
 
 
@@ -285,46 +286,59 @@ def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path, preloads, reas
     assert not held.exists()
 
 
-# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs;
-# and whether it is respected.
-LEFT: dict[str, tuple[dict[str, Any], bool]] = {
-    "it runs": ({}, True),
-    "its number was given to another since": ({"start": 1}, False),
-    "the host was restarted": ({"boot": "another"}, False),
-    "a container": ({"namespace": "pid:[1]"}, True),
-    "another host": ({"host": "another", "start": 1}, True),
-    "another host and start": ({"host": "another", "boot": "another", "start": 1}, True),
-    "hosts without names": ({"host": "localhost", "boot": "another", "start": 1}, True),
-}
+# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs,
+# or what else is in its file; and whether it is respected.
+LEFT: list[tuple[dict[str, Any] | bytes, bool]] = [
+    ({}, True),
+    ({"start": 1}, False),  # its number was given to another since
+    ({"boot": "another"}, False),
+    ({"namespace": "pid:[1]"}, True),  # a container
+    ({"host": "another", "start": 1}, True),
+    ({"host": "another", "boot": "another", "start": 1}, True),
+    ({"host": "localhost", "boot": "another", "start": 1}, True),  # hosts without names
+    *((content, True) for content in (b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}")),
+]
+# Takes each lock of a list of outputs and hosts, in a process of its own.
+TAKE = (
+    LIBRARY
+    + """
+for output, os.environ["KTCONVERT_HOST"] in zip(sys.argv[1::2], sys.argv[2::2]):
+    def take():
+        try:
+            acquire(Path(output + ".work"), Path(output))
+            print("held", flush=True)
+        except OutputError as error:
+            print(error, flush=True)
+    os.waitpid(in_child(take), 0)
+"""
+)
 
 
-@pytest.mark.parametrize("which", LEFT)
-def test_whose_lock_is_taken_over(tmp_path, no_locks, which):
-    root, pid = tmp_path / "out.work", os.getpid()
-    root.mkdir()
-    (root / "lock").touch()
-    differs, respected = LEFT[which]
-    known = {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()}
+def test_whose_lock_is_taken_over(tmp_path, no_locks):
+    pid, words, known = (
+        os.getpid(),
+        [],
+        {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()},
+    )
     known |= {"pid": pid, "start": machine.process_start(pid)}
-    line = json.dumps(known | differs)
-    (root / "lock.held").write_text(line)
-    host = differs.get("host", "this")
-    second = Process(tmp_path / "out", KTCONVERT_HOST="localhost" if host == "localhost" else "this", **no_locks)
-    assert second.holds is not respected, second.text
-    if respected:
-        assert f"process {pid} on host {host} is converting into it" in second.text
-        assert (root / "lock.held").read_text() == line
-    second.end()
-
-
-@pytest.mark.parametrize("content", [b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}"])
-def test_a_lock_that_says_nothing_is_respected(tmp_path, no_locks, content):
-    root = tmp_path / "out.work"
-    root.mkdir()
-    (root / "lock.held").write_bytes(content)
-    second = Process(tmp_path / "out", **no_locks)
-    assert "another process is converting into it" in second.text and "--force-unlock" in second.text
-    assert (root / "lock.held").read_bytes() == content
+    for number, (left, _) in enumerate(LEFT):
+        root = tmp_path / f"{number}.work"
+        root.mkdir()
+        (root / "lock").touch()
+        (root / "lock.held").write_bytes(left if isinstance(left, bytes) else json.dumps(known | left).encode())
+        host = left.get("host", "this") if isinstance(left, dict) else "this"
+        words += [str(tmp_path / str(number)), "localhost" if host == "localhost" else "this"]
+    before = conversion.tree(tmp_path)
+    for number, (text, (left, respected)) in enumerate(
+        zip(ran(TAKE, *words, **no_locks).splitlines(), LEFT, strict=True)
+    ):
+        assert (text == "held") is not respected, text
+        held = f"{number}.work/lock.held"
+        assert (conversion.tree(tmp_path)[held] == before[held]) == respected, text
+        if isinstance(left, bytes):
+            assert "another process is converting into it" in text and "--force-unlock" in text
+        elif respected:
+            assert f"process {pid} on host {left.get('host', 'this')} is converting into it" in text
 
 
 def test_one_with_locks_respects_one_without(tmp_path, no_locks):
@@ -337,28 +351,32 @@ def test_one_with_locks_respects_one_without(tmp_path, no_locks):
     second.end()
 
 
-def test_a_killed_conversion_on_another_host(tmp_path, no_locks):
-    source, expected = conversion.larger(tmp_path / "larger")
+def test_a_killed_conversion_on_another_host(tmp_path, preloads):
+    source = conversion.checkpoint(tmp_path / "source")
+    assert conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "whole").returncode == 0
     output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
-    on = {name: {**no_locks, "KTCONVERT_HOST": name} for name in "ab"}
     again = ("cpu", "-i", source, "-o", output)
-    with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in on["a"].items())]) as process:
-        name = f"process {process.pid} on host a "
-        before = conversion.identity(output.parent)
-        for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
-            done = conversion.ktconvert(*words, env=on["a"])
-            conversion.refused(done, 7, name, "wait for it or stop it")
-            assert "took away" not in done.stderr
-        conversion.refused(conversion.ktconvert(*again, env=on["b"]), 7, name, str(held), "made 20", "--force-unlock")
-        assert conversion.ktconvert("resume", output, "--dry-run", "--force-unlock", env=on["b"]).returncode == 0
-        assert conversion.identity(output.parent) == before
-    done = conversion.ktconvert("resume", output, env=on["b"])
-    conversion.refused(done, 7, name, str(held), "--force-unlock")
-    done = conversion.ktconvert("resume", output, "--force-unlock", env=on["b"])
+    with forks.Forks([preloads["ENOLCK"]], 1) as server:
+
+        def on(host: str, *words: str | Path) -> Any:
+            return server.run(words, tmp_path / "said", {"KTCONVERT_HOST": host})
+
+        with killpoint.held(source, output, preload=[preloads["ENOLCK"]], KTCONVERT_HOST="a") as process:
+            name = f"process {process.pid} on host a "
+            before = conversion.identity(output.parent)
+            for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
+                done = on("a", *words)
+                conversion.refused(done, 7, name, "wait for it or stop it")
+                assert "took away" not in done.stderr
+            conversion.refused(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
+            assert on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
+            assert conversion.identity(output.parent) == before
+        conversion.refused(on("b", "resume", output), 7, name, str(held), "--force-unlock")
+        done = on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
     assert f"--force-unlock took away {held} of process {process.pid} on host a, made 20" in done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.differing(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 
 

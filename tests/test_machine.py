@@ -31,24 +31,17 @@ def two_sockets(root: Path) -> Path:
     return tree(root, files)
 
 
-def test_hyperthreads_are_not_cores(tmp_path):
+def test_two_sockets(tmp_path):
+    """Hyperthreads are no cores; nodes count that have CPUs, and there is a pool for each that has a thread."""
     root = two_sockets(tmp_path)
     assert machine.physical_cores(root, range(16)) == 8 and machine.physical_cores(root, [0, 8, 1]) == 2
     assert machine.cores_with_hyperthreads(root, range(16)) == 8
     assert machine.cores_with_hyperthreads(root, range(8)) == 0
     assert machine.allowed_cpus(root, range(16)) == 16
-
-
-def test_nodes_with_cpus_only(tmp_path):
-    root = two_sockets(tmp_path)
     assert machine.machine_nodes(root) == machine.numa_nodes(root, range(16)) == (0, 1)
     assert machine.numa_nodes(root, cpus=[5]) == (1,)
     assert machine.node_cpus(root, (9, 1, 12, 0)) == {0: (0, 1, 9), 1: (12,)}
     assert machine.core_cpus(root, (9, 1, 12, 0)) == {0: (0, 1), 1: (12,)}
-
-
-def test_a_pool_per_node_that_has_a_thread(tmp_path):
-    root = two_sockets(tmp_path)
     assert machine.pool_count(root, range(16)) == 2 and machine.pool_count(root, range(4)) == 1
     quota = "sys/fs/cgroup/cpu.max"
     tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, quota: "100000 100000\n"})

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rig.safetensors import Tensor, Tensors, read_folder
+from rig.safetensors import Tensors, read_folder
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +49,6 @@ def test_config_and_tokenizer_come_from_the_original(tmp_path, cli, loose, examp
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (example / "tokenizer.json").read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["method"], config["num_numa_nodes"]) == ("AMXINT4", 2)
-
-
-@pytest.mark.parametrize("prefix", ["MOE_INT4", "MOE_INT8"])
-def test_moe_kernel_files_are_carried_unchanged(prefix, tmp_path, cli):
-    rng = np.random.default_rng(2)
-    expected = {}
-    for node in range(2):
-        folder = tmp_path / "in" / "_layer_3" / f"_numa_{node}"
-        folder.mkdir(parents=True)
-        for expert in range(2):
-            for projection in ("gate", "up", "down"):
-                weight, scale = rng.bytes(1000 + expert), rng.bytes(64)
-                for what, data in (("quant", weight), ("scale", scale)):
-                    (folder / f"{prefix}_{projection}_{expert}_{len(data)}Byte_{what}_.kt").write_bytes(data)
-                key = f"blk.3.ffn_{projection}_exps.{expert}.numa.{node}"
-                expected |= {
-                    f"{key}.weight": Tensor("I8", (len(weight),), weight),
-                    f"{key}.scale": Tensor("F32", (16,), scale),
-                }
-    cli("merge", "-i", tmp_path / "in", "-o", tmp_path / "out")
-    assert read_folder(tmp_path / "out") == expected
 
 
 def other_method(file: Path) -> None:

@@ -181,6 +181,7 @@ def test_without_a_manifest_the_bytes_are_opaque(made, tmp_path, cli):
             Experts.load(bare, 0)
         cli("resplit", bare, tmp_path / "new", "--threadpool-count", 1, code=3)
     cli("merge", "-i", tmp_path / "0", "-o", tmp_path / "merged")
+    assert read_folder(tmp_path / "merged") == read_folder(tmp_path / "1")
     with pytest.raises(UnsupportedError, match=f"{method}, which this runtime cannot compute"):
         Experts.load(tmp_path / "merged", 0)
 

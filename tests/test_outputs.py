@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import packed
-from rig import conversion, encodings, floats, killpoint, reference
+from rig import conversion, encodings, floats, reference
 from rig import gguf as ggml
 from rig.encodings import PROJECTIONS, W132
 from rig.files import rewrite
@@ -311,31 +311,6 @@ def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli)
     assert f"{key} in model-" in said and words in said
     min(out.glob("model-*.safetensors")).unlink()
     cli("verify", out, code=6)
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "how"),
-    [
-        ("FP8 in blocks", "fp8", ("--threadpool-count", 3)),
-        ("gptq 4 v2 order", "int8", NUMA1),
-        ("", "rawint4", KT),
-    ],
-)
-def test_killed_and_resumed_to_the_same_bytes(name, method, how, source, tmp_path, cli):
-    given = encodings.write(name, tmp_path / "model")[0] if name else source
-    command = [*conversion.KTCONVERT, "cpu", "-i", given, "-q", "--quant-method", method, *map(str, how), "-o"]
-    killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 1 / 2)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_computes_with_it(method, source, made, tmp_path):
-    """The same bits as with these experts packed on the spot."""
-    model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
-    stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
-    expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
-    assert ours.method == method.upper()
-    call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
-    np.testing.assert_array_equal(ours.forward(*call), expected.forward(*call))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,15 +10,8 @@ from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from rig.conversion import here
 
 FILL = {"model": "m", "output": "o", "path": "p", "input": "i", "src": "s", "out": "u"}
-FILL |= {
-    "cpu_weights": "c",
-    "text": "t",
-    "new": "n",
-    "threadpool_count": "2",
-    "dir": "d",
-    "adapter": "a",
-    "dataset": "b",
-}
+FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d", "adapter": "a"}
+FILL |= {"dataset": "b"}
 
 
 def command(name: str) -> click.Command:

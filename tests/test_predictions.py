@@ -79,16 +79,6 @@ def test_rows_that_are_left_make_up_for_those_before() -> None:
     np.testing.assert_allclose(after.numpy(), best[: rest.stop - first], atol=1e-4)
 
 
-def test_permuted_rows_give_permuted_results() -> None:
-    weight, inputs, outputs, order = torch.randn((70, 64)), correlated(64, 4), correlated(70, 5), torch.randperm(70)
-
-    def made(rows: Any, metric: Any) -> descent.Chosen:
-        return predictions.in_turn(rows, predictions.factorize(metric), lambda some, _: rounded(some, inputs))
-
-    here, there = made(weight, outputs), made(weight[order], outputs[order][:, order])
-    assert (here.codes[order] != there.codes).float().mean() < 0.01  # float32 of other sums
-
-
 def test_what_predictions_feel_of_gate_and_up() -> None:
     """The sum over tokens of what they feel of gate and up through down, token by token."""
     down, outputs, slopes = torch.randn((6, 4)), correlated(6, 6), torch.randn((9, 8))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rig import conversion, forks, shims
+from rig import conversion, forks, killpoint, shims
 
 # Root, too, is to be stopped by a folder's mode.
 AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
@@ -39,12 +39,6 @@ def loose(source: Path) -> Path:
     folder = source.with_name("loose")
     assert convert(source, folder, "--no-merge-safetensor").returncode == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A source that takes a few seconds to convert, and the expected output."""
-    return conversion.larger(tmp_path_factory.mktemp("larger"))
 
 
 @pytest.fixture
@@ -156,11 +150,10 @@ def test_a_work_folder_of_others_is_refused(source, output, holds):
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["nothing was there", "an output was there"])
-def test_what_appears_during_the_run_is_not_replaced(larger, output, there):
-    source, expected = larger
+def test_what_appears_during_the_run_is_not_replaced(source, expected, output, there):
     if there:
         assert convert(source, output, "--quant-method", "int8").returncode == 0
-    with conversion.held(source, output, *["--overwrite"] * there) as process:
+    with killpoint.held(source, output, *["--overwrite"] * there) as process:
         output.mkdir(exist_ok=there)
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
@@ -399,9 +392,8 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
             succeeded(again, output, expected)
 
 
-def test_two_processes_on_one_output(larger, output):
-    source, expected = larger
-    with conversion.held(source, output) as process:
+def test_two_processes_on_one_output(source, expected, output):
+    with killpoint.held(source, output) as process:
         before = conversion.identity(output.parent)
         refused_as_it_is(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
         conversion.refused(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")

@@ -3,7 +3,7 @@ conversion; what is rounded once more follows the definition of numerics.md, and
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +17,23 @@ from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.stages.expert_files import Parts, empty_parts
-from rig import conversion, forks, killpoint, reference
+from rig import conversion, killpoint, reference
 from rig.safetensors import read_folder
 
 HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
 PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
 PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
-MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.conversion", "plans.resplit", "verify.verify"))
 
 
 @pytest.fixture(scope="module")
-def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The real command line, loaded once: cli(*arguments, code=0) gives all that it printed."""
-    log = tmp_path_factory.mktemp("said") / "log"
-    with forks.Forks([], 1, modules=MODULES) as server:
+def cli(cli: Any) -> Any:
+    """The real command line: cli(*arguments, code=0) gives all that it printed."""
 
-        def run(*arguments: object, code: int = 0) -> str:
-            done = server.run([str(argument) for argument in arguments], log)
-            assert "Traceback" not in done.stderr, done.stderr
-            assert done.returncode == code, done.stderr
-            return done.stderr
+    def run(*arguments: object, code: int = 0) -> str:
+        done = cli(*arguments, code=code)
+        return str(done.stdout + done.stderr)
 
-        yield run
+    return run
 
 
 def objects(said: str) -> list[dict[str, Any]]:

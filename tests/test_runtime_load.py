@@ -201,15 +201,6 @@ def test_weights_that_cannot_be_packed(random_experts):
         Experts.from_bf16(*arrays)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
-@pytest.mark.parametrize("count", [0, 1, 5, 500])
-def test_each_item_is_done_once(threads, count):
-    """Whatever the number of threads, also more than items."""
-    done: list[int] = []
-    in_parallel(done.append, range(count), threads)
-    assert sorted(done) == list(range(count))
-
-
 @pytest.mark.parametrize("fails", [3, 1])
 def test_the_first_items_exception_is_raised_and_no_item_begins_after_it(fails):
     """With two threads not that of the thread that failed first: here item 1 fails while item 0 is still at work."""

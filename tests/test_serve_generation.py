@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.models import generating, loading
+from rig.conversion import here
 from rig.safetensors import edit_file
 from rig.served import PATIENCE, Served, free_port, served, started, with_template
 
@@ -56,6 +57,12 @@ def server(example: Path) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def alone(example: Path) -> Any:
+    """The model and its tokenizer, as `ktconvert run` has them."""
+    return loading.load(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
+
+
 def client(of: Served) -> Any:
     return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
@@ -76,11 +83,11 @@ def test_templates_that_refuse_what_they_get(template, example, tmp_path):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_holds_only_what_was_generated(name, example, tmp_path):
+def test_an_answer_holds_only_what_was_generated(name, example, alone, tmp_path):
     """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
-    choice = loading.ModelChoice(str(model), cpu_weights=model, threads=1)
-    loaded, tokenizer = loading.load(choice)
+    loaded, tokenizer = alone
+    tokenizer.chat_template = TEMPLATES[name]
     # What looks like the beginning of an answer is the user's where the template writes another one.
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
@@ -141,7 +148,7 @@ def test_two_clients_get_their_tokens_in_turns(server):
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
     both_waiting = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or bool(server.passes))
     with both_waiting, ThreadPoolExecutor(2) as clients:
-        for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=100), range(2)):
+        for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=40), range(2)):
             pass
     threads = [thread for thread, _, _ in server.passes]
     first, second = (([i for i, t in enumerate(threads) if t == name]) for name in sorted(set(threads)))
@@ -210,27 +217,21 @@ def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_signals_end_the_server_in_the_midst_of_answers(example, tmp_path):
+def test_a_signal_ends_the_server_in_the_midst_of_answers(example, tmp_path):
     """Of a stream, and of one in one piece; none of them looks as if it were whole."""
-
-    def end(sent: signal.Signals) -> tuple[int, str]:
-        log = tmp_path / sent.name
-        with started(example, log) as (process, url), ThreadPoolExecutor(1) as other:
-            ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            options = {"model": str(example), "prompt": WORDS, "temperature": 0, "max_tokens": LONG}
-            stream = ask.completions.create(**options, stream=True)
-            whole = other.submit(lambda: ask.completions.create(**options).usage.completion_tokens)
-            text = [next(stream) for _ in range(10)]
-            process.send_signal(sent)
-            for rest in (lambda: text.extend(stream), whole.result):
-                with pytest.raises((openai.APIError, httpx.HTTPError)):
-                    rest()
-            assert 10 <= len(text) < LONG and not any(piece.choices[0].finish_reason for piece in text)
-            return process.wait(PATIENCE), log.read_text()
-
-    with ThreadPoolExecutor(2) as servers:
-        codes, logs = zip(*servers.map(end, (signal.SIGINT, signal.SIGTERM)), strict=True)
-    assert codes == (130, -signal.SIGTERM) and not any("Traceback" in log for log in logs)
+    log = tmp_path / "log"
+    with started(example, log) as (process, url), ThreadPoolExecutor(1) as other:
+        ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        options = {"model": str(example), "prompt": WORDS, "temperature": 0, "max_tokens": LONG}
+        stream = ask.completions.create(**options, stream=True)
+        whole = other.submit(lambda: ask.completions.create(**options).usage.completion_tokens)
+        text = [next(stream) for _ in range(10)]
+        process.send_signal(signal.SIGTERM)
+        for rest in (lambda: text.extend(stream), whole.result):
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                rest()
+        assert 10 <= len(text) < LONG and not any(piece.choices[0].finish_reason for piece in text)
+        assert process.wait(PATIENCE) == -signal.SIGTERM and "Traceback" not in log.read_text()
 
 
 def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
@@ -288,14 +289,14 @@ def test_converted_experts_and_whole_outputs(server, cli, example, tmp_path):
             assert answers(running, model, WORDS) == said
 
 
-def test_a_server_that_cannot_be_started(cli, example, tmp_path):
+def test_a_server_that_cannot_be_started(example, tmp_path):
     """Reported at once, not after minutes of loading."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = cli("serve", example, "--port", port, code=1)
-    assert done.stderr.startswith(f"ktconvert: 127.0.0.1:{port}: cannot listen there (Address already in use); ")
-    done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
-    assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
+        error = here("serve", example, "--port", port).exception
+    assert str(error).startswith(f"127.0.0.1:{port}: cannot listen there (Address already in use); ")
+    error = here("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
+    assert isinstance(error, UnsupportedError) and str(error).startswith(f"{tmp_path / 'nowhere'}: is no directory")
 
 
 def test_a_model_of_which_a_part_is_missing(example, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline.models.serving import access
+from rig.conversion import here
 from rig.served import PATIENCE, Served, served, with_template
 
 httpx = pytest.importorskip("httpx")
@@ -494,17 +495,18 @@ def test_where_the_key_comes_from(monkeypatch, tmp_path):
         access.key_from(tmp_path / "nowhere")
 
 
-def test_a_server_for_others_without_a_key(cli, example, tmp_path):
+def test_a_server_for_others_without_a_key(example, tmp_path, monkeypatch):
     """It is warned of, and a key that others can read, before the port is looked at."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
     with socket.create_server(("0.0.0.0", 0)) as taken:
-        at = ("--host", "0.0.0.0", "--port", taken.getsockname()[1])
-        assert "none has to send a key" in cli("serve", example, *at, code=1).stderr
-        assert "none has to send" not in cli("serve", example, *at, env={"KTCONVERT_API_KEY": KEY}, code=1).stderr
-        file = tmp_path / "key"
-        file.write_text(KEY)
+        serve = ("serve", example, "--host", "0.0.0.0", "--port", taken.getsockname()[1])
+        assert "none has to send a key" in here(*serve).stderr
         for mode, warned in ((0o600, False), (0o640, True), (0o644, True)):
             file.chmod(mode)
-            said = cli("serve", example, *at, "--api-key-file", file, code=1).stderr
+            said = here(*serve, "--api-key-file", file).stderr
             assert ("other users of this machine can read the API key" in said) == warned
+        monkeypatch.setenv("KTCONVERT_API_KEY", KEY)
+        assert "none has to send" not in here(*serve).stderr
     assert [access.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [access.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4

@@ -48,8 +48,8 @@ def output(source: Path, ktconvert: Toy) -> Path:
 
 def test_its_codes_are_packed(source, output):
     """The output holds the codes of the choice, computed by the NumPy definition."""
-    how = {"search": truncated} if output.name.endswith("toy") else {}
-    check_searched(source, output, [(1, 1, projection) for projection in ("gate", "up", "down")], **how)
+    linears = [(1, 1, projection) for projection in ("gate", "up", "down")]
+    check_searched(source, output, linears, search=truncated)
 
 
 def test_it_is_verified(source, output, ktconvert):

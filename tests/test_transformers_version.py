@@ -13,6 +13,8 @@ import pytest
 from ktconvert import native_quant
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant.runtime.transformers_version import BOUNDS, NEWEST, OLDEST, TESTED, newer, refusal
+from ktconvert.pipeline.cli.conversion import gpu
+from rig.verifying import made, verified
 
 ROOT = Path(__file__).resolve().parents[1]
 TOO_OLD = f"transformers 5.16.1 is too old: ktconvert was tested with {TESTED}; pip install 'transformers{BOUNDS}'"
@@ -94,9 +96,8 @@ def test_from_python_too(tmp_path, monkeypatch):
     assert [warning.filename for warning in warned] == [__file__]  # where it was asked for
 
 
-def test_verify_does_without(cli, example, tmp_path):
+def test_verify_does_without(example, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
-    out = tmp_path / "w4"
-    cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")
-    done = cli("verify", out, env={"PYTHONPATH": str(claim(tmp_path / "path", "5.16.1"))})
-    assert f"not loaded: {TOO_OLD}" in done.stdout + done.stderr
+    made(gpu, "-i", example, "-o", tmp_path / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
+    monkeypatch.syspath_prepend(claim(tmp_path / "path", "5.16.1"))
+    assert f"not loaded: {TOO_OLD}" in verified(tmp_path / "w4")["notes"]

@@ -20,9 +20,8 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_of
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.native_quant.runtime import smoke, weights
+from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.ui.progress import Reporter
@@ -30,7 +29,6 @@ from ktconvert.pipeline.verify import item_checks
 from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
 from ktconvert.pipeline.verify.verify import document, verify
 from ktconvert.quantizers import ROW_GRIDS
-from ktconvert.quantizers.reference import bf16_to_f32
 from rig import conversion
 from rig.conversion import edit
 from rig.files import edit_json, rewrite
@@ -108,8 +106,7 @@ def test_every_way_to_convert(options, tmp_path, example):
     assert bool(report["other_tensors"]) == ("copy" in options)
 
 
-@pytest.mark.parametrize("name", ["int4-merged", "int8-merged"])
-@pytest.mark.parametrize(("at", "what"), [(70_000, "weight"), (-100, "scale")])
+@pytest.mark.parametrize(("name", "at", "what"), [("int4-merged", 70_000, "weight"), ("int8-merged", -100, "scale")])
 def test_a_flipped_byte_in_a_shard(name, at, what, copy, example, conversions):
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
@@ -211,7 +208,7 @@ def test_inspect_counts_the_same_codes(copy, cli):
     assert words in cli("inspect", output).stdout
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["int4-merged", "int8-loose"])
 def test_wrong_numa_and_wrong_method(name, conversions):
     output, ours = conversions[name], formats_of("cpu")[name[:4]].name
     sentence = refused(output, "--numa", 1)
@@ -238,10 +235,9 @@ def test_a_changed_config(copy):
 
 
 LIES = [{"numa": 1}, {"method": "AMXINT8"}, {"experts": 9}, {"layers": [0, 1, 2]}, {"hidden": 128}]
-OF_OTHER_TYPES = [{"numa": "2"}, {"layers": ["0"]}, {"experts": None}, {"scale": ["mse"]}, {"scale": 5}, {"quant_method": ["RTN"]}]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [*LIES, *OF_OTHER_TYPES, {"tool": {"version": 1}}])
+@pytest.mark.parametrize("change", [*LIES, {"layers": ["0"]}, {"scale": 5}, {"tool": {"version": 1}}])
 def test_a_manifest_that_says_otherwise(change, copy, example):
     """Whatever the damage, no traceback."""
     output = copy("int4-merged")
@@ -379,13 +375,6 @@ def test_a_conversion_computes(name, conversions):
     assert all(words in check["result"] for words in ("(exact)", "(default)", f"at most {smoke.BOUND}"))
 
 
-@pytest.mark.usefixtures("isa")
-def test_every_instruction_set_passes(conversions):
-    result = smoke.smoke(conversions["int4-merged"], 1, 3, shared_pool(2))
-    assert not result.problems and result.error.keys() == {"exact", "default"}
-    assert all(0.001 < error < 0.05 for error in result.error.values())
-
-
 HUGE = [("int8-loose", "down", 3e38, "not finite"), ("int4-merged", "down", 1e9, "times the other experts'")]
 
 
@@ -407,20 +396,6 @@ def test_what_kt_kernel_alone_can_compute(copy, cli):
     for path in output.rglob("*.kt"):
         path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
     assert "without --run" in cli("verify", output, "--run", code=3).stderr
-
-
-def test_the_reference_is_the_mathematics(random_experts):
-    """In float64 from the BF16 weights: as near as INT8 weights are."""
-    matrices = random_experts(6, 256, 256, 3)
-    experts = weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=2, pool=shared_pool(1))
-    gate, up, down = (bf16_to_f32(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
-    hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
-    inner = np.einsum("nh,eih->nei", hidden, gate)
-    inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
-    expected = np.einsum("nei,ehi->neh", inner, down)
-    computed = smoke.reference(experts, experts.linears, hidden, threads=2)
-    assert computed.shape == (3, 6, 256)
-    assert 0.001 < smoke.distance(computed, expected.astype(np.float32), (0, 1, 2)) < 0.02
 
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])

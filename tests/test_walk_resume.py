@@ -126,7 +126,7 @@ only_gpu = pytest.mark.parametrize("attempts", ["gpu"], indirect=True)
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], conversion.CORES, modules=calibrated.MODULES) as running:
+    with forks.Forks([shim], 1, modules=calibrated.MODULES) as running:
         yield running
 
 
@@ -144,14 +144,20 @@ def begun(attempts: Attempts, name: str, unit: str = "layer-000") -> Path:
     return output
 
 
+# By the stage: the numbers of units and whether it is killed before or after their records; and units within which.
+RECORDS: dict[str, tuple[list[tuple[int, int]], list[str]]] = {
+    "calibrate": ([(0, 0), (1, 1), (2, 0), (4, 1), (6, 1)], ["layer-001", "imatrix"]),
+    "gptq": ([(1, 1), (2, 0)], ["layer-001"]),
+}
+
+
 def test_killed_between_layers_and_within(attempts):
-    """Right before or after some units' records, and at some moment of the making of two; finished layers are not made
-    again. Of the chains of GPTQ, one engine's, only `gpu` is killed at them all.
+    """Right before or after some units' records, and at some moment of the making of others; finished layers are not made
+    again. The chains have one engine: only `calibrate` is killed at them all.
     """
-    chance = conversion.chance()
-    records = ((2, 0), (6, 1)) if attempts.arguments is cpu else ((0, 0), (1, 1), (2, 0), (4, 1), (6, 1))
+    records, units = RECORDS[attempts.stage]
     boundaries = [attempts.recorded_at(UNITS[n]) + late for n, late in records]
-    inside = [chance.choice(attempts.within(unit)) for unit in ("layer-001", "imatrix")]
+    inside = [conversion.chance().choice(attempts.within(unit)) for unit in units]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
     assert conversion.identity(attempts.model) == attempts.before
 
@@ -164,49 +170,46 @@ def test_killed_before_every_call(attempts):
 
 
 @only_gpu
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_killed_while_resuming(count, attempts):
     calls = len(attempts.calls)
-    pairs = conversion.pairs(range(1 if count > 2 else 20, calls + 1), range(1, calls + 1), count)
+    pairs = conversion.pairs(range(1 if count > 1 else 20, calls + 1), range(1, calls + 1), count)
     conversion.in_parallel(lambda pair: attempts.killed(*pair), pairs)
 
 
-@only_gpu
-def test_the_data_set_is_read_once(attempts):
-    """Its samples are the first thing that is stored: the file may change or go while layers are made."""
-    output, moved = begun(attempts, "data"), attempts.dataset.with_suffix(".moved")
-    attempts.dataset.rename(moved)
-    try:
-        attempts.finish(output, "without the data set", "resume", str(output))
-    finally:
-        moved.rename(attempts.dataset)
+MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
+DAMAGED: list[dict[str, Any]] = [{"group_bytes": "much"}, {"threads": 0}, {"device_type": None}]
+OTHER_OPTIONS = {
+    "calibrate": [(("--num-calibration-samples", "2"), "--num-calibration-samples was 128, is 2")],
+    "gpu": [(("--calibrate", "routed"), "--calibrate was all, is routed")],
+    "cpu": [(("--scale", "mse"), "--scale was gptq, is mse")],
+}
 
 
 @two_cores
-def test_another_machine(attempts):
-    """Sums are rounded in another order there: refused, by `resume` and by the same command."""
+def test_it_goes_on_only_as_it_began(attempts):
+    """With other options or on another machine, where sums are rounded in another order, it is refused by `resume` and by
+    the same command; the data set is read once, and may be gone.
+    """
     output = begun(attempts, "machine")
-    work = conversion.tree(output.with_name("out.work"))
-    same = attempts.arguments(attempts.model, output, attempts.dataset)
+    work, same = output.with_name("out.work"), attempts.arguments(attempts.model, output, attempts.dataset)
+    before, plan = conversion.tree(work), json.loads((work / "plan.json").read_bytes())
     for words in (("resume", str(output), *OTHER_MACHINE), (*same, *OTHER_MACHINE)):
         conversion.refused(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
-        assert conversion.differing(conversion.tree(output.with_name("out.work")), work) == []
-    attempts.finish(output, "on the first machine again", "resume", str(output), "--cpuinfer-threads", "1")
-
-
-@only_gpu
-def test_a_damaged_machine_is_one_sentence(attempts):
-    output = begun(attempts, "damaged")
-    path = output.with_name("out.work") / "plan.json"
-    same = attempts.arguments(attempts.model, output, attempts.dataset)
-    for damage in ({"group_bytes": "much"}, {"threads": 0}, {"device_type": None}):
-        whole = json.loads(path.read_bytes())
-        path.write_bytes(json.dumps(whole | {"settings": whole["settings"] | {"machine": MACHINE | damage}}).encode())
+    for change, shown in OTHER_OPTIONS[same[0]]:
+        conversion.refused(attempts.run(output, *same, *change), 7, shown)
+    assert {*conversion.differing(conversion.tree(work), before)} <= {"lock"}
+    for damage in DAMAGED if same[0] == "gpu" else ():
+        settings = plan["settings"] | {"machine": MACHINE | damage}
+        (work / "plan.json").write_text(json.dumps(plan | {"settings": settings}))
         for words in (("resume", str(output)), same):
             conversion.refused(attempts.run(output, *words), 7, "machine: ", "start over with --overwrite")
-
-
-MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
+    (work / "plan.json").write_bytes(before["plan.json"])
+    moved = attempts.dataset.rename(attempts.dataset.with_suffix(".moved"))
+    try:
+        attempts.finish(output, "without the data set", "resume", str(output), "--cpuinfer-threads", "1")
+    finally:
+        moved.rename(attempts.dataset)
 
 
 @two_cores
@@ -226,20 +229,6 @@ def test_another_machine_that_is_allowed(attempts):
         settings = json.loads((output / "manifest.json").read_text())["settings"]
         assert settings["machine"]["threads"] == threads
     assert conversion.differing(conversion.tree(output), attempts.made) == []
-
-
-OTHER_OPTIONS = [
-    ("gpu", ("--calibrate", "routed"), "--calibrate was all, is routed"),
-    ("gpu", ("--num-calibration-samples", "2"), "--num-calibration-samples was 512, is 2"),
-    ("cpu", ("--scale", "mse"), "--scale was gptq, is mse"),
-]
-
-
-@pytest.mark.parametrize(("attempts", "change", "shown"), OTHER_OPTIONS, indirect=["attempts"])
-def test_other_options_are_refused(change, shown, attempts):
-    output = begun(attempts, f"options {change[0]}", "samples")
-    words = [*attempts.arguments(attempts.model, output, attempts.dataset), *change]
-    conversion.refused(attempts.run(output, *words), 7, shown)
 
 
 @only_gpu

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
-from ktconvert.native_quant.runtime.models import select
 from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, inputs, loaded, make, nothing_left, same  # noqa: F401
 
@@ -169,24 +168,6 @@ def test_physical_experts_compute_with_their_logical_ones(tmp_path, packed_examp
         mapped.load_weights(torch.arange(EXPERTS - 1))
 
 
-def test_an_expert_is_immediate_for_all_tokens_of_a_batch():
-    ids = torch.tensor([[0, 1, 2], [2, 3, 4]])
-    weights = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])
-    now, later = select(ids, weights, 1, 6)
-    assert now.tolist() == [[0, -1, -1], [-1, 3, -1]]
-    assert later is not None and later.tolist() == [[-1, 1, 2], [2, -1, 4]]
-    now, later = select(ids, weights, 2, 6)  # 0 and 1 of the first, 3 and 4 of the second
-    assert later is not None and later.tolist() == [[-1, -1, 2], [2, -1, -1]]
-    now, later = select(ids, weights.flip(1), 1, 6)  # 2 for the first, so for the second as well
-    assert now.tolist() == [[-1, -1, 2], [2, 3, -1]]
-    now, later = select(ids, weights, 0, 6)
-    assert (now == -1).all() and later is not None and later.tolist() == ids.tolist()
-    assert select(ids, weights, 3, 6) == (ids, None)
-    strange = torch.tensor([[-1, 1, 9], [2, 3, 4]])
-    now, later = select(strange, weights, 1, 6)
-    assert later is not None and later.tolist() == [[-1, 1, -1], [2, -1, 4]]
-
-
 class Plain:
     """Deferred experts as one would write them down, for one NUMA part and kt-kernel's rounding, in NumPy.
 
@@ -229,10 +210,12 @@ class Plain:
 def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, tokens):
     path = packed_example("int8", 1)
     KTMoEWrapper.exact = True
-    layers = [loaded(path, layer_idx=layer, max_deferred_experts_per_token=defer * (layer == 0)) for layer in (0, 1)]
+    settings: list[dict[str, Any]] = [{"max_deferred_experts_per_token": defer}, {"layer_idx": 1}]
+    layers = [loaded(path, **more, num_experts_per_tok=3) for more in settings]
     plain = Plain(path, 2)
     for turn in range(3):
-        hidden, ids, weights = inputs(tokens, seed=10 * turn + tokens)
+        hidden, ids, weights = inputs(tokens, seed=10 * turn + tokens, topk=3)
+        ids[0, turn] = -1 if turn else EXPERTS  # is no expert
         for layer, wrapper in enumerate(layers):
             want = plain(layer, defer if layer == 0 else 0, hidden, ids, weights)
             if way == "submit" or (way == "turns" and (turn + layer) % 2):
@@ -327,10 +310,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "INT3"}, ValueError, r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*SYCL"),
     ({"method": "AMXINT4", "mode": "sft"}, ValueError, r"Unknown method 'AMXINT4' for mode 'sft'.*AMXINT4_SFT"),
     ({"method": "SYCL_GPTQ_INT4"}, NotImplementedError, NOT_YET),
-    *(
-        ({"method": method, "mode": "sft"}, NotImplementedError, "kt-kernel lists and cannot construct")
-        for method in ("AMXINT4_1_SFT", "AMXINT4_1KGroup_SFT_SkipLoRA")
-    ),
     ({"swiglu_limit": 10.0}, ValueError, "swiglu_limit=10.0"),
     ({"swiglu_alpha": 1.7}, ValueError, "swiglu_alpha=1.7"),
     *(({size: value}, ValueError, "must be positive") for size, value in (("num_experts", 0), ("hidden_size", -1))),

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import numpy as np
 from click.testing import CliRunner, Result
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.ui.progress import Reporter
 from rig import forks
 from rig.files import move_time
@@ -124,45 +122,14 @@ def _server(
     return lambda words: server.run(words, said / "log", printed=said / "printed"), _environment()
 
 
+# What pytest says of itself, and what torch and commands that compute with it set in this process where it is not set:
+# nothing that a process would find otherwise.
+OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY"}
+OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
+
+
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTEST_CURRENT_TEST": ""}  # pytest says there what runs
-
-
-def larger(base: Path) -> tuple[Path, Tree]:
-    """A source that takes long enough to be interrupted during its conversion, and the expected output."""
-    source = checkpoint(base / "source", layers=5, experts=6, hidden=1024, width=1024)
-    done = ktconvert("cpu", "-i", source, "-o", base / "whole")
-    assert done.returncode == 0, done.stderr
-    expected = tree(base / "whole")
-    shutil.rmtree(base / "whole")
-    return source, expected
-
-
-@contextlib.contextmanager
-def held(
-    source: Path, seen: Path, *options: str, output: Path | None = None, prefix: Iterable[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent. seen:
-    the output as this process sees it, where the conversion knows it under another name."""
-    command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen), *options]
-    env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be interrupted
-    book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
-    for _ in range(10):
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        while process.poll() is None and not (book.exists() and b'"event": "start"' in book.read_bytes()):
-            time.sleep(0.001)
-        process.send_signal(signal.SIGSTOP)
-        wait_until_stopped(process)
-        if process.poll() is None and len(journal.finished(journal.read(book))) < 2:
-            break
-        process.send_signal(signal.SIGCONT)  # it was too fast for us
-        process.communicate(timeout=TIMEOUT)
-        shutil.rmtree(seen)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return {name: value for name, value in os.environ.items() if name not in OWN}
 
 
 def wait_until_stopped(process: subprocess.Popen[Any]) -> None:

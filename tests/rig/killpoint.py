@@ -1,14 +1,16 @@
 """Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c)."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rig import shims
+from rig import conversion, shims
 from rig.conversion import differing, tree
 from rig.forks import Forks
 
@@ -61,6 +63,27 @@ def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = sign
     """The environment of a process that sends itself a signal, once, before its n-th change to what begins with `root`."""
     where = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n), "KILLPOINT_SIGNAL": str(int(number))}
     return {**shims.preloaded(shim), **where}
+
+
+@contextlib.contextmanager
+def held(
+    source: Path, seen: Path, *options: str, output: Path | None = None, preload: Sequence[Path] = (), **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent. seen:
+    the output as this process sees it, where the conversion knows it under another name.
+    """
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen), *options]
+    with tempfile.TemporaryDirectory() as folder:
+        shim = build(Path(folder))
+        env = {**os.environ, **env, **stopping(shim, f"{seen}.work/partial/experts", 1)}
+        env |= shims.preloaded(*preload, shim)
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            conversion.wait_until_stopped(process)
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def calls(log: Path, base: Path | None = None) -> list[Call]:

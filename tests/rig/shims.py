@@ -49,7 +49,25 @@ def waiting(folder: Path, gate: Path) -> Path:
     return build(folder, "waiting", AT_FALLOCATE % ("/partial/experts", wait))
 
 
-def refusing(folder: Path, reason: str, *calls: str) -> Path:
-    """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail."""
-    bodies = [f"int {call}() {{ errno = {reason}; return -1; }}" for call in calls]
-    return build(folder, f"no_{calls[0]}", "\n".join(["#include <errno.h>", *bodies]))
+REFUSED = "SHIM_REFUSED"
+REFUSING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#define REFUSE(name, reason, asked) \\
+    int name(long a, long b, long c, long d, long e) { \\
+        const char *refused = getenv("SHIM_REFUSED"); \\
+        if (!asked || (refused && strstr(refused, #name))) { errno = reason; return -1; } \\
+        return ((int (*)(long, long, long, long, long))dlsym(RTLD_NEXT, #name))(a, b, c, d, e); \\
+    }
+"""
+
+
+def refusing(folder: Path, reason: str, *calls: str, asked: bool = False) -> Path:
+    """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail. asked: of
+    them those that REFUSED of the environment names.
+    """
+    bodies = [f"REFUSE({call}, {reason}, {int(asked)})" for call in calls]
+    return build(folder, f"no_{calls[0]}", "\n".join([REFUSING, *bodies]))
