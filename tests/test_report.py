@@ -23,10 +23,10 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.cli.conversion import cpu, dequantize, gpu
 from ktconvert.pipeline.cli.verify import verify
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.page import MOST_TITLES, TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
-from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -102,7 +102,7 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(output: Path) -> Report:
-    return verify_output(VerifyInputs(output, page=True), Reporter(verbosity=-1))
+    return verify_output(VerifyOptions(output=output, report=Path("report.html")), Reporter(verbosity=-1))
 
 
 @pytest.fixture(scope="module")

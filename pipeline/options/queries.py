@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.pipeline.options.declare import NONE, Option, Options, declared, option
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.options.declare import NONE, Effect, Option, Options, declared, option, recorded
 from ktconvert.pipeline.options.option_groups import ArchFile, GpuExperts, Hub, ImportanceFile, Reporting, Workers
 from ktconvert.pipeline.options.quantization import choice
 from ktconvert.pipeline.options.types import FilePath, NamedPath, Number, OutputPath, PathOrHubId, Real
@@ -151,6 +152,8 @@ class StatusOptions(Options):
 
 
 class VerifyOptions(Options):
+    """arch_row: the text of --arch-file, which workers need not see, for an output whose manifest has none."""
+
     output: Path = option("An output, ours or kt-kernel's.", FilePath(absolute=True), argument="output", default=NONE)
     against: str | None = option(
         "The source (directory, file or hub id), or another output.", PathOrHubId(absolute=True)
@@ -184,3 +187,18 @@ class VerifyOptions(Options):
         unset="the CPUs this process may use",
     )
     reporting: Reporting = Reporting()
+    arch_row: str | None = recorded(Effect.CALL, "--arch-file")
+
+    @property
+    def method(self) -> str | None:
+        """The name of what must be stored."""
+        return None if self.quant_method is None else METHODS[self.quant_method]
+
+    @property
+    def threads(self) -> int:
+        return self.cpuinfer_threads or machine.allowed_cpus()
+
+    @property
+    def page_statistics(self) -> Path | None:
+        """A folder with counts, for the page. Raises UsageError for --imatrix besides."""
+        return None if self.importance.file is None or self.report is None else self.importance.statistics

@@ -20,11 +20,12 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems
-from ktconvert.pipeline.verify.inputs import Inputs, VerifyInputs, open_inputs
+from ktconvert.pipeline.verify.inputs import Inputs, open_inputs
 from ktconvert.pipeline.verify.structure import hash_problem
 
 TASK_BYTES = 1 << 30  # that the items of a task are about
@@ -129,7 +130,7 @@ class WorkerTask:
     threads  None: the CPUs that it may use
     """
 
-    options: VerifyInputs
+    options: VerifyOptions
     run: str
     version: str
     files: tuple[tuple[str, int, str], ...]
