@@ -79,25 +79,25 @@ class Facts:
     memory_refusal  a sentence where this process cannot place memory on nodes
     """
 
-    cpu: str = field(default_factory=machine.cpu_name)
+    cpu: str = field(default_factory=lambda: machine.cpu_name())
     features: tuple[str, ...] = field(default_factory=known_features)
     xcr0: int | None = field(default_factory=supported_state)
     isas: tuple[str, ...] = ()
     isa: str | None = None
     isa_problem: str | None = None
     methods: tuple[str, ...] = ()
-    physical_cores: int = field(default_factory=machine.physical_cores)
-    cores_with_hyperthreads: int = field(default_factory=machine.cores_with_hyperthreads)
+    physical_cores: int = field(default_factory=lambda: machine.physical_cores())
+    cores_with_hyperthreads: int = field(default_factory=lambda: machine.cores_with_hyperthreads())
     logical_cpus: int = field(default_factory=lambda: len(machine.affinity()))
     machine_cpus: int = field(default_factory=lambda: os.cpu_count() or len(machine.affinity()))
-    cpu_quota: float | None = field(default_factory=machine.cpu_quota)
-    numa_nodes: tuple[int, ...] = field(default_factory=machine.numa_nodes)
-    machine_numa_nodes: tuple[int, ...] = field(default_factory=machine.machine_nodes)
-    pools: int = field(default_factory=machine.pool_count)
-    memory_total: int = field(default_factory=machine.memory_total)
-    memory_available: int = field(default_factory=machine.memory_available)
-    memory_limit: int | None = field(default_factory=machine.memory_limit)
-    memory_nodes: tuple[int, ...] = field(default_factory=machine.memory_nodes)
+    cpu_quota: float | None = field(default_factory=lambda: machine.cpu_quota())
+    numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.numa_nodes())
+    machine_numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.machine_nodes())
+    pools: int = field(default_factory=lambda: machine.pool_count())
+    memory_total: int = field(default_factory=lambda: machine.memory_total())
+    memory_available: int = field(default_factory=lambda: machine.memory_available())
+    memory_limit: int | None = field(default_factory=lambda: machine.memory_limit())
+    memory_nodes: tuple[int, ...] = field(default_factory=lambda: machine.memory_nodes())
     memory_policy: str | None = None
     memory_refusal: str | None = None
     disk: Disk

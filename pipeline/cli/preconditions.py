@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
-def threads(requested: int | None, reporter: Reporter) -> int:
-    """--cpuinfer-threads: the number of threads to use, never more than this process may use."""
-    return lowered("--cpuinfer-threads", requested or machine.allowed_cpus(), reporter)
-
-
 def computing_threads(requested: int | None, reporter: Reporter) -> int | None:
     """--threads, of a command that computes: never more than this process may use; None where it is not given."""
     return None if requested is None else lowered("--threads", requested, reporter)

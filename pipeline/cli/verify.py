@@ -50,7 +50,7 @@ def verify(options: VerifyOptions) -> None:
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
-    threads, workers = preconditions.threads(options.cpuinfer_threads, reporter), options.cpuinfer_threads
+    threads, workers = preconditions.lowered("--cpuinfer-threads", options.threads, reporter), options.cpuinfer_threads
     options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.text())
     with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as engine:
         if engine.executor is None and engine.threads is not None:

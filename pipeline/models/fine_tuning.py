@@ -32,10 +32,13 @@ KEPT = 2  # checkpoints
 CURVE = "losses.svg"
 EXPERTS = "experts"
 
+Rows = list[dict[str, Any]]  # what Trainer reads
 
-def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> list[Any]:
+
+def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> Rows:
     """The texts of a data set one after the other, with the end-of-text token between them, cut into sequences (int64
-    [sequence_length]); what is left over at the end is left out. Raises InputError for less than one.
+    [sequence_length]), each of which predicts itself, one token on; what is left over at the end is left out. Raises
+    InputError for less than one.
     """
     import numpy as np
     import torch
@@ -52,20 +55,8 @@ def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callabl
             "--sequence-length"
         )
     count = len(ids) // length
-    return list(torch.from_numpy(ids[: count * length].reshape(count, length)))
-
-
-class Packed:
-    """A data set for Trainer: each sequence predicts itself, one token on."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    rows = torch.from_numpy(ids[: count * length].reshape(count, length))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def target_modules(options: TrainOptions, model: Any) -> list[str]:
@@ -132,7 +123,7 @@ def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
     )
 
 
-def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Packed, held_out: Packed | None, tell: Any) -> Any:
+def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Rows, held_out: Rows | None, tell: Any) -> Any:
     """Trainer, whose checkpoints appear whole in store/, and which tells every loss: tell(state, losses)."""
     import transformers
 
@@ -252,14 +243,15 @@ class Progress:
 
     def tell(self, state: Any, logs: Mapping[str, Any]) -> None:
         """Called by Trainer. Raises VerificationError for a loss that is not finite."""
+        for name, what in (("eval_loss", "loss of --eval-dataset"), ("loss", "loss"), ("grad_norm", "gradient")):
+            if not math.isfinite(float(logs.get(name, 0.0))):
+                remedy = "give a smaller --learning-rate, and --overwrite"
+                raise VerificationError(f"the {what} is not finite at step {state.global_step}; {remedy}")
         if "eval_loss" in logs:
-            self._require_finite(state, logs["eval_loss"], "loss of --eval-dataset")
             self.reporter.say(f"step {state.global_step}: loss of --eval-dataset {logs['eval_loss']:.4f}")
             self.reporter.event("step", step=state.global_step, steps=self.steps, eval_loss=logs["eval_loss"])
         if "loss" not in logs:
             return
-        self._require_finite(state, logs["loss"], "loss")
-        self._require_finite(state, float(logs.get("grad_norm", 0.0)), "gradient")
         rate = (state.global_step - self.first) * self.per_step / max(time.monotonic() - self.began, 1e-9)
         self.reporter.event(
             "step",
@@ -276,12 +268,6 @@ class Progress:
             self.reporter.advance((state.global_step - self.step) * self.per_step)
         self.step = state.global_step
 
-    def _require_finite(self, state: Any, value: float, what: str) -> None:
-        if not math.isfinite(value):
-            raise VerificationError(
-                f"the {what} is not finite at step {state.global_step}; give a smaller --learning-rate, and --overwrite"
-            )
-
 
 def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> None:
     """Train, from the last checkpoint where there is one, and let the adapter appear. Raises KtconvertError."""
@@ -291,8 +277,8 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     plan = options.schedule_options
     tokenizer = loading.load_tokenizer(choice)
-    rows = Packed(sequences(options, tokenizer, options.dataset, reporter.note))
-    held_out = options.eval_dataset and Packed(sequences(options, tokenizer, options.eval_dataset, reporter.note))
+    rows = sequences(options, tokenizer, options.dataset, reporter.note)
+    held_out = options.eval_dataset and sequences(options, tokenizer, options.eval_dataset, reporter.note)
     steps = plan.max_steps or max(1, math.ceil(plan.epochs * steps_per_epoch(options, len(rows))))
     model, _ = loading.load(choice)
     if (most := loading.longest(model.config)) is not None and plan.sequence_length > most:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +94,22 @@ class QuantizationOptions(ConversionOptions):
     hub: Hub = Hub()
     arch: ArchFile = ArchFile()
 
+    CALIBRATED_BY = "GPTQ"
+
     @property
     def calibrated(self) -> bool:
         """Whether codes are chosen on a walk through the model."""
         raise NotImplementedError
 
-    def unused(self) -> Mapping[str, str]:
+    def unused(self) -> dict[str, str]:
         """Without --equalize neither plans nor fingerprints name it."""
-        return {} if self.equalize else {"equalize": "changes nothing here"}
-
-
-SEES_ALL = "changes nothing with --calibrate all: every expert sees every token"
-# What only GPTQ uses.
-CALIBRATION = tuple(leaf.name for group in (Samples, Gptq, Machine) for leaf in leaves(group))
+        unused = {} if self.equalize else {"equalize": "changes nothing here"}
+        if not self.calibrated:
+            of_gptq = (*(leaf.name for group in (Samples, Gptq, Machine) for leaf in leaves(group)), "engine")
+            return unused | dict.fromkeys(of_gptq, f"is for {self.CALIBRATED_BY} only and changes nothing here")
+        if self.gptq.calibrate == "all":
+            unused["min_expert_tokens"] = "changes nothing with --calibrate all: every expert sees every token"
+        return unused
 
 
 class CpuOptions(QuantizationOptions):
@@ -178,18 +181,14 @@ class CpuOptions(QuantizationOptions):
         default="skip",
     )
 
+    CALIBRATED_BY = "--scale gptq"
+
     @property
     def calibrated(self) -> bool:
         return QUANTIZERS[self.scale].calibrated
 
-    def unused(self) -> Mapping[str, str]:
-        unused = {**super().unused()}
-        if self.gptq.calibrate == "all":
-            unused["min_expert_tokens"] = SEES_ALL
-        if not self.calibrated:
-            only = "is for --scale gptq only and changes nothing here"
-            unused |= dict.fromkeys((*CALIBRATION, "engine", "rounding"), only)
-        return unused
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({} if self.calibrated else {"rounding": "is of GPTQ"})
 
 
 IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
@@ -248,15 +247,14 @@ class GpuOptions(QuantizationOptions):
     def calibrated(self) -> bool:
         return self.quant_method == "GPTQ"
 
-    def unused(self) -> Mapping[str, str]:
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
         if self.calibrated:
-            unused = {**super().unused(), **({"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {})}
             if self.engine == "oneshot":
                 unused["gptq_steps"] = "changes nothing with --engine oneshot: the library has GPTQ alone"
             return {**unused, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
         return {
-            **super().unused(),
-            **dict.fromkeys((*CALIBRATION, "engine"), "is for GPTQ only and changes nothing here"),
+            **unused,
             "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
             "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
             "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
@@ -290,8 +288,8 @@ class DequantizeOptions(ConversionOptions):
 
 
 class MergeAdapterOptions(DequantizeOptions):
-    input: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=NONE)
-    output: Path = option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    input: str = read_from(CHECKPOINT, argument="model")
+    output: Path = written_to(*OUTPUT)
     config_path: str | None = recorded(Effect.CALL)
     adapter: Path = weights("The adapter's directory.", FilePath(absolute=True), default=NONE)
 

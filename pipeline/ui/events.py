@@ -131,7 +131,7 @@ KINDS: dict[str, type[AnyEvent]] = {
     for kind in [*vars().values()]
     if isinstance(kind, type) and issubclass(kind, AnyEvent) and kind is not AnyEvent
 }
-Line = Union[tuple(KINDS.values())]  # noqa: UP007  # a type for msgspec, which mypy need not know
+Line: Any = Union[tuple(KINDS.values())]  # noqa: UP007  # a type for msgspec
 
 
 def fields_of(kind: str, fields: dict[str, Any]) -> dict[str, Any]:

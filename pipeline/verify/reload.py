@@ -33,20 +33,6 @@ from ktconvert.pipeline.verify.checks import Check
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
 EXPERTS = re.compile(r".*\.layers\.(?P<layer>\d+)\.(?:.+\.)?experts\.")
 SAMPLES, LENGTH = 4, 128
 # What a divergence is compared with: that of the source, its experts' outputs disturbed by noise of this share of their
@@ -174,11 +160,12 @@ def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, 
     takes its values from the packed tensor.
     """
     import torch
+    from transformers.modeling_utils import str_to_torch_dtype
 
     tensors = {}
     for s in (*output.tensors.values(), *output.others.values()):
         shape = [0] if s.name.endswith(".weight_shape") else s.shape
-        tensors[s.name] = torch.empty(shape, dtype=getattr(torch, DTYPES[s.dtype]), device="meta")
+        tensors[s.name] = torch.empty(shape, dtype=str_to_torch_dtype[s.dtype], device="meta")
     settings = {"state_dict": tensors, "device_map": {"": "meta"}, "output_loading_info": True}
     with quiet():
         model, keys = kind.from_pretrained(None, config=config, **settings)

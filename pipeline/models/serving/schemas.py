@@ -56,17 +56,6 @@ def only(*values: Any, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def at_most(count: int) -> BeforeValidator:
-    """Of an object with so many entries; no more are looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > count:
-            raise fault(f"may have at most {count} entries, this one has {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
 def parts(value: Any) -> Any:
     """A message's content: a string is its only part."""
     if isinstance(value, str):
@@ -253,7 +242,7 @@ class CommonRequest(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: Annotated[dict[str, str], at_most(MOST_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MOST_METADATA)] | None = None
 
 
 class StreamOptions(Strict):
@@ -270,7 +259,7 @@ class Generation(CommonRequest):
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), ONE_OR_MORE] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(token_ids), at_most(MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(token_ids), Field(max_length=MOST_BIASES)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Any, only(1, why="one answer is given for each request; send the request again for another")] = None
 
