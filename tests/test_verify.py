@@ -506,9 +506,9 @@ def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
     assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
     (mine / "model-00001-of-00003.safetensors").unlink()
     order = replace(order, version=item_checks.tool_version())
-    check = item_checks.by_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
+    check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel
     with pytest.raises(KtconvertError, match="the executor has lost it"):
-        list(check("hashes", [1], [1]))
+        list(item_checks.by_workers(workers, check, "hashes", [1], [1]))
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == InputError.__name__
     assert f"host {os.uname().nodename}: {mine}" in failure.sentence

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -70,52 +70,44 @@ ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
 
 def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> CheckItems:
     """By threads of this process, or by the workers of an executor, with so many threads each."""
-    if executor is None:
-        check = by_threads(ItemChecker(inputs, reporter), inputs.options.threads)
-    else:
-        task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
-        check = by_workers(executor, partial(check_as_worker, task), f"`ktconvert verify {inputs.output.root}` again")
+    checker = ItemChecker(inputs, reporter)
+    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
 
-    def advancing(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        for nbytes, found in zip(sizes, check(kind, items, sizes), strict=True):
-            yield found
+    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        if executor is None:
+            found = by_threads(checker, inputs.options.threads, kind, items)
+        else:
+            found = by_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
+        for nbytes, (item, what) in zip(sizes, found, strict=True):
+            yield item, what
             if kind == "experts":
-                reporter.at(f"layer {found[0][0]}")
+                reporter.at(f"layer {item[0]}")
             if executor is not None or kind != "hashes":  # threads of this process report them while they hash
                 reporter.advance(nbytes)
 
-    return advancing
-
-
-def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
-    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
-            slots = list(range(AHEAD * threads))
-            for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
-                yield item, found
-
     return check
+
+
+def by_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
+        slots = list(range(AHEAD * threads))
+        for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
+            yield item, found
 
 
 def by_workers(
-    executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | Failure], remedy: str
-) -> CheckItems:
-    """By an executor's workers, which call check_all(kind, items), picklable, for about TASK_BYTES at a time."""
-
-    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        flying: deque[tuple[Sequence[Any], Future[list[Any] | Failure]]] = deque()
-        try:
-            for start, stop in group_by_limit(sizes, TASK_BYTES):
-                flying.append((items[start:stop], executor.submit(check_all, kind, items[start:stop])))
-            while flying:
-                group, future = flying.popleft()
-                found: list[Any] = result_of(future, f"verifying {kind}", remedy)
-                yield from zip(group, found, strict=True)
-        finally:
-            for _, future in flying:
-                future.cancel()
-
-    return check
+    executor: Executor, check: Callable[[Sequence[Any]], Any], kind: str, items: Sequence[Any], sizes: Sequence[int]
+) -> Iterator[tuple[Any, Any]]:
+    """By an executor's workers, which call check(items), picklable, for about TASK_BYTES at a time."""
+    groups = [items[start:stop] for start, stop in group_by_limit(sizes, TASK_BYTES)]
+    flying = deque((group, executor.submit(check, group)) for group in groups)
+    try:
+        while flying:
+            group, future = flying.popleft()
+            yield from zip(group, result_of(future, f"verifying {kind}", "verify again"), strict=True)
+    finally:
+        for _, future in flying:
+            future.cancel()
 
 
 # --- on a worker ----------------------------------------------------------------------------------
@@ -142,7 +134,7 @@ def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[A
     try:
         with _opening:
             checker, threads = _opened(task)
-        return [found for _, found in by_threads(checker, threads)(kind, items, [0] * len(items))]
+        return [found for _, found in by_threads(checker, threads, kind, items)]
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
 
