@@ -17,10 +17,10 @@ from typing import Any
 from ktconvert.layouts.checkpoints.adapter import CONFIG
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.pipeline.engine import lock, workdir
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
+from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
@@ -200,14 +200,10 @@ def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
     another process works there.
     """
     paths = locate(options.output)
-    held = lock.acquire(paths.root, paths.output)
-    try:
+    with WorkDir(paths) as work:
         if options.overwrite:
-            publish.remove_tree(paths.store)
-        for leftover in (paths.partial, paths.assembly):
-            publish.remove_tree(leftover)
-        for folder in (paths.partial, paths.store):
-            folder.mkdir(exist_ok=True)
+            work.drop()
+        publish.remove_tree(paths.assembly)
         document = SavedPlan(
             version=FORMAT,
             tool_version=tool_version(),
@@ -219,11 +215,9 @@ def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
             units=steps,
             overwrite=options.overwrite,
         )
-        workdir.save_plan(paths, document)
+        save_plan(paths, document)
         yield paths
-        workdir.remove(paths, held)
-    finally:
-        held.release()
+        work.remove()
 
 
 class Progress:
@@ -279,7 +273,8 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
     tokenizer = loading.load_tokenizer(choice)
     rows = sequences(options, tokenizer, options.dataset, reporter.note)
     held_out = options.eval_dataset and sequences(options, tokenizer, options.eval_dataset, reporter.note)
-    steps = plan.max_steps or max(1, math.ceil(plan.epochs * steps_per_epoch(options, len(rows))))
+    per_epoch = math.ceil(math.ceil(len(rows) / plan.batch_size) / plan.gradient_accumulation)
+    steps = plan.max_steps or max(1, math.ceil(plan.epochs * per_epoch))
     model, _ = loading.load(choice)
     if (most := loading.longest(model.config)) is not None and plan.sequence_length > most:
         raise UnsupportedError(f"--sequence-length {plan.sequence_length}: the model reads at most {most} tokens.")
@@ -298,12 +293,6 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
         finally:
             reporter.end()
         finish(options, learner, paths)
-
-
-def steps_per_epoch(options: TrainOptions, rows: int) -> int:
-    """Steps in which every sequence is seen once."""
-    plan = options.schedule_options
-    return math.ceil(math.ceil(rows / plan.batch_size) / plan.gradient_accumulation)
 
 
 def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:

@@ -223,15 +223,6 @@ def longest(config: Any) -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
-def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[Any, Any]:
-    """As load, its experts computed as they are stored; where the runtime cannot, by transformers, and note(why)."""
-    try:
-        return load(with_own_experts(choice))
-    except UnsupportedError as error:
-        note(f"transformers computes the experts, since: {error}")
-    return load(choice)
-
-
 def load(choice: ModelChoice) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises UnsupportedError where the experts do not fit it."""
     config = prepare(choice)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Union
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 Output = Annotated[str, Meta(description="the output's path")]
 Nbytes = Annotated[int, Meta(ge=0)]
@@ -132,9 +132,3 @@ KINDS: dict[str, type[AnyEvent]] = {
     if isinstance(kind, type) and issubclass(kind, AnyEvent) and kind is not AnyEvent
 }
 Line: Any = Union[tuple(KINDS.values())]  # noqa: UP007  # a type for msgspec
-
-
-def fields_of(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """An event as JSON has it. Raises TypeError for fields that the kind does not have."""
-    document: dict[str, Any] = to_builtins(KINDS[kind](**fields))
-    return document

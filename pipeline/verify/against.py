@@ -154,7 +154,8 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
         summary = checks.calibrated_summary(total.calibrated, compared.same_scales)
-        notes += checks.calibrated_notes(total.calibrated)
+        if unused := sum(linear.unused for linear in total.calibrated):
+            notes.append(f"{unused} linears have columns that are all zeros: calibration never saw their inputs")
     if model.equalized:
         proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
         summary += f"; {total.equalized} experts are equalized{proved}"
