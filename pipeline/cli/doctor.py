@@ -161,7 +161,6 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
 
 
 def warnings(f: Facts) -> Iterator[str]:
-    """What is in the way, a sentence each."""
     if f.isa_problem is not None:
         yield f.isa_problem
     if "avx2" not in f.features:

@@ -87,10 +87,14 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
     )
 
 
-def model_choice(options: Options, reporter: Reporter) -> ModelChoice:
-    """The model and its experts that the options of a command name, with the threads that compute them."""
-    from ktconvert.pipeline.models.loading import ModelChoice
+def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
+    """The model and its experts that the options of a command name, with the threads that compute them. Raises, before
+    any work, where kernels or packages (of this extra, by default the command's) are missing.
+    """
+    from ktconvert.pipeline.models.loading import ModelChoice, require
 
+    check_kernels("the command again")
+    require(command, reporter.warn, extra)
     values = {leaf.name: leaf.of(options) for leaf in leaves(type(options))}
     values["threads"] = computing_threads(values["threads"], reporter)
     return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

@@ -38,10 +38,8 @@ def run(options: RunOptions) -> None:
     from ktconvert.pipeline.models import generating, loading
     from ktconvert.pipeline.ui.progress import Reporter
 
-    preconditions.check_kernels("the command again")
     reporter = Reporter()
-    loading.require("run", reporter.warn)
-    choice = preconditions.model_choice(options, reporter)
+    choice = preconditions.model_choice("run", options, reporter)
     try:
         loaded = loading.load(choice if options.torch_experts else loading.with_own_experts(choice))
     except UnsupportedError as error:

@@ -29,17 +29,15 @@ def train(options: TrainOptions) -> None:
 
 
 def start(options: TrainOptions) -> None:
-    """Train as the options say."""
     from ktconvert.pipeline.models import fine_tuning, loading, training_memory
     from ktconvert.pipeline.ui.plots import require_matplotlib
     from ktconvert.pipeline.ui.text import aligned, size
 
     reporter = options.reporting.reporter
-    preconditions.check_kernels("the command again")
-    loading.require("train", reporter.warn)
+    choice = preconditions.model_choice("train", options, reporter)
     if options.plot:
         require_matplotlib()
-    choice = loading.with_own_experts(preconditions.model_choice(options, reporter))
+    choice = loading.with_own_experts(choice)
     if not fine_tuning.require_free(options) and not options.dry_run:
         return nothing_to_do(options.output, reporter)
     found = training_memory.needs(options, choice)

@@ -213,7 +213,6 @@ def method_of(converted: Any) -> str:
 
 
 def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
-    """The JSON document."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {

@@ -88,7 +88,6 @@ def adapted(options: TrainOptions, model: Any) -> Any:
 
 
 def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
-    """What Trainer is told."""
     import torch
     import transformers
 
@@ -228,7 +227,6 @@ class Progress:
         self.step, self.began, self.first = 0, 0.0, 0
 
     def begin(self, step: int) -> None:
-        """Steps go on from this one."""
         self.step = self.first = step
         self.began = time.monotonic()
         if not self.reporter.json_events:
@@ -321,7 +319,6 @@ def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
 
 
 def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) -> bytes:
-    """README.md of the adapter."""
     plan, lora, model = options.schedule_options, options.lora, options.model
     weights = options.cpu_weights.name if options.cpu_weights else "the model's own"
     per_step = plan.sequence_length * plan.batch_size * plan.gradient_accumulation

@@ -54,8 +54,6 @@ class Workers(Options, title="Execution"):
 
 
 class Leftovers(Options, title="What is there already"):
-    """What becomes of what an earlier run left."""
-
     force_unlock: bool = option(
         "Take away the lock that a process left when it ended on another host, on a file system without locks.",
         default=False,
@@ -66,8 +64,6 @@ class Leftovers(Options, title="What is there already"):
 
 
 class Existing(Leftovers):
-    """What may be replaced, and what becomes of what an earlier run left."""
-
     overwrite: bool = option("Replace the existing output, once the new one is complete.", default=False)
     delete_others: bool = tuning("With --overwrite: also delete what no manifest of ktconvert lists.", default=False)
 

@@ -10,20 +10,8 @@ import click
 
 from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.outputs import LAYOUTS, formats_of
+from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import NONE, Effect, Options, files, leaves, option, recorded, tuning, weights
-from ktconvert.pipeline.options.option_groups import (
-    ArchFile,
-    ConversionOptions,
-    Execution,
-    Gptq,
-    Hub,
-    ImportanceFile,
-    Leftovers,
-    Machine,
-    Reporting,
-    Samples,
-    Workers,
-)
 from ktconvert.pipeline.options.types import (
     FilePath,
     Number,
@@ -57,12 +45,10 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
 
 
 def read_from(help: str, *flags: str, argument: str | None = None) -> Any:
-    """The field of what a command reads."""
     return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=NONE)
 
 
 def written_to(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
-    """The field of what a command makes."""
     return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=NONE)
 
 
@@ -70,7 +56,7 @@ def shard_limit(unset: str, help: str = "Cut shards between experts, e.g. 5GB.")
     return files(help, Size(), unset=unset)
 
 
-class QuantizationOptions(ConversionOptions):
+class QuantizationOptions(groups.ConversionOptions):
     """What `cpu` and `gpu` have in common. arch_row: the text of --arch-file, for resume; engine, rounding: of GPTQ."""
 
     part: str | None = tuning(
@@ -88,11 +74,11 @@ class QuantizationOptions(ConversionOptions):
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
     engine: str = recorded(Effect.WEIGHTS, default="stream")
     rounding: str = recorded(Effect.WEIGHTS, default="float32")
-    samples: Samples = Samples()
-    gptq: Gptq = Gptq()
-    machine: Machine = Machine()
-    hub: Hub = Hub()
-    arch: ArchFile = ArchFile()
+    samples: groups.Samples = groups.Samples()
+    gptq: groups.Gptq = groups.Gptq()
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
 
     CALIBRATED_BY = "GPTQ"
 
@@ -105,8 +91,10 @@ class QuantizationOptions(ConversionOptions):
         """Without --equalize neither plans nor fingerprints name it."""
         unused = {} if self.equalize else {"equalize": "changes nothing here"}
         if not self.calibrated:
-            of_gptq = (*(leaf.name for group in (Samples, Gptq, Machine) for leaf in leaves(group)), "engine")
-            return unused | dict.fromkeys(of_gptq, f"is for {self.CALIBRATED_BY} only and changes nothing here")
+            calibrating = (groups.Samples, groups.Gptq, groups.Machine)
+            of_gptq = [leaf.name for group in calibrating for leaf in leaves(group)]
+            only_for = f"is for {self.CALIBRATED_BY} only and changes nothing here"
+            return unused | dict.fromkeys((*of_gptq, "engine"), only_for)
         if self.gptq.calibrate == "all":
             unused["min_expert_tokens"] = "changes nothing with --calibrate all: every expert sees every token"
         return unused
@@ -149,10 +137,10 @@ class CpuOptions(QuantizationOptions):
         choice(QUANTIZERS),
         default=ABSMAX.name,
     )
-    importance: ImportanceFile = ImportanceFile()
+    importance: groups.ImportanceFile = groups.ImportanceFile()
     imatrix_sha256: str | None = recorded(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = recorded(Effect.WEIGHTS, "--statistics")
-    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="full")
+    gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
     threadpool_count: int = weights(
         "NUMA parts into which every expert is split: the number of NUMA nodes that the server may use.",
         Number(min=1),
@@ -262,7 +250,7 @@ class GpuOptions(QuantizationOptions):
         }
 
 
-class CalibrateOptions(ConversionOptions):
+class CalibrateOptions(groups.ConversionOptions):
     """arch_row: the text of --arch-file."""
 
     input: str = read_from(CHECKPOINT, argument="model")
@@ -273,18 +261,18 @@ class CalibrateOptions(ConversionOptions):
         default=False,
     )
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
-    samples: Samples = Samples(num_calibration_samples=128)
-    machine: Machine = Machine()
-    hub: Hub = Hub()
-    arch: ArchFile = ArchFile()
+    samples: groups.Samples = groups.Samples(num_calibration_samples=128)
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
 
 
-class DequantizeOptions(ConversionOptions):
+class DequantizeOptions(groups.ConversionOptions):
     input: str = read_from(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
     output: Path = written_to(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
     config_path: str | None = option(ignored="SRC has the config")
     max_shard_size: int | None = shard_limit("5GB", "Cut shards at this size.")
-    hub: Hub = Hub()
+    hub: groups.Hub = groups.Hub()
 
 
 class MergeAdapterOptions(DequantizeOptions):
@@ -294,7 +282,7 @@ class MergeAdapterOptions(DequantizeOptions):
     adapter: Path = weights("The adapter's directory.", FilePath(absolute=True), default=NONE)
 
 
-class MergeOptions(ConversionOptions):
+class MergeOptions(groups.ConversionOptions):
     """Settings of `ktconvert merge`. with_companions: whether --original-path is given."""
 
     input: str = read_from("The directory with the _layer_N folders of .kt files.", *INPUT)
@@ -310,7 +298,7 @@ class MergeOptions(ConversionOptions):
     verify_inputs: bool = tuning(AGAIN, default=False)
 
 
-class ResplitOptions(ConversionOptions):
+class ResplitOptions(groups.ConversionOptions):
     """Settings of `ktconvert resplit`. Recorded are those of the conversion of OUTPUT that hold for NEW, too."""
 
     input: str = read_from("The output that is read.", argument="output")
@@ -330,7 +318,7 @@ class ResplitOptions(ConversionOptions):
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
 
 
-class AsBefore(Execution):
+class AsBefore(groups.Execution):
     """What the rest of the work may take of this machine."""
 
     cpuinfer_threads: int | None = option("Threads.", Number(min=1), unset="as before")
@@ -346,6 +334,6 @@ class ResumeOptions(Options):
         default=False,
     )
     execution: AsBefore = AsBefore()
-    workers: Workers = Workers()
-    leftovers: Leftovers = Leftovers()
-    reporting: Reporting = Reporting()
+    workers: groups.Workers = groups.Workers()
+    leftovers: groups.Leftovers = groups.Leftovers()
+    reporting: groups.Reporting = groups.Reporting()

@@ -46,8 +46,6 @@ class Schedule(Options, title="Training"):
 
 
 class TrainOptions(PlannedOptions):
-    """Settings of `ktconvert train`."""
-
     model: str = files(
         "A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE
     )

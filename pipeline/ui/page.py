@@ -86,7 +86,6 @@ def _content(report: Report) -> dict[str, Any]:
 
 
 def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The few numbers that one looks for first."""
     yield "method", ", ".join(facts[name] for name in ("method", "scale") if name in facts)
     if facts["layers"]:
         experts = facts["experts"] if isinstance(facts["experts"], int) else "different numbers of"
@@ -185,7 +184,20 @@ def _histograms(scales: Scales) -> Iterator[dict[str, Any]]:
     edges = [2.0 ** (bin * each / STEPS + LOWEST) for bin in range(first, last + 1)]
     for projection, counts in scales.counts.items():
         own = np.add.reduceat(counts[first * each : last * each], np.arange(0, (last - first) * each, each))
-        yield histogram(projection, own.tolist(), edges)
+        most, all_of_it = int(own.max()), f"{int(own.sum()):,}"
+        yield {
+            "name": projection,
+            "total": all_of_it,
+            "most": f"{most:,}",
+            "label": f"{projection}: {all_of_it} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
+            "columns": len(own),
+            "bars": [
+                (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
+                for at, count in enumerate(own.tolist())
+                if count
+            ],
+            "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],
+        }
 
 
 def _usage(counts: I64, known: Sequence[int]) -> dict[str, Any]:
@@ -203,7 +215,7 @@ def _usage(counts: I64, known: Sequence[int]) -> dict[str, Any]:
     return {"equal": percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
 
 
-# --- heat maps layers x experts, as tables with cells coloured by class, and histograms ----------
+# --- heat maps layers x experts, as tables with cells coloured by class -------------------------
 
 
 Cells = Mapping[tuple[int, int], float]  # (layer, expert) -> value
@@ -225,7 +237,6 @@ class Scale:
     ratios: bool = False
 
     def is_shown(self, value: float) -> bool:
-        """Whether a value has a colour on the ramp."""
         return math.isfinite(value) and (value > 0 or not self.ratios)
 
     def step(self, value: float, low: float, high: float) -> str:
@@ -277,22 +288,4 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale) -> dict[str, Any]:
         "strange": strange and ("not a positive number" if scale.ratios else "not a number"),
         "empty": any(len(cells) < len(layers) * len(experts) for cells in maps.values()),
         "maps": [drawn(name, cells) for name, cells in maps.items()],
-    }
-
-
-def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
-    """Counts [n] between edges [n + 1]."""
-    most, total = max(counts, default=0), sum(counts)
-    return {
-        "name": name,
-        "total": f"{total:,}",
-        "most": f"{most:,}",
-        "label": f"{name}: {total:,} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
-        "columns": max(len(counts), 1),
-        "bars": [
-            (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
-            for at, count in enumerate(counts)
-            if count
-        ],
-        "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],
     }

@@ -76,7 +76,6 @@ class Comparison:
         return self.inputs.output
 
     def expert(self, layer: int, expert: int) -> ExpertFindings:
-        """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
         fmt, measure = self.fmt.of_layer(layer), self.inputs.measure
         choice = self.choice.where_it_serves(fmt.encoding.grid)
@@ -166,7 +165,6 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
 def _compare_experts(
     model: MoeModel, layers: Iterable[int], check_items: CheckItems
 ) -> tuple[ExpertFindings, list[ProjectionErrors]]:
-    """Every expert of these layers: what was found in all, and their errors."""
     total, errors = ExpertFindings(), dict[tuple[int, str], ProjectionErrors]()
     items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
     sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]

@@ -146,7 +146,8 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
         scheduler.interrupt()
         server.should_exit = True
         thread.join()
-        scheduler.stop()
+        for _ in scheduler.threads:
+            scheduler._jobs.put(None)
 
 
 def with_template(example: Path, to: Path, template: str | None) -> Path:

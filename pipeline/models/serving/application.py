@@ -116,7 +116,7 @@ class Application:
         self.limit = max(BODY, PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
-            "/v1/models": ("GET", lambda call: call.respond(200, manager.listed())),
+            "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/responses": ("POST", self._responses),
@@ -170,6 +170,9 @@ class Application:
         if method != expected:
             raise Refused(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
         await answer(call)
+
+    async def _models(self, call: Call) -> None:
+        await call.respond(200, {"object": "list", "data": [*map(self.manager.entry, self.manager.names)]})
 
     async def _model(self, call: Call) -> None:
         name = self.manager.name_of(call.scope["path"].removeprefix("/v1/models/"))

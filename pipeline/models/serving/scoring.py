@@ -66,7 +66,7 @@ async def completion(
             text = "".join(await prompts.in_thread(lambda: decoder.put(new[0]) + decoder.end()))
             options.cut = not decoder.ended
     if request.echo:
-        text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text
+        text = (prompt if isinstance(prompt, str) else await prompts.in_thread(prompts.tokenizer.decode, ids)) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
