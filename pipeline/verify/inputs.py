@@ -67,22 +67,20 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if output.whole and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     measured = measure(output)
-    other = model = None
-    if options.against is not None:
-        path = Path(options.against).expanduser()
-        made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
-        if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
-            other = _open_other(path)
-        else:
-            row = options.arch_row or output.settings.get("arch_row")
-            source = open_checkpoint(options.against, options.revision)
-            model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
-    if model is not None and measured.fmt is None:
+    if options.against is None:
+        return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))
+    path = Path(options.against).expanduser()
+    made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
+    if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
+        return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
+    row = options.arch_row or output.settings.get("arch_row")
+    source = open_checkpoint(options.against, options.revision)
+    model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+    if measured.fmt is None:
         measured = measure(output, hidden=model.shape(model.layers[0])[1])
-    if model is not None and FACT in output.facts and measured.fmt is not None:
+    if FACT in output.facts and measured.fmt is not None:
         model = equalized(model, measured.fmt)
-    statistics = _open_imatrix(options, output, model)
-    return Inputs(options, output, measured, other, model, model and model.source, statistics)
+    return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))
 
 
 def require_finished(path: Path) -> None:

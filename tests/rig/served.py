@@ -146,8 +146,7 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
         scheduler.interrupt()
         server.should_exit = True
         thread.join()
-        for _ in scheduler.threads:
-            scheduler._jobs.put(None)
+        scheduler.stop()
 
 
 def with_template(example: Path, to: Path, template: str | None) -> Path:

@@ -31,6 +31,7 @@ from ktconvert.pipeline.models.serving.schemas import RequestOptions, noted_for
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
+PATIENCE = 1.0  # seconds
 
 
 class FairLock:
@@ -182,6 +183,14 @@ class Scheduler(utils.BaseGenerateManager):
     def interrupt(self) -> None:
         """Have all that is computed end at its next layer. Safe in a signal handler, which a lock would not be."""
         self._stopping = True
+
+    def stop(self) -> None:
+        """Interrupt, and wait some time for the layers that are being computed when the interpreter ends."""
+        self.interrupt()
+        for _ in self.threads:
+            self._jobs.put(None)
+        for thread in self.threads:
+            thread.join(PATIENCE / len(self.threads))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
