@@ -249,9 +249,7 @@ def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = 
 
 
 def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> Sequence[Plan]:
-    """The plans as --executor has them made. Raises UsageError where --executor or --part cannot be understood, or do
-    not go with the plans or each other.
-    """
+    """The plans as --executor has them made. Raises UsageError for --executor or --part that do not go with them."""
     name = workers.executor
     require_known(name)
     for plan in plans if part is not None else ():

@@ -175,9 +175,7 @@ def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
 
 
 def _output(path: Path, reporter: Reporter) -> dict[str, Any]:
-    """What an output is and whether it is complete, by names, sizes and headers; and which of its codes of 4 bits
-    kt-kernel misreads, where no manifest vouches for them.
-    """
+    """What an output is and whether it is complete, by names, sizes and headers; of codes of 4 bits, also by bytes."""
     output = open_output(path)
     measured = measure(output)
     report = Report(output, measured, check_structure(output, measured))

@@ -88,9 +88,7 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
 
 
 def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
-    """The model and its experts that the options of a command name, with the threads that compute them. Raises, before
-    any work, where kernels or packages (of this extra, by default the command's) are missing.
-    """
+    """What the options name, once kernels and packages (of this extra, by default the command's) are there."""
     from ktconvert.pipeline.models.loading import ModelChoice, require
 
     check_kernels("the command again")

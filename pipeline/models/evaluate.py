@@ -177,9 +177,7 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, what goes into the original's experts also goes through the converted ones, and outputs are
-    compared.
-    """
+    """While this lasts, the converted experts read what the original's read, and their outputs are compared."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
     found = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]

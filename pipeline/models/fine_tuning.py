@@ -195,9 +195,7 @@ def settings_of(adapter: Path) -> Any:
 
 @contextmanager
 def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
-    """The locked work directory, with the settings in it; it goes when all in it is done. Raises OutputError where
-    another process works there.
-    """
+    """The work directory, locked, with the settings in it; it goes at the end. OutputError: another process has it."""
     paths = locate(options.output)
     with WorkDir(paths) as work:
         if options.overwrite:

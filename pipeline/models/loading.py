@@ -56,9 +56,7 @@ def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Before torch is imported: let its threads sleep, not spin, without work; small kernel caches, no bars of
-    libraries.
-    """
+    """Before torch is imported: threads sleep without work, kernel caches are small, libraries draw no bars."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
@@ -244,9 +242,7 @@ def auto_class(config: Any) -> Any:
 
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
-    """The model by this class of transformers, to generate one answer at a time. Raises InputError where a part is
-    missing.
-    """
+    """The model, to generate one answer at a time. Raises InputError where a part is missing."""
     where = choice.where()
     model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):

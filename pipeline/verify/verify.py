@@ -137,9 +137,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
 
 
 def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: Reporter) -> None:
-    """What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source
-    does.
-    """
+    """What transformers says of an output for the GPU: of its names, and of its predictions next to the source's."""
     model, fmt = inputs.model, inputs.measure.fmt
     compared = ", then the source and the output" if model else ""
     reporter.say(f"transformers loads it: names first{compared}")

@@ -183,9 +183,7 @@ class Application:
         await call.stream(self.manager.load_model_streaming(request.model), call.id)
 
     async def _read(self, call: Call, kind: type[Any]) -> Any:
-        """The request, with the name of who answers. Raises Refused for a body that is too long, no JSON, or no such
-        request.
-        """
+        """The request, with the name of who answers. Raises Refused: a body too long, no JSON, or no such request."""
         data = await call.read(self.limit)
         if self.answered >= ANSWERED:
             raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")

@@ -169,9 +169,7 @@ class Scheduler(utils.BaseGenerateManager):
         return _listed(own.eos_token_id)
 
     async def run(self, work: Callable[[], Any], options: RequestOptions) -> Any:
-        """What `work` for this request gives, or raises, in one of the threads; its passes through the model raise
-        Ended when the client has gone.
-        """
+        """What `work` gives or raises in one of the threads; its passes raise Ended when the client has gone."""
         future = Future[Any]()
         self._jobs.put((options, work, future))
         try:
