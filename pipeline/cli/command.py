@@ -54,7 +54,7 @@ class SeveralValues(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from ktconvert.pipeline.cli import normal
 
-        several = {flag for leaf in leaves(self.settings) if leaf.kind is tuple for flag in [leaf.flag]}
+        several = {leaf.flag for leaf in leaves(self.settings) if leaf.kind is tuple}
         spread: list[str] = []
         flag: str | None = None
         for word in args:

@@ -75,15 +75,6 @@ class Comparison:
     def output(self) -> Output:
         return self.inputs.output
 
-    def expert(self, layer: int, expert: int) -> ExpertFindings:
-        count, hidden, intermediate = self.model.shape(layer)
-        fmt, measure = self.fmt.of_layer(layer), self.inputs.measure
-        choice = self.choice.where_it_serves(fmt.encoding.grid)
-        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
-        importance = None if choice == ABSMAX else importance_of(self.model, self.inputs.imatrix, layer)
-        work = ExpertsWork(fmt, grid, expert, expert + 1, {}, self.model, choice, importance)
-        return _compare_expert(self, work, measured=self.inputs.options.full or expert in sample(count))
-
     @cached_property
     def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
         """What must be there besides experts: of a whole model all else; of others, what is there is the source's."""
@@ -207,10 +198,16 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertFindings:
-    found, of_codes = ExpertFindings(), work.fmt.encoding
+def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindings:
+    count, hidden, intermediate = compared.model.shape(layer)
+    fmt, measure, options = compared.fmt.of_layer(layer), compared.inputs.measure, compared.inputs.options
+    choice, measured = compared.choice.where_it_serves(fmt.encoding.grid), options.full or expert in sample(count)
+    grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    importance = None if choice == ABSMAX else importance_of(compared.model, compared.inputs.imatrix, layer)
+    work = ExpertsWork(fmt, grid, expert, expert + 1, {}, compared.model, choice, importance)
+    found, of_codes = ExpertFindings(), fmt.encoding
     for projection in PROJECTIONS:
-        for part, expected in compared.expected(work, (work.start, projection)):
+        for part, expected in compared.expected(work, (expert, projection)):
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
@@ -227,10 +224,10 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
                 sums = error_sums(encoding, matrix, stored)
             if measured:
                 found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
-    if work.model.exponents(work.grid.layer, work.start) is not None:
+    if work.model.exponents(layer, expert) is not None:
         found.equalized = 1
         found.problems += [] if compared.calibrated else _other_codes(compared, work)
-    for info in work.model.expert_tensors(work.grid.layer, work.start):
+    for info in work.model.expert_tensors(layer, expert):
         work.model.source.release(info)
     return found
 

@@ -60,7 +60,7 @@ class ItemChecker:
 
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
     "hashes": lambda checker, file: hash_problem(checker.inputs.output.root, file, checker.reporter),
-    "experts": lambda checker, item: checker.comparison.expert(*item),
+    "experts": lambda checker, item: against.compare_expert(checker.comparison, *item),
     "other tensors": lambda checker, name: against.other_difference(checker.inputs, checker.other_tensors[name]),
     "equal tensors": lambda checker, name: against.tensor_difference(
         checker.inputs.output, checker.other, name, *checker.pairs[name]

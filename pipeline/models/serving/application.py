@@ -24,8 +24,8 @@ from transformers.cli.serving.utils import GenerationState
 from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.access import Refused
 from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, noted
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
-from ktconvert.pipeline.models.serving.schemas import RequestOptions, generation_config, noted
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send

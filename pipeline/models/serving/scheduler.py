@@ -27,7 +27,7 @@ from transformers.cli.serving import utils
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving.access import ending
-from ktconvert.pipeline.models.serving.schemas import RequestOptions, noted_for
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only

@@ -12,8 +12,9 @@ import transformers
 
 from ktconvert.pipeline.models.serving.access import Refused, ending
 from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.request_options import noted_for
 from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
-from ktconvert.pipeline.models.serving.schemas import Completion, noted_for
+from ktconvert.pipeline.models.serving.schemas import Completion
 from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
