@@ -36,7 +36,8 @@ from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_command
 from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, first_of, joined, size
-from ktconvert.pipeline.verify.structure import check_codes, check_structure, codes_of_others, weights_whole
+from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
+from ktconvert.pipeline.verify.structure import check_structure, weights_whole
 from ktconvert.pipeline.verify.verify import Report, facts, facts_rows
 from ktconvert.quantizers import equalizing
 

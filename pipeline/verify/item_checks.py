@@ -25,8 +25,8 @@ from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems
+from ktconvert.pipeline.verify.contents import hash_problem
 from ktconvert.pipeline.verify.inputs import Inputs, open_inputs
-from ktconvert.pipeline.verify.structure import hash_problem
 
 TASK_BYTES = 1 << 30  # that the items of a task are about
 AHEAD = 4  # items under way for each thread

@@ -20,13 +20,12 @@ from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, first_of, joined, plural, size
-from ktconvert.pipeline.verify import against, structure
+from ktconvert.pipeline.verify import against, contents, structure
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, not_compared
-from ktconvert.pipeline.verify.structure import check_numbers, check_structure, sizes_of
 
 CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all
@@ -85,7 +84,7 @@ def verify(
     with closing(open_inputs(options)) as inputs:
         output, measured = inputs.output, inputs.measure
         counts = None if folder is None else counts_for(folder, measured, output)
-        report = Report(output, measured, check_structure(output, measured), against=options.against)
+        report = Report(output, measured, structure.check_structure(output, measured), against=options.against)
         readable = structure.weights_whole(output) and bool(output.methods)
         try:
             _check_contents(report, inputs, check_items(inputs, reporter, executor, threads), reporter)
@@ -104,7 +103,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
     whole, bad, source = structure.weights_whole(output), structure.unreadable(output), inputs.source
     files = [file for file in structure.listed_files(output) if file.name not in bad]
-    codes = structure.codes_of_others(output, measured) if whole else []
+    codes = contents.codes_of_others(output, measured) if whole else []
     total = sum(file.size for file in files) + sum(tensor.nbytes for tensor in codes)
     if inputs.other is not None:
         total += sum(stored.nbytes for stored in output.tensors.values())
@@ -114,11 +113,11 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     if output.tensors and (options.numa is not None or options.method is not None):
         checks.append(structure.check_options(measured, options.numa, options.method))
     if whole and output.methods:
-        checks.append(check_numbers(output, measured))
+        checks.append(contents.check_numbers(output, measured))
     if codes:
-        checks.append(structure.check_codes(output, codes, reporter))
+        checks.append(contents.check_codes(output, codes, reporter))
     if output.manifest is not None:
-        checks.append(structure.check_hashes(output.manifest, files, check_items))
+        checks.append(contents.check_hashes(output.manifest, files, check_items))
     if inputs.other is not None:
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not whole:
@@ -175,7 +174,9 @@ def require_sound(root: Path, *, load: bool = True) -> None:
     """
     output = open_output(root)
     measured = measure(output)
-    report = Report(output, measured, [*check_structure(output, measured), check_numbers(output, measured)])
+    report = Report(
+        output, measured, [*structure.check_structure(output, measured), contents.check_numbers(output, measured)]
+    )
     if load and not report.problems:
         report.checks.append(check_reload(output)[0])
     if report.sentence is not None:
@@ -185,7 +186,7 @@ def require_sound(root: Path, *, load: bool = True) -> None:
 def require_decoded(root: Path) -> None:
     """The same after `dequantize`. Raises VerificationError with the first problem."""
     output = open_decoded(root)
-    if problems := Report(output, DECODED, check_structure(output, DECODED)).problems:
+    if problems := Report(output, DECODED, structure.check_structure(output, DECODED)).problems:
         raise VerificationError(f"{root}: {problems[0]}.")
 
 
@@ -201,7 +202,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
         "command": manifest.command if manifest else None,
         "arrangement": arrangement,
-        **sizes_of(measure),
+        **structure.sizes_of(measure),
         **{name: output.facts[name] for name in ("scale", "too_few_tokens", "equalized") if name in output.facts},
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),

@@ -1,5 +1,5 @@
-"""What a request says of generation: a generation_config, and what transformers' handlers do not pass on, which is noted
-under the request's id: by that, whoever generates looks it up.
+"""What a request says of generation: a generation_config, and what transformers' handlers do not pass on. That is noted
+under the request's id, by which whoever generates looks it up.
 """
 
 from __future__ import annotations
