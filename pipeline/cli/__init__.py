@@ -135,10 +135,10 @@ def main() -> None:
     _open_streams()
     _take_signals()
     try:
-        if asked := os.environ.get(COMPLETE):
+        if instruction := os.environ.get(COMPLETE):
             from click.shell_completion import shell_complete
 
-            sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, asked))
+            sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
