@@ -89,10 +89,12 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
 
 def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
     """What the options name, once kernels and packages (of this extra, by default the command's) are there."""
-    from ktconvert.pipeline.models.loading import ModelChoice, require
+    from ktconvert.native_quant.runtime import transformers_version
+    from ktconvert.pipeline.models.loading import NEEDS, ModelChoice, require_packages
 
     check_kernels("the command again")
-    require(command, reporter.warn, extra)
+    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
+    transformers_version.require(reporter.warn)
     values = {leaf.name: leaf.of(options) for leaf in leaves(type(options))}
     values["threads"] = computing_threads(values["threads"], reporter)
     return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

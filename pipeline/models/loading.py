@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
-from ktconvert.native_quant.runtime import hot_mask, transformers_version
+from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.models.adapter_loading import with_adapter
@@ -41,12 +41,6 @@ PREDICTIONS_ONLY["return_dict"] = True
 # What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
 # parts, and several answers at once are not streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
-
-
-def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
-    """Raises KtconvertError where packages of this extra are missing or too old; `warn` hears of one too new."""
-    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
-    transformers_version.require(warn)
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:

@@ -174,9 +174,8 @@ def require_sound(root: Path, *, load: bool = True) -> None:
     """
     output = open_output(root)
     measured = measure(output)
-    report = Report(
-        output, measured, [*structure.check_structure(output, measured), contents.check_numbers(output, measured)]
-    )
+    checks = [*structure.check_structure(output, measured), contents.check_numbers(output, measured)]
+    report = Report(output, measured, checks)
     if load and not report.problems:
         report.checks.append(check_reload(output)[0])
     if report.sentence is not None:
