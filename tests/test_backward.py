@@ -15,8 +15,8 @@ from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.cli.inspect import look
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels
 from rig import conversion, floats, isas, reference
@@ -82,7 +82,7 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 
 
 def verified(output: Path, **wish: Any) -> Report:
-    return verify(VerifyInputs(output, **wish), Reporter(verbosity=-1))
+    return verify(VerifyOptions(output=output, **wish), Reporter(verbosity=-1))
 
 
 def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, bytes]:

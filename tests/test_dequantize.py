@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.plans.commands import plan_request, request, run
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
 from rig.conversion import KTCONVERT, edit, tree
@@ -100,7 +100,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def dequantized(source: Path, out: Path) -> Tensors:
     """What comes out, in this process; it passes verify, by itself and against its source."""
     run(plan_request(request("dequantize", input=source, output=out, cpuinfer_threads=2)))
-    report = verify(VerifyInputs(out, against=str(source), threads=2), Reporter(verbosity=-1))
+    report = verify(VerifyOptions(output=out, against=str(source), cpuinfer_threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
 

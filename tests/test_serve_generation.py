@@ -26,7 +26,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
-schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
+request_options = pytest.importorskip("ktconvert.pipeline.models.serving.request_options")
 serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 
 WORDS = "import os"
@@ -163,7 +163,7 @@ def test_a_seed_is_a_clients_own(server):
     config.update(do_sample=True, max_new_tokens=40)
 
     def draw(seed: int | None) -> list[int]:
-        with schemas.noted(f"seed-{seed}", schemas.RequestOptions(seed=seed)):
+        with request_options.noted(f"seed-{seed}", request_options.RequestOptions(seed=seed)):
             inputs = server.scheduler.processor(WORDS, return_tensors="pt")
             done = server.scheduler.generate_non_streaming(
                 server.scheduler.model, server.scheduler.processor, inputs, config, f"seed-{seed}"

@@ -24,9 +24,10 @@ from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import item_checks
-from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
+from ktconvert.pipeline.verify.inputs import open_inputs
 from ktconvert.pipeline.verify.verify import document, verify
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion
@@ -440,7 +441,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
 
 
-def reported(chosen: VerifyInputs, workers: Executor | None) -> str:
+def reported(chosen: VerifyOptions, workers: Executor | None) -> str:
     return json.dumps(document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
@@ -449,7 +450,7 @@ def test_the_report_is_the_same(source, workers, tmp_path, cli, which):
     output = tmp_path / "out"
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
-    chosen = VerifyInputs(output, against=str(source), load=False, full=True)
+    chosen = VerifyOptions(output=output, against=str(source), load=False, full=True)
     assert '"ok": true' in reported(chosen, None)
     assert reported(chosen, workers) == reported(chosen, None)
     file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
@@ -464,7 +465,7 @@ def test_against_another_output_and_of_a_dequantized_one(source, workers, tmp_pa
     cli("cpu", "-i", source, "-o", merged)
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
     cli("dequantize", source, whole)
-    for chosen in (VerifyInputs(merged, against=str(loose)), VerifyInputs(whole, against=str(source))):
+    for chosen in (VerifyOptions(output=merged, against=str(loose)), VerifyOptions(output=whole, against=str(source))):
         assert '"ok": true' in reported(chosen, None)
         assert reported(chosen, workers) == reported(chosen, None)
 
@@ -473,16 +474,16 @@ def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
     output, mine = tmp_path / "out", tmp_path / "mine"
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
-    opened = open_inputs(VerifyInputs(output, against=str(mine)))
+    opened = open_inputs(VerifyOptions(output=output, against=str(mine)))
     order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.files, 1)
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == OutputError.__name__
     assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
     (mine / "model-00001-of-00003.safetensors").unlink()
     order = replace(order, version=item_checks.tool_version())
-    check = item_checks.by_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
+    check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel
     with pytest.raises(KtconvertError, match="the executor has lost it"):
-        list(check("hashes", [1], [1]))
+        list(item_checks.by_workers(workers, check, "hashes", [1], [1]))
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == InputError.__name__
     assert f"host {os.uname().nodename}: {mine}" in failure.sentence
@@ -492,7 +493,7 @@ def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
 def test_a_worker_sees_what_was_put_in_place_since(tmp_path, cli):
     output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
     cli("cpu", "-i", mine, "-o", output)
-    chosen = VerifyInputs(output, against=str(mine), load=False)
+    chosen = VerifyOptions(output=output, against=str(mine), load=False)
     with ThreadPoolExecutor(1) as worker:
         assert '"ok": true' in reported(chosen, worker)
         shard = mine / "model-00001-of-00002.safetensors"

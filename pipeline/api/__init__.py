@@ -125,23 +125,21 @@ def verify(
     """
     from pathlib import Path
 
-    from ktconvert.native_quant import machine
-    from ktconvert.pipeline.options.queries import METHODS
+    from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
     from ktconvert.pipeline.ui.progress import Reporter
-    from ktconvert.pipeline.verify.inputs import VerifyInputs
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
     if quant_method is not None and quant_method not in METHODS:
         raise ValueError(f"there is no method {quant_method!r}: choose one of {', '.join(METHODS)}")
-    inputs = VerifyInputs(
+    options = VerifyOptions(
         output=Path(output).expanduser().absolute(),
         against=None if against is None else str(against),
         numa=numa,
-        method=None if quant_method is None else METHODS[quant_method],
+        quant_method=quant_method,
         full=full,
-        threads=threads or machine.allowed_cpus(),
+        cpuinfer_threads=threads,
     )
-    return verify_output(inputs, Reporter(verbosity=-1))
+    return verify_output(options, Reporter(verbosity=-1))
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import io
@@ -10,8 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
 import click
 
@@ -41,6 +40,7 @@ COMMANDS: Mapping[str, str] = {
 # The commands that stand in conversion.py; any other has a module of its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "merge-adapter", "resplit", "resume")
 LONGEST = 1000  # characters of a message
+COMPLETE = "_KTCONVERT_COMPLETE"  # by which a shell asks how a line may go on
 
 EPILOG = """\b
 Exit codes:
@@ -72,18 +72,6 @@ def normal(token: str) -> str:
     return token.lower().replace("_", "-")
 
 
-class ReaderGone(Exception):
-    """Nothing reads our output any more. Not an OSError, since click turns a BrokenPipeError into exit code 1."""
-
-
-@contextlib.contextmanager
-def _watching_reader() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise ReaderGone from error
-
-
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
 
@@ -97,14 +85,6 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
         command: click.Command = getattr(module, name.replace("-", "_"))
         return command
-
-    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        with _watching_reader():
-            return super().make_context(*arguments, **options)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with _watching_reader():
-            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -155,14 +135,22 @@ def main() -> None:
     _open_streams()
     _take_signals()
     try:
-        group.main(standalone_mode=False)
+        if instruction := os.environ.get(COMPLETE):
+            from click.shell_completion import shell_complete
+
+            sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
+        with group.make_context("ktconvert", sys.argv[1:]) as context:
+            group.invoke(context)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         usage = io.StringIO()
         error.show(usage)
         _fail(error.format_message(), 2, usage.getvalue().rstrip())
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        click.echo(err=True)  # after the terminal's ^C
         _fail("interrupted", 130)
-    except ReaderGone:
+    except BrokenPipeError:  # nothing reads our output any more
         _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:

@@ -36,7 +36,7 @@ class Command(click.Command):
         declared = [leaf.declared for leaf in leaves(self.settings) if isinstance(leaf.declared, Option)]
         arguments = {option.argument: option.help for option in declared}
         groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, click.Argument)):
             if isinstance(parameter, click.Argument):  # of which click before 8.5 says nothing
                 record: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
             else:
@@ -54,7 +54,7 @@ class SeveralValues(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from ktconvert.pipeline.cli import normal
 
-        several = {flag for leaf in leaves(self.settings) if leaf.kind is tuple for flag in [leaf.flag]}
+        several = {leaf.flag for leaf in leaves(self.settings) if leaf.kind is tuple}
         spread: list[str] = []
         flag: str | None = None
         for word in args:

@@ -164,7 +164,7 @@ def convert(name: str, options: ConversionOptions) -> None:
     for note in dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options)):
         reporter.note(note)
     preconditions.check_kernels()
-    threads = preconditions.threads(options.execution.cpuinfer_threads, reporter)
+    threads = preconditions.lowered("--cpuinfer-threads", options.execution.threads, reporter)
     workers = options.execution.cpuinfer_threads
     part = None if options.part is None else parse(options.part, os.environ)
     request = Request(name, with_values(options, cpuinfer_threads=threads))
@@ -202,13 +202,14 @@ def go_on(options: quantization.ResumeOptions) -> None:
         from ktconvert.pipeline.cli import train
         from ktconvert.pipeline.options.training_options import TrainOptions
 
-        return train.go_on(commands.restored(TrainOptions, options.output, old), options)
+        begun = commands.restored(TrainOptions, options.output, old)
+        return train.start(replace(begun, dry_run=options.dry_run, reporting=options.reporting))
     preconditions.check_kernels()
     request = commands.saved_request(options.output, old)
     execution = options.execution
-    before = request.options.execution.cpuinfer_threads
+    threads = execution.cpuinfer_threads or request.options.execution.threads
     tuning = {
-        "cpuinfer_threads": preconditions.threads(execution.cpuinfer_threads or before, reporter),
+        "cpuinfer_threads": preconditions.lowered("--cpuinfer-threads", threads, reporter),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
         **({"allow_machine_change": True} if options.allow_machine_change else {}),
@@ -248,9 +249,7 @@ def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = 
 
 
 def check(plans: Sequence[Plan], workers: Workers, part: ProcessPart | None = None) -> Sequence[Plan]:
-    """The plans as --executor has them made. Raises UsageError where --executor or --part cannot be understood, or do
-    not go with the plans or each other.
-    """
+    """The plans as --executor has them made. Raises UsageError for --executor or --part that do not go with them."""
     name = workers.executor
     require_known(name)
     for plan in plans if part is not None else ():

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,55 +38,9 @@ PROBE_BYTES, PROBE_SECONDS, BLOCK = 256 << 20, 5.0, 4 << 20
 ROOMY = 100 * 10**9  # bytes: less than this holds no large model's experts
 
 
-@dataclass(frozen=True)
-class Disk:
-    """One directory's disk; speed in bytes per second, None with the problem that prevented measuring it."""
-
-    path: str
-    free: int
-    file_size_limit: int | None
-    write_speed: float | None
-    direct: bool
-    problem: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Sizes in bytes; the CPU counts are those that this process may use.
-
-    methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
-    memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
-    memory_refusal  a sentence where this process cannot place memory on nodes
-    """
-
-    cpu: str
-    features: tuple[str, ...]
-    xcr0: int | None
-    isas: tuple[str, ...] = ()
-    isa: str | None = None
-    isa_problem: str | None = None
-    methods: tuple[str, ...] = ()
-    physical_cores: int
-    cores_with_hyperthreads: int
-    logical_cpus: int
-    machine_cpus: int
-    cpu_quota: float | None
-    numa_nodes: tuple[int, ...]
-    machine_numa_nodes: tuple[int, ...]
-    pools: int
-    memory_total: int
-    memory_available: int
-    memory_limit: int | None
-    memory_nodes: tuple[int, ...]
-    memory_policy: str | None = None
-    memory_refusal: str | None = None
-    disk: Disk
-    versions: dict[str, str | None]
-
-    @property
-    def kt_flags(self) -> dict[str, int]:
-        """The flags for the server: physical cores, never hyperthreads; one pool per NUMA node, with a thread each."""
-        return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": self.pools}
+def known_features() -> tuple[str, ...]:
+    flags = machine.cpu_flags()
+    return tuple(name for name in FEATURES if name in flags)
 
 
 def versions() -> dict[str, str | None]:
@@ -102,6 +56,57 @@ def supported_state() -> int | None:
     mask = ctypes.c_uint64()
     done = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
     return mask.value if done == 0 else None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One directory's disk; speed in bytes per second, None with the problem that prevented measuring it."""
+
+    path: str
+    free: int
+    file_size_limit: int | None
+    write_speed: float | None
+    direct: bool
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of this machine, unless given. Sizes in bytes; the CPU counts are those that this process may use.
+
+    methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
+    memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
+    memory_refusal  a sentence where this process cannot place memory on nodes
+    """
+
+    cpu: str = field(default_factory=lambda: machine.cpu_name())
+    features: tuple[str, ...] = field(default_factory=known_features)
+    xcr0: int | None = field(default_factory=supported_state)
+    isas: tuple[str, ...] = ()
+    isa: str | None = None
+    isa_problem: str | None = None
+    methods: tuple[str, ...] = ()
+    physical_cores: int = field(default_factory=lambda: machine.physical_cores())
+    cores_with_hyperthreads: int = field(default_factory=lambda: machine.cores_with_hyperthreads())
+    logical_cpus: int = field(default_factory=lambda: len(machine.affinity()))
+    machine_cpus: int = field(default_factory=lambda: os.cpu_count() or len(machine.affinity()))
+    cpu_quota: float | None = field(default_factory=lambda: machine.cpu_quota())
+    numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.numa_nodes())
+    machine_numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.machine_nodes())
+    pools: int = field(default_factory=lambda: machine.pool_count())
+    memory_total: int = field(default_factory=lambda: machine.memory_total())
+    memory_available: int = field(default_factory=lambda: machine.memory_available())
+    memory_limit: int | None = field(default_factory=lambda: machine.memory_limit())
+    memory_nodes: tuple[int, ...] = field(default_factory=lambda: machine.memory_nodes())
+    memory_policy: str | None = None
+    memory_refusal: str | None = None
+    disk: Disk
+    versions: dict[str, str | None] = field(default_factory=versions)
+
+    @property
+    def kt_flags(self) -> dict[str, int]:
+        """The flags for the server: physical cores, never hyperthreads; one pool per NUMA node, with a thread each."""
+        return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": self.pools}
 
 
 def of_extension() -> dict[str, Any]:
@@ -155,32 +160,7 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
         os.close(fd)
 
 
-def examine(folder: Path) -> Facts:
-    flags, cpus = machine.cpu_flags(), machine.affinity()
-    return Facts(
-        cpu=machine.cpu_name(),
-        features=tuple(name for name in FEATURES if name in flags),
-        xcr0=supported_state(),
-        physical_cores=machine.physical_cores(),
-        cores_with_hyperthreads=machine.cores_with_hyperthreads(),
-        logical_cpus=len(cpus),
-        machine_cpus=os.cpu_count() or len(cpus),
-        cpu_quota=machine.cpu_quota(),
-        numa_nodes=machine.numa_nodes(),
-        machine_numa_nodes=machine.machine_nodes(),
-        pools=machine.pool_count(),
-        memory_total=machine.memory_total(),
-        memory_available=machine.memory_available(),
-        memory_limit=machine.memory_limit(),
-        memory_nodes=machine.memory_nodes(),
-        disk=measure_disk(folder),
-        versions=versions(),
-        **of_extension(),
-    )
-
-
 def warnings(f: Facts) -> Iterator[str]:
-    """What is in the way, a sentence each."""
     if f.isa_problem is not None:
         yield f.isa_problem
     if "avx2" not in f.features:
@@ -251,7 +231,7 @@ def doctor(options: DoctorOptions) -> None:
       ktconvert doctor
       ktconvert doctor --disk /models --json
     """
-    facts = examine(options.disk)
+    facts = Facts(disk=measure_disk(options.disk), **of_extension())
     sentences = list(warnings(facts))
     if options.as_json:
         click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))

@@ -26,7 +26,6 @@ def eval(options: EvalOptions) -> None:
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
-    from ktconvert.pipeline.models.loading import require
     from ktconvert.pipeline.ui.plots import plot_eval
     from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.ui.text import aligned, tokens
@@ -38,9 +37,7 @@ def eval(options: EvalOptions) -> None:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
     preconditions.check_plot(options.plot)
     reporter = Reporter()
-    require("eval", reporter.warn, "run" if gpu is None else "gpu")
-    preconditions.check_kernels("the command again")
-    choice = preconditions.model_choice(options, reporter)
+    choice = preconditions.model_choice("eval", options, reporter, "run" if gpu is None else "gpu")
     text = evaluate.read_text(options.text)
     method = None if gpu is None else evaluate.packed_method(gpu)
     windows = evaluate.cut(choice, text, options.text, options.window, options.max_windows, options.skip_windows)

@@ -36,7 +36,8 @@ from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_command
 from ktconvert.pipeline.stages.expert_stream import sample
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, first_of, joined, size
-from ktconvert.pipeline.verify.structure import check_codes, check_structure, codes_of_others, weights_whole
+from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
+from ktconvert.pipeline.verify.structure import check_structure, weights_whole
 from ktconvert.pipeline.verify.verify import Report, facts, facts_rows
 from ktconvert.quantizers import equalizing
 
@@ -175,9 +176,7 @@ def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
 
 
 def _output(path: Path, reporter: Reporter) -> dict[str, Any]:
-    """What an output is and whether it is complete, by names, sizes and headers; and which of its codes of 4 bits
-    kt-kernel misreads, where no manifest vouches for them.
-    """
+    """What an output is and whether it is complete, by names, sizes and headers; of codes of 4 bits, also by bytes."""
     output = open_output(path)
     measured = measure(output)
     report = Report(output, measured, check_structure(output, measured))

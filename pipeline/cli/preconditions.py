@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
-def threads(requested: int | None, reporter: Reporter) -> int:
-    """--cpuinfer-threads: the number of threads to use, never more than this process may use."""
-    return lowered("--cpuinfer-threads", requested or machine.allowed_cpus(), reporter)
-
-
 def computing_threads(requested: int | None, reporter: Reporter) -> int | None:
     """--threads, of a command that computes: never more than this process may use; None where it is not given."""
     return None if requested is None else lowered("--threads", requested, reporter)
@@ -92,10 +87,14 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
     )
 
 
-def model_choice(options: Options, reporter: Reporter) -> ModelChoice:
-    """The model and its experts that the options of a command name, with the threads that compute them."""
-    from ktconvert.pipeline.models.loading import ModelChoice
+def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
+    """What the options name, once kernels and packages (of this extra, by default the command's) are there."""
+    from ktconvert.native_quant.runtime import transformers_version
+    from ktconvert.pipeline.models.loading import NEEDS, ModelChoice, require_packages
 
+    check_kernels("the command again")
+    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
+    transformers_version.require(reporter.warn)
     values = {leaf.name: leaf.of(options) for leaf in leaves(type(options))}
     values["threads"] = computing_threads(values["threads"], reporter)
     return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import RunOptions
@@ -38,14 +38,15 @@ def run(options: RunOptions) -> None:
     from ktconvert.pipeline.models import generating, loading
     from ktconvert.pipeline.ui.progress import Reporter
 
-    preconditions.check_kernels("the command again")
     reporter = Reporter()
-    loading.require("run", reporter.warn)
-    choice = preconditions.model_choice(options, reporter)
-    if options.torch_experts or options.cpu_weights is not None:
+    choice = preconditions.model_choice("run", options, reporter)
+    try:
+        loaded = loading.load(choice if options.torch_experts else loading.with_own_experts(choice))
+    except UnsupportedError as error:
+        if options.torch_experts or options.cpu_weights is not None:
+            raise
+        reporter.note(f"transformers computes the experts, since: {error}")
         loaded = loading.load(choice)
-    else:
-        loaded = loading.load_as_stored(choice, reporter.note)
 
     def write(inputs: Any) -> str:
         text, speed = generating.write(

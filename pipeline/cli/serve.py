@@ -21,20 +21,17 @@ def serve(options: ServeOptions) -> None:
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
-    from ktconvert.pipeline.models import loading
-    from ktconvert.pipeline.models.adapter_loading import by_name
+    from ktconvert.pipeline.models import adapter_loading, loading
     from ktconvert.pipeline.models.serving import access
     from ktconvert.pipeline.ui.progress import Reporter
 
-    preconditions.check_kernels("the command again")
     reporter, file = Reporter(), options.api_key_file
-    loading.require("serve", reporter.warn)
+    choice = preconditions.model_choice("serve", options, reporter)
     from ktconvert.pipeline.models.serving.server import listen
 
-    choice = preconditions.model_choice(options, reporter)
     if options.adapters:
         loading.require_packages("--adapter", ["peft"], "train")
-    adapters = by_name(options.adapters, options.model_name or choice.model)
+    adapters = adapter_loading.by_name(options.adapters, options.model_name or choice.model)
     key = access.key_from(file)
     if file is not None and access.is_open(file):
         reporter.warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import click
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.existing import nothing_to_do
-from ktconvert.pipeline.options.quantization import ResumeOptions
 from ktconvert.pipeline.options.training_options import TrainOptions
 
 
@@ -32,27 +29,20 @@ def train(options: TrainOptions) -> None:
 
 
 def start(options: TrainOptions) -> None:
-    """Train as the options say."""
     from ktconvert.pipeline.models import fine_tuning, loading, training_memory
     from ktconvert.pipeline.ui.plots import require_matplotlib
-    from ktconvert.pipeline.ui.text import aligned
+    from ktconvert.pipeline.ui.text import aligned, size
 
     reporter = options.reporting.reporter
-    preconditions.check_kernels("the command again")
-    loading.require("train", reporter.warn)
+    choice = preconditions.model_choice("train", options, reporter)
     if options.plot:
         require_matplotlib()
-    threads = preconditions.computing_threads(options.threads, reporter)
-    choice = loading.with_own_experts(
-        loading.ModelChoice(
-            options.model, options.cpu_weights, options.hub.revision, options.trust_remote_code, threads
-        )
-    )
+    choice = loading.with_own_experts(choice)
     if not fine_tuning.require_free(options) and not options.dry_run:
         return nothing_to_do(options.output, reporter)
     found = training_memory.needs(options, choice)
     reporter.event("memory", bytes=found)
-    rows = training_memory.in_words(found)
+    rows = [(what, size(nbytes)) for what, nbytes in found.items()]
     if options.dry_run:
         if not options.reporting.json_events:
             click.echo("\n".join(aligned(rows)))
@@ -60,8 +50,3 @@ def start(options: TrainOptions) -> None:
     reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
     fine_tuning.train(options, choice, reporter)
     reporter.event("finished", output=str(options.output))
-
-
-def go_on(begun: TrainOptions, options: ResumeOptions) -> None:
-    """Finish a training that was begun."""
-    start(replace(begun, dry_run=options.dry_run, reporting=options.reporting))

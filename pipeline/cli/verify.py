@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 
 import click
 
@@ -17,12 +16,10 @@ from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.executors import opened
-from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.page import page
 from ktconvert.pipeline.verify.checks import AGAIN, Check
-from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.structure import weights_whole
 from ktconvert.pipeline.verify.verify import Report, document, lines
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -53,30 +50,15 @@ def verify(options: VerifyOptions) -> None:
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
-    method = options.quant_method
-    chosen = VerifyInputs(
-        output=options.output,
-        against=options.against,
-        revision=options.revision,
-        numa=options.numa,
-        method=None if method is None else METHODS[method],
-        arch=options.arch.text(),
-        full=options.full,
-        load=options.load,
-        text=None if options.text is None else read_text(options.text),
-        imatrix=options.importance.file,
-        threads=preconditions.threads(options.cpuinfer_threads, reporter),
-        run=options.run,
-        page=options.report is not None,
-        statistics=None if options.report is None else options.importance.statistics,
-    )
+    threads, workers = preconditions.lowered("--cpuinfer-threads", options.threads, reporter), options.cpuinfer_threads
+    options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.text())
     with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as engine:
         if engine.executor is None and engine.threads is not None:
-            chosen = replace(chosen, threads=preconditions.lowered("--executor threads", engine.threads, reporter))
-        workers = options.cpuinfer_threads or engine.threads
-        report = verify_output(chosen, reporter, engine.executor, workers)
+            threads = preconditions.lowered("--executor threads", engine.threads, reporter)
+            options = with_values(options, cpuinfer_threads=threads)
+        report = verify_output(options, reporter, engine.executor, workers or engine.threads)
     if options.run:
-        report.checks.append(run_check(report, chosen.threads))
+        report.checks.append(run_check(report, threads))
     if options.report is not None:
         publish.write_whole(options.report, page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")

@@ -18,9 +18,7 @@ STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: wh
 
 
 def with_adapter(model: Any, folder: Path, name: str) -> Any:
-    """The model, which from now on computes with this adapter; name: the model's, for messages. Raises InputError for
-    an adapter that does not fit.
-    """
+    """The model of this name, which computes with this adapter. Raises InputError for an adapter that does not fit."""
     return _load(model, folder, name, "default").get_base_model()
 
 
@@ -73,9 +71,7 @@ def _states(model: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def by_name(given: Iterable[tuple[str, Path]], model: str) -> dict[str, Path]:
-    """The adapters by the names that clients use; model: the model's. Raises UsageError for a name that is there twice,
-    InputError for a folder without an adapter.
-    """
+    """Adapters by clients' names. UsageError for a name that is there twice, InputError for no adapter."""
     found: dict[str, Path] = {}
     for name, folder in given:
         if name == model or name in found:

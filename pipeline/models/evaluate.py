@@ -177,9 +177,7 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, what goes into the original's experts also goes through the converted ones, and outputs are
-    compared.
-    """
+    """While this lasts, the converted experts read what the original's read, and their outputs are compared."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
     found = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
@@ -213,7 +211,6 @@ def method_of(converted: Any) -> str:
 
 
 def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
-    """The JSON document."""
     count, window = windows.ids.shape
     compared = evaluation.compared
     return {

@@ -17,10 +17,10 @@ from typing import Any
 from ktconvert.layouts.checkpoints.adapter import CONFIG
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.pipeline.engine import lock, workdir
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
+from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
@@ -32,10 +32,13 @@ KEPT = 2  # checkpoints
 CURVE = "losses.svg"
 EXPERTS = "experts"
 
+Rows = list[dict[str, Any]]  # what Trainer reads
 
-def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> list[Any]:
+
+def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> Rows:
     """The texts of a data set one after the other, with the end-of-text token between them, cut into sequences (int64
-    [sequence_length]); what is left over at the end is left out. Raises InputError for less than one.
+    [sequence_length]), each of which predicts itself, one token on; what is left over at the end is left out. Raises
+    InputError for less than one.
     """
     import numpy as np
     import torch
@@ -52,20 +55,8 @@ def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callabl
             "--sequence-length"
         )
     count = len(ids) // length
-    return list(torch.from_numpy(ids[: count * length].reshape(count, length)))
-
-
-class Packed:
-    """A data set for Trainer: each sequence predicts itself, one token on."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    rows = torch.from_numpy(ids[: count * length].reshape(count, length))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def target_modules(options: TrainOptions, model: Any) -> list[str]:
@@ -97,7 +88,6 @@ def adapted(options: TrainOptions, model: Any) -> Any:
 
 
 def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
-    """What Trainer is told."""
     import torch
     import transformers
 
@@ -132,7 +122,7 @@ def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
     )
 
 
-def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Packed, held_out: Packed | None, tell: Any) -> Any:
+def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Rows, held_out: Rows | None, tell: Any) -> Any:
     """Trainer, whose checkpoints appear whole in store/, and which tells every loss: tell(state, losses)."""
     import transformers
 
@@ -205,18 +195,12 @@ def settings_of(adapter: Path) -> Any:
 
 @contextmanager
 def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
-    """The locked work directory, with the settings in it; it goes when all in it is done. Raises OutputError where
-    another process works there.
-    """
+    """The work directory, locked, with the settings in it; it goes at the end. OutputError: another process has it."""
     paths = locate(options.output)
-    held = lock.acquire(paths.root, paths.output)
-    try:
+    with WorkDir(paths) as work:
         if options.overwrite:
-            publish.remove_tree(paths.store)
-        for leftover in (paths.partial, paths.assembly):
-            publish.remove_tree(leftover)
-        for folder in (paths.partial, paths.store):
-            folder.mkdir(exist_ok=True)
+            work.drop()
+        publish.remove_tree(paths.assembly)
         document = SavedPlan(
             version=FORMAT,
             tool_version=tool_version(),
@@ -228,11 +212,9 @@ def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
             units=steps,
             overwrite=options.overwrite,
         )
-        workdir.save_plan(paths, document)
+        save_plan(paths, document)
         yield paths
-        workdir.remove(paths, held)
-    finally:
-        held.release()
+        work.remove()
 
 
 class Progress:
@@ -243,7 +225,6 @@ class Progress:
         self.step, self.began, self.first = 0, 0.0, 0
 
     def begin(self, step: int) -> None:
-        """Steps go on from this one."""
         self.step = self.first = step
         self.began = time.monotonic()
         if not self.reporter.json_events:
@@ -252,14 +233,15 @@ class Progress:
 
     def tell(self, state: Any, logs: Mapping[str, Any]) -> None:
         """Called by Trainer. Raises VerificationError for a loss that is not finite."""
+        for name, what in (("eval_loss", "loss of --eval-dataset"), ("loss", "loss"), ("grad_norm", "gradient")):
+            if not math.isfinite(float(logs.get(name, 0.0))):
+                remedy = "give a smaller --learning-rate, and --overwrite"
+                raise VerificationError(f"the {what} is not finite at step {state.global_step}; {remedy}")
         if "eval_loss" in logs:
-            self._require_finite(state, logs["eval_loss"], "loss of --eval-dataset")
             self.reporter.say(f"step {state.global_step}: loss of --eval-dataset {logs['eval_loss']:.4f}")
             self.reporter.event("step", step=state.global_step, steps=self.steps, eval_loss=logs["eval_loss"])
         if "loss" not in logs:
             return
-        self._require_finite(state, logs["loss"], "loss")
-        self._require_finite(state, float(logs.get("grad_norm", 0.0)), "gradient")
         rate = (state.global_step - self.first) * self.per_step / max(time.monotonic() - self.began, 1e-9)
         self.reporter.event(
             "step",
@@ -276,12 +258,6 @@ class Progress:
             self.reporter.advance((state.global_step - self.step) * self.per_step)
         self.step = state.global_step
 
-    def _require_finite(self, state: Any, value: float, what: str) -> None:
-        if not math.isfinite(value):
-            raise VerificationError(
-                f"the {what} is not finite at step {state.global_step}; give a smaller --learning-rate, and --overwrite"
-            )
-
 
 def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> None:
     """Train, from the last checkpoint where there is one, and let the adapter appear. Raises KtconvertError."""
@@ -291,9 +267,10 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     plan = options.schedule_options
     tokenizer = loading.load_tokenizer(choice)
-    rows = Packed(sequences(options, tokenizer, options.dataset, reporter.note))
-    held_out = options.eval_dataset and Packed(sequences(options, tokenizer, options.eval_dataset, reporter.note))
-    steps = plan.max_steps or max(1, math.ceil(plan.epochs * steps_per_epoch(options, len(rows))))
+    rows = sequences(options, tokenizer, options.dataset, reporter.note)
+    held_out = options.eval_dataset and sequences(options, tokenizer, options.eval_dataset, reporter.note)
+    per_epoch = math.ceil(math.ceil(len(rows) / plan.batch_size) / plan.gradient_accumulation)
+    steps = plan.max_steps or max(1, math.ceil(plan.epochs * per_epoch))
     model, _ = loading.load(choice)
     if (most := loading.longest(model.config)) is not None and plan.sequence_length > most:
         raise UnsupportedError(f"--sequence-length {plan.sequence_length}: the model reads at most {most} tokens.")
@@ -312,12 +289,6 @@ def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter
         finally:
             reporter.end()
         finish(options, learner, paths)
-
-
-def steps_per_epoch(options: TrainOptions, rows: int) -> int:
-    """Steps in which every sequence is seen once."""
-    plan = options.schedule_options
-    return math.ceil(math.ceil(rows / plan.batch_size) / plan.gradient_accumulation)
 
 
 def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
@@ -346,7 +317,6 @@ def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
 
 
 def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) -> bytes:
-    """README.md of the adapter."""
     plan, lora, model = options.schedule_options, options.lora, options.model
     weights = options.cpu_weights.name if options.cpu_weights else "the model's own"
     per_step = plan.sequence_length * plan.batch_size * plan.gradient_accumulation

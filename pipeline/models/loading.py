@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
-from ktconvert.native_quant.runtime import hot_mask, transformers_version
+from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.models.adapter_loading import with_adapter
@@ -43,12 +43,6 @@ PREDICTIONS_ONLY["return_dict"] = True
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 
 
-def require(command: str, warn: Callable[[str], None], extra: str | None = None) -> None:
-    """Raises KtconvertError where packages of this extra are missing or too old; `warn` hears of one too new."""
-    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
-    transformers_version.require(warn)
-
-
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
     """Raise KtconvertError, which names the extra to install, where a package that `what` needs is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
@@ -56,9 +50,7 @@ def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Before torch is imported: let its threads sleep, not spin, without work; small kernel caches, no bars of
-    libraries.
-    """
+    """Before torch is imported: threads sleep without work, kernel caches are small, libraries draw no bars."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
@@ -223,15 +215,6 @@ def longest(config: Any) -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
-def load_as_stored(choice: ModelChoice, note: Callable[[str], None]) -> tuple[Any, Any]:
-    """As load, its experts computed as they are stored; where the runtime cannot, by transformers, and note(why)."""
-    try:
-        return load(with_own_experts(choice))
-    except UnsupportedError as error:
-        note(f"transformers computes the experts, since: {error}")
-    return load(choice)
-
-
 def load(choice: ModelChoice) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises UnsupportedError where the experts do not fit it."""
     config = prepare(choice)
@@ -253,9 +236,7 @@ def auto_class(config: Any) -> Any:
 
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
-    """The model by this class of transformers, to generate one answer at a time. Raises InputError where a part is
-    missing.
-    """
+    """The model, to generate one answer at a time. Raises InputError where a part is missing."""
     where = choice.where()
     model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):

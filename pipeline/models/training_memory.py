@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.fine_tuning import EXPERTS, target_modules
 from ktconvert.pipeline.options.training_options import TrainOptions
-from ktconvert.pipeline.ui.text import size
 
 
 def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
@@ -45,8 +42,3 @@ def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
         "LoRA with gradients and AdamW": 16 * parameters,
     }
     return {**found, "together": sum(found.values())}
-
-
-def in_words(found: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Rows of a table."""
-    return [(what, size(nbytes)) for what, nbytes in found.items()]

@@ -180,14 +180,37 @@ def with_values(options: O, **values: Any) -> O:
     return build(type(options), {**{leaf.name: leaf.of(options) for leaf in leaves(type(options))}, **values})
 
 
-def values_of(options: Options, *effects: Effect) -> dict[str, Any]:
-    """name -> value as JSON has it, of the options with these effects; without values recorded as None."""
-    return {
-        leaf.name: plain(value)
-        for leaf in leaves(type(options))
-        if leaf.declared.effect in effects
-        and not ((value := leaf.of(options)) is None and isinstance(leaf.declared, Recorded))
-    }
+class PlannedOptions(Options):
+    """Settings that plan.json holds, and with which a run that was cut off goes on."""
+
+    def unused(self) -> dict[str, str]:
+        """The options that have no meaning with the others -> why. They are neither recorded nor compared."""
+        return {}
+
+    def _of(self, *effects: Effect) -> dict[str, Any]:
+        """name -> value as JSON has it, of the options with these effects; without values recorded as None."""
+        unused, found = self.unused(), dict[str, Any]()
+        for leaf in leaves(type(self)):
+            value = leaf.of(self)
+            missing = value is None and isinstance(leaf.declared, Recorded)
+            if leaf.declared.effect in effects and leaf.name not in unused and not missing:
+                found[leaf.name] = plain(value)
+        return found
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What can change the output: name -> value."""
+        return self._of(Effect.FILES, Effect.WEIGHTS)
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """What cannot: name -> value."""
+        return self._of(Effect.TUNING)
+
+    @property
+    def weights(self) -> tuple[tuple[str, Any], ...]:
+        """What changes the bytes of experts: (name, value), for fingerprints of units."""
+        return tuple((name, hashable(value)) for name, value in sorted(self._of(Effect.WEIGHTS).items()))
 
 
 def paths_read(options: Options) -> Iterator[Path]:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import click
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files.documents import Count
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.declare import (
-    NONE,
-    Effect,
-    Options,
-    hashable,
-    option,
-    recorded,
-    tuning,
-    values_of,
-    weights,
-)
+from ktconvert.pipeline.options.declare import NONE, Effect, Options, PlannedOptions, option, recorded, tuning, weights
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Size, Spelled, Text
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -65,8 +54,6 @@ class Workers(Options, title="Execution"):
 
 
 class Leftovers(Options, title="What is there already"):
-    """What becomes of what an earlier run left."""
-
     force_unlock: bool = option(
         "Take away the lock that a process left when it ended on another host, on a file system without locks.",
         default=False,
@@ -77,33 +64,8 @@ class Leftovers(Options, title="What is there already"):
 
 
 class Existing(Leftovers):
-    """What may be replaced, and what becomes of what an earlier run left."""
-
     overwrite: bool = option("Replace the existing output, once the new one is complete.", default=False)
     delete_others: bool = tuning("With --overwrite: also delete what no manifest of ktconvert lists.", default=False)
-
-
-class PlannedOptions(Options):
-    """Settings that plan.json holds, and with which a run that was cut off goes on."""
-
-    def unused(self) -> Mapping[str, str]:
-        """The options that have no meaning with the others -> why. They are neither recorded nor compared."""
-        return {}
-
-    def _of(self, *effects: Effect) -> dict[str, Any]:
-        """What plan.json holds of the options with these effects: name -> value."""
-        unused = self.unused()
-        return {name: value for name, value in values_of(self, *effects).items() if name not in unused}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What can change the output: name -> value."""
-        return self._of(Effect.FILES, Effect.WEIGHTS)
-
-    @property
-    def tuning(self) -> dict[str, Any]:
-        """What cannot: name -> value."""
-        return self._of(Effect.TUNING)
 
 
 class ConversionOptions(PlannedOptions):
@@ -118,11 +80,6 @@ class ConversionOptions(PlannedOptions):
     workers: Workers = Workers()
     existing: Existing = Existing()
     reporting: Reporting = Reporting()
-
-    @property
-    def weights(self) -> tuple[tuple[str, Any], ...]:
-        """What changes the bytes of experts: (name, value), for fingerprints of units."""
-        return tuple((name, hashable(value)) for name, value in sorted(self._of(Effect.WEIGHTS).items()))
 
 
 class Hub(Options):

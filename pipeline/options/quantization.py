@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,8 @@ import click
 
 from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.outputs import LAYOUTS, formats_of
+from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import NONE, Effect, Options, files, leaves, option, recorded, tuning, weights
-from ktconvert.pipeline.options.option_groups import (
-    ArchFile,
-    ConversionOptions,
-    Execution,
-    Gptq,
-    Hub,
-    ImportanceFile,
-    Leftovers,
-    Machine,
-    Reporting,
-    Samples,
-    Workers,
-)
 from ktconvert.pipeline.options.types import (
     FilePath,
     Number,
@@ -57,12 +45,10 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
 
 
 def read_from(help: str, *flags: str, argument: str | None = None) -> Any:
-    """The field of what a command reads."""
     return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=NONE)
 
 
 def written_to(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
-    """The field of what a command makes."""
     return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=NONE)
 
 
@@ -70,7 +56,7 @@ def shard_limit(unset: str, help: str = "Cut shards between experts, e.g. 5GB.")
     return files(help, Size(), unset=unset)
 
 
-class QuantizationOptions(ConversionOptions):
+class QuantizationOptions(groups.ConversionOptions):
     """What `cpu` and `gpu` have in common. arch_row: the text of --arch-file, for resume; engine, rounding: of GPTQ."""
 
     part: str | None = tuning(
@@ -88,25 +74,30 @@ class QuantizationOptions(ConversionOptions):
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
     engine: str = recorded(Effect.WEIGHTS, default="stream")
     rounding: str = recorded(Effect.WEIGHTS, default="float32")
-    samples: Samples = Samples()
-    gptq: Gptq = Gptq()
-    machine: Machine = Machine()
-    hub: Hub = Hub()
-    arch: ArchFile = ArchFile()
+    samples: groups.Samples = groups.Samples()
+    gptq: groups.Gptq = groups.Gptq()
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
+
+    CALIBRATED_BY = "GPTQ"
 
     @property
     def calibrated(self) -> bool:
         """Whether codes are chosen on a walk through the model."""
         raise NotImplementedError
 
-    def unused(self) -> Mapping[str, str]:
+    def unused(self) -> dict[str, str]:
         """Without --equalize neither plans nor fingerprints name it."""
-        return {} if self.equalize else {"equalize": "changes nothing here"}
-
-
-SEES_ALL = "changes nothing with --calibrate all: every expert sees every token"
-# What only GPTQ uses.
-CALIBRATION = tuple(leaf.name for group in (Samples, Gptq, Machine) for leaf in leaves(group))
+        unused = {} if self.equalize else {"equalize": "changes nothing here"}
+        if not self.calibrated:
+            calibrating = (groups.Samples, groups.Gptq, groups.Machine)
+            of_gptq = [leaf.name for group in calibrating for leaf in leaves(group)]
+            only_for = f"is for {self.CALIBRATED_BY} only and changes nothing here"
+            return unused | dict.fromkeys((*of_gptq, "engine"), only_for)
+        if self.gptq.calibrate == "all":
+            unused["min_expert_tokens"] = "changes nothing with --calibrate all: every expert sees every token"
+        return unused
 
 
 class CpuOptions(QuantizationOptions):
@@ -146,10 +137,10 @@ class CpuOptions(QuantizationOptions):
         choice(QUANTIZERS),
         default=ABSMAX.name,
     )
-    importance: ImportanceFile = ImportanceFile()
+    importance: groups.ImportanceFile = groups.ImportanceFile()
     imatrix_sha256: str | None = recorded(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = recorded(Effect.WEIGHTS, "--statistics")
-    gptq: Gptq = Gptq(calibrate="mixed", gptq_steps="full")
+    gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
     threadpool_count: int = weights(
         "NUMA parts into which every expert is split: the number of NUMA nodes that the server may use.",
         Number(min=1),
@@ -178,18 +169,14 @@ class CpuOptions(QuantizationOptions):
         default="skip",
     )
 
+    CALIBRATED_BY = "--scale gptq"
+
     @property
     def calibrated(self) -> bool:
         return QUANTIZERS[self.scale].calibrated
 
-    def unused(self) -> Mapping[str, str]:
-        unused = {**super().unused()}
-        if self.gptq.calibrate == "all":
-            unused["min_expert_tokens"] = SEES_ALL
-        if not self.calibrated:
-            only = "is for --scale gptq only and changes nothing here"
-            unused |= dict.fromkeys((*CALIBRATION, "engine", "rounding"), only)
-        return unused
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({} if self.calibrated else {"rounding": "is of GPTQ"})
 
 
 IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
@@ -248,15 +235,14 @@ class GpuOptions(QuantizationOptions):
     def calibrated(self) -> bool:
         return self.quant_method == "GPTQ"
 
-    def unused(self) -> Mapping[str, str]:
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
         if self.calibrated:
-            unused = {**super().unused(), **({"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {})}
             if self.engine == "oneshot":
                 unused["gptq_steps"] = "changes nothing with --engine oneshot: the library has GPTQ alone"
             return {**unused, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
         return {
-            **super().unused(),
-            **dict.fromkeys((*CALIBRATION, "engine"), "is for GPTQ only and changes nothing here"),
+            **unused,
             "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
             "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
             "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
@@ -264,7 +250,7 @@ class GpuOptions(QuantizationOptions):
         }
 
 
-class CalibrateOptions(ConversionOptions):
+class CalibrateOptions(groups.ConversionOptions):
     """arch_row: the text of --arch-file."""
 
     input: str = read_from(CHECKPOINT, argument="model")
@@ -275,28 +261,28 @@ class CalibrateOptions(ConversionOptions):
         default=False,
     )
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
-    samples: Samples = Samples(num_calibration_samples=128)
-    machine: Machine = Machine()
-    hub: Hub = Hub()
-    arch: ArchFile = ArchFile()
+    samples: groups.Samples = groups.Samples(num_calibration_samples=128)
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
 
 
-class DequantizeOptions(ConversionOptions):
+class DequantizeOptions(groups.ConversionOptions):
     input: str = read_from(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
     output: Path = written_to(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
     config_path: str | None = option(ignored="SRC has the config")
     max_shard_size: int | None = shard_limit("5GB", "Cut shards at this size.")
-    hub: Hub = Hub()
+    hub: groups.Hub = groups.Hub()
 
 
 class MergeAdapterOptions(DequantizeOptions):
-    input: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=NONE)
-    output: Path = option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"), default=NONE)
+    input: str = read_from(CHECKPOINT, argument="model")
+    output: Path = written_to(*OUTPUT)
     config_path: str | None = recorded(Effect.CALL)
     adapter: Path = weights("The adapter's directory.", FilePath(absolute=True), default=NONE)
 
 
-class MergeOptions(ConversionOptions):
+class MergeOptions(groups.ConversionOptions):
     """Settings of `ktconvert merge`. with_companions: whether --original-path is given."""
 
     input: str = read_from("The directory with the _layer_N folders of .kt files.", *INPUT)
@@ -312,7 +298,7 @@ class MergeOptions(ConversionOptions):
     verify_inputs: bool = tuning(AGAIN, default=False)
 
 
-class ResplitOptions(ConversionOptions):
+class ResplitOptions(groups.ConversionOptions):
     """Settings of `ktconvert resplit`. Recorded are those of the conversion of OUTPUT that hold for NEW, too."""
 
     input: str = read_from("The output that is read.", argument="output")
@@ -332,7 +318,7 @@ class ResplitOptions(ConversionOptions):
     arch_row: str | None = recorded(Effect.FILES, "--arch-file")
 
 
-class AsBefore(Execution):
+class AsBefore(groups.Execution):
     """What the rest of the work may take of this machine."""
 
     cpuinfer_threads: int | None = option("Threads.", Number(min=1), unset="as before")
@@ -348,6 +334,6 @@ class ResumeOptions(Options):
         default=False,
     )
     execution: AsBefore = AsBefore()
-    workers: Workers = Workers()
-    leftovers: Leftovers = Leftovers()
-    reporting: Reporting = Reporting()
+    workers: groups.Workers = groups.Workers()
+    leftovers: groups.Leftovers = groups.Leftovers()
+    reporting: groups.Reporting = groups.Reporting()

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.pipeline.options.declare import NONE, Option, Options, declared, option
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.options.declare import NONE, Effect, Option, Options, declared, option, recorded
 from ktconvert.pipeline.options.option_groups import ArchFile, GpuExperts, Hub, ImportanceFile, Reporting, Workers
 from ktconvert.pipeline.options.quantization import choice
 from ktconvert.pipeline.options.types import FilePath, NamedPath, Number, OutputPath, PathOrHubId, Real
@@ -16,18 +17,23 @@ from ktconvert.pipeline.options.types import FilePath, NamedPath, Number, Output
 # What --quant-method of verify takes, options and names -> the name of what is stored.
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
-MODEL = Option("A directory or a hub id (org/name).", PathOrHubId(), argument="model")
 JSON = Option("Print one JSON object.", flags=("--json",))
 PLOT = Option("Also draw it, into FILE.png, .svg or .pdf.", OutputPath())
-THREADS = Option("Threads of the experts and of torch.", Number(min=1), unset="physical cores")
-EXACT = Option("Round as kt-kernel does, bit for bit.")
-TRUST = Option("Let transformers run Python code that comes with MODEL.")
-CPU_WEIGHTS = Option(
-    "What MODEL was converted into, or a checkpoint of it: the experts are computed from it.", FilePath(), unset="MODEL"
-)
-
-
 ADAPTER = Option("A LoRA adapter of MODEL, as `train` or PEFT writes it.", FilePath())
+
+
+class ModelOptions(Options):
+    """What `run`, `serve` and `eval` have in common."""
+
+    model: str = option("A directory or a hub id (org/name).", PathOrHubId(), argument="model", default=NONE)
+    cpu_weights: Path | None = option(
+        "What MODEL was converted into, or a checkpoint of it: the experts are computed from it.",
+        FilePath(),
+        unset="MODEL",
+    )
+    threads: int | None = option("Threads of the experts and of torch.", Number(min=1), unset="physical cores")
+    exact: bool = option("Round as kt-kernel does, bit for bit.", default=False)
+    trust_remote_code: bool = option("Let transformers run Python code that comes with MODEL.", default=False)
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
@@ -64,8 +70,7 @@ class DoctorOptions(Options):
     as_json: bool = declared(JSON, default=False)
 
 
-class EvalOptions(Options):
-    model: str = declared(MODEL, default=NONE)
+class EvalOptions(ModelOptions):
     cpu_weights: Path | None = option(
         "What MODEL was converted into for the CPU, or a checkpoint of it; this or --gpu-weights.", FilePath()
     )
@@ -75,10 +80,7 @@ class EvalOptions(Options):
     window: int = option("Tokens read at a time.", Number(min=2), default=512)
     skip_windows: int = option("Skip this many windows at the beginning.", Number(min=0), default=0)
     max_windows: int | None = option("Then read at most this many windows.", Number(min=1), unset="all")
-    threads: int | None = declared(THREADS)
-    exact: bool = declared(EXACT, default=False)
     hub: Hub = Hub()
-    trust_remote_code: bool = declared(TRUST, default=False)
     as_json: bool = declared(JSON, default=False)
     plot: Path | None = declared(PLOT)
 
@@ -106,9 +108,7 @@ class InspectOptions(Options):
     as_json: bool = declared(JSON, default=False)
 
 
-class RunOptions(Options):
-    model: str = declared(MODEL, default=NONE)
-    cpu_weights: Path | None = declared(CPU_WEIGHTS)
+class RunOptions(ModelOptions):
     torch_experts: bool = option("Leave the experts to transformers, for comparison.", default=False)
     gpu_experts: GpuExperts = GpuExperts()
     adapter: Path | None = declared(ADAPTER)
@@ -116,15 +116,10 @@ class RunOptions(Options):
     chat: bool = option("Talk with the model, line by line; Ctrl-D ends.", default=False)
     max_new_tokens: int = option("The largest number of tokens per answer.", Number(min=1), default=256)
     temperature: float = option("0: always the likeliest token; above: chosen by chance.", Real(min=0), default=0.0)
-    threads: int | None = declared(THREADS)
-    exact: bool = declared(EXACT, default=False)
     hub: Hub = Hub()
-    trust_remote_code: bool = declared(TRUST, default=False)
 
 
-class ServeOptions(Options):
-    model: str = declared(MODEL, default=NONE)
-    cpu_weights: Path | None = declared(CPU_WEIGHTS)
+class ServeOptions(ModelOptions):
     gpu_experts: GpuExperts = GpuExperts()
     adapters: tuple[tuple[str, Path], ...] = option(
         "ADAPTER or NAME=ADAPTER: a LoRA adapter of MODEL, which answers under this name, else under its folder's; may "
@@ -139,9 +134,6 @@ class ServeOptions(Options):
     api_key_file: Path | None = option(
         "A file with the key that clients have to send.", FilePath(), unset="KTCONVERT_API_KEY, else none"
     )
-    threads: int | None = declared(THREADS)
-    exact: bool = declared(EXACT, default=False)
-    trust_remote_code: bool = declared(TRUST, default=False)
 
 
 class StatusOptions(Options):
@@ -151,6 +143,8 @@ class StatusOptions(Options):
 
 
 class VerifyOptions(Options):
+    """arch_row: the text of --arch-file, which workers need not see, for an output whose manifest has none."""
+
     output: Path = option("An output, ours or kt-kernel's.", FilePath(absolute=True), argument="output", default=NONE)
     against: str | None = option(
         "The source (directory, file or hub id), or another output.", PathOrHubId(absolute=True)
@@ -184,3 +178,18 @@ class VerifyOptions(Options):
         unset="the CPUs this process may use",
     )
     reporting: Reporting = Reporting()
+    arch_row: str | None = recorded(Effect.CALL, "--arch-file")
+
+    @property
+    def method(self) -> str | None:
+        """The name of what must be stored."""
+        return None if self.quant_method is None else METHODS[self.quant_method]
+
+    @property
+    def threads(self) -> int:
+        return self.cpuinfer_threads or machine.allowed_cpus()
+
+    @property
+    def page_statistics(self) -> Path | None:
+        """A folder with counts, for the page. Raises UsageError for --imatrix besides."""
+        return None if self.importance.file is None or self.report is None else self.importance.statistics

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ktconvert.pipeline.options.declare import NONE, Options, files, option, tuning
-from ktconvert.pipeline.options.option_groups import Hub, PlannedOptions, Reporting
+from ktconvert.pipeline.options.declare import NONE, Options, PlannedOptions, files, option, tuning
+from ktconvert.pipeline.options.option_groups import Hub, Reporting
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
 
 DATA = "a file or folder (.txt, .jsonl, .json, .parquet), or a hub id"
@@ -46,8 +46,6 @@ class Schedule(Options, title="Training"):
 
 
 class TrainOptions(PlannedOptions):
-    """Settings of `ktconvert train`."""
-
     model: str = files(
         "A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE
     )

@@ -39,8 +39,6 @@ class Number(click.IntRange):
 
 
 class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
-    """One of these whole numbers."""
-
     def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__([str(number) for number in numbers])
 
@@ -49,8 +47,6 @@ class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since c
 
 
 class Real(click.FloatRange):
-    """A finite number."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
@@ -158,7 +154,6 @@ class Spelled(Text):
         self._words = re.compile(f"({words})(?=:|$)", re.IGNORECASE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text, with this word in small letters."""
         text = super().convert(value, param, ctx)
         found = self._words.match(text)
         return text if found is None else found[0].lower() + text[found.end() :]

@@ -17,8 +17,8 @@ from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
-from ktconvert.pipeline.options.declare import build, checked, leaves, plain, with_values
-from ktconvert.pipeline.options.option_groups import ConversionOptions, PlannedOptions
+from ktconvert.pipeline.options.declare import PlannedOptions, build, checked, leaves, plain, with_values
+from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import (
     CalibrateOptions,
     CpuOptions,

@@ -13,7 +13,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
-from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
@@ -23,20 +23,22 @@ LISTED = 12  # units shown one by one at either end of a long run of equals
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
     """Print the plans of one command, and what several need together; refuses what running them would refuse."""
-    finished = [existing.already_finished(plan, overwrite) for plan in plans]
-    states = [_states(plan, done, overwrite) for plan, done in zip(plans, finished, strict=True)]
-    documents = [describe(*each, overwrite) for each in zip(plans, finished, states, strict=True)]
-    needs = file_systems(
-        (plan, locate(plan.request.output, adopt=existing.adopts(plan)), [s.unit for s in states_of if not s.done])
-        for plan, done, states_of in zip(plans, finished, states, strict=True)
-        if not done
-    )
+    documents, needs = [], []
+    for plan in plans:
+        paths = locate(plan.request.output, adopt=existing.adopts(plan))
+        if finished := existing.already_finished(plan, overwrite):
+            lying = existing.unit_states(plan, paths)
+            states = [replace(state, done=True, reason="the output is finished") for state in lying]
+        else:
+            states = existing.states_once_begun(plan, paths, overwrite)
+            needs.append((plan, paths, [state.unit for state in states if not state.done]))
+        documents.append(_document(plan, paths, finished, states, overwrite))
     if as_json:
         lines = [json.dumps({"event": "plan", **document}) for document in documents]
     else:
         lines = [_in_words(plan, document) for plan, document in zip(plans, documents, strict=True)]
     if len(plans) > 1:
-        lines.append(_together(documents, needs, as_json=as_json))
+        lines.append(_together(documents, file_systems(needs), as_json=as_json))
     click.echo(("\n" if as_json else "\n\n").join(lines))
 
 
@@ -94,21 +96,11 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
     return "\n".join(out)
 
 
-def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
-    """Which units will run, and why: as they lie there, or as they will when the run has begun."""
-    paths = locate(plan.request.output, adopt=existing.adopts(plan))
-    if not finished:
-        return existing.states_once_begun(plan, paths, overwrite)
-    reason = "the output is finished"
-    return [replace(state, done=True, reason=reason) for state in existing.unit_states(plan, paths)]
-
-
 def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
     return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
 
 
-def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
-    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+def _document(plan: Plan, paths: Paths, finished: bool, states: Sequence[Status], overwrite: bool) -> dict[str, Any]:
     old = None if finished else existing.saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.overwrite))
     if not finished:

@@ -5,15 +5,11 @@ docs/reference/json.md and docs/reference/events.schema.json are made of these t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Union
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 Output = Annotated[str, Meta(description="the output's path")]
-UnitName = Annotated[str, Meta(description="what is made, usually a layer: `stage.unit`")]
-Host = Annotated[str | None, Meta(description="with `--executor` or `--part`: the host that makes it")]
-Pid = Annotated[int | None, Meta(description="likewise: its process number there")]
-Attempt = Annotated[str | None, Meta(description="likewise: the name of the attempt")]
 Nbytes = Annotated[int, Meta(ge=0)]
 
 
@@ -27,10 +23,8 @@ class NoteEvent(AnyEvent, tag="note"):
     text: Annotated[str, Meta(description="one sentence")]
 
 
-class WarningEvent(AnyEvent, tag="warning"):
+class WarningEvent(NoteEvent, tag="warning"):
     """A problem that needs attention; the work goes on."""
-
-    text: Annotated[str, Meta(description="one sentence")]
 
 
 class HashedEvent(AnyEvent, tag="hashed"):
@@ -46,48 +40,32 @@ class BeginEvent(AnyEvent, tag="begin"):
     done_bytes: Annotated[Nbytes, Meta(description="of these, what finished units account for")]
 
 
-class StartEvent(AnyEvent, tag="start"):
+class StartEvent(AnyEvent, tag="start", kw_only=True):
     """A unit is begun."""
 
     output: Output
-    unit: UnitName
-    host: Host = None
-    pid: Pid = None
-    attempt: Attempt = None
+    unit: Annotated[str, Meta(description="what is made, usually a layer: `stage.unit`")]
+    host: Annotated[str | None, Meta(description="with `--executor` or `--part`: the host that makes it")] = None
+    pid: Annotated[int | None, Meta(description="likewise: its process number there")] = None
+    attempt: Annotated[str | None, Meta(description="likewise: the name of the attempt")] = None
 
 
-class DoneEvent(AnyEvent, tag="done"):
+class DoneEvent(StartEvent, tag="done", kw_only=True):
     """A unit is finished and durable; or, with `--executor`, a layer has taken over a portion."""
 
-    output: Output
-    unit: UnitName
     seconds: Annotated[float, Meta(description="how long it took")]
     bytes: Annotated[Nbytes, Meta(description="of its files")]
     stats: Annotated[dict[str, Any], Meta(description="what was measured on the way: [below](#stats)")]
-    host: Host = None
-    pid: Pid = None
-    attempt: Attempt = None
 
 
-class FailedEvent(AnyEvent, tag="failed"):
+class FailedEvent(StartEvent, tag="failed", kw_only=True):
     """With `--executor`: a worker could not make a unit."""
 
     why: Annotated[str, Meta(description="the reason, in a sentence")]
-    output: Output
-    unit: UnitName
-    host: Host
-    pid: Pid
-    attempt: Attempt
 
 
-class LostEvent(AnyEvent, tag="lost"):
+class LostEvent(StartEvent, tag="lost"):
     """With `--executor`: a worker died or stopped answering, and another one finished its unit; or it is given up."""
-
-    output: Output
-    unit: UnitName
-    host: Host
-    pid: Pid
-    attempt: Attempt
 
 
 class ProgressEvent(AnyEvent, tag="progress"):
@@ -147,26 +125,10 @@ class ErrorEvent(AnyEvent, tag="error"):
     exit_code: Annotated[int, Meta(description="see [Exit codes](exit-codes.md)")]
 
 
-Line = (
-    NoteEvent
-    | WarningEvent
-    | HashedEvent
-    | BeginEvent
-    | StartEvent
-    | DoneEvent
-    | FailedEvent
-    | LostEvent
-    | ProgressEvent
-    | PartEvent
-    | MemoryEvent
-    | StepEvent
-    | FinishedEvent
-    | ErrorEvent
-)
-KINDS: dict[str, type[AnyEvent]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Line)}
-
-
-def fields_of(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """An event as JSON has it. Raises TypeError for fields that the kind does not have."""
-    document: dict[str, Any] = to_builtins(KINDS[kind](**fields))
-    return document
+# All of the above, by what they are called.
+KINDS: dict[str, type[AnyEvent]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in [*vars().values()]
+    if isinstance(kind, type) and issubclass(kind, AnyEvent) and kind is not AnyEvent
+}
+Line: Any = Union[tuple(KINDS.values())]  # noqa: UP007  # a type for msgspec

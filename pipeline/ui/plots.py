@@ -98,7 +98,6 @@ def plot_losses(path: Path, model: str, losses: Sequence[Any], measured: Sequenc
 
 
 def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
-    """One for each layer."""
     numbers = [row["layer"] for row in layers]
     axes.bar(numbers, values, color=INK)
     axes.set(xlabel="layer", **labels)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.ui import events
 from ktconvert.pipeline.ui.text import duration, size
@@ -39,7 +41,7 @@ class Reporter:
         """One machine-readable line, with --json: of a kind of events.KINDS, with its fields."""
         if self.json_events:
             with self._lock:
-                sys.stdout.write(json.dumps(events.fields_of(kind, fields)) + "\n")
+                sys.stdout.write(json.dumps(msgspec.to_builtins(events.KINDS[kind](**fields))) + "\n")
                 sys.stdout.flush()
 
     def say(self, text: str, level: int = 0) -> None:

@@ -75,16 +75,6 @@ class Comparison:
     def output(self) -> Output:
         return self.inputs.output
 
-    def expert(self, layer: int, expert: int) -> ExpertFindings:
-        """One expert, quantized again."""
-        count, hidden, intermediate = self.model.shape(layer)
-        fmt, measure = self.fmt.of_layer(layer), self.inputs.measure
-        choice = self.choice.where_it_serves(fmt.encoding.grid)
-        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
-        importance = None if choice == ABSMAX else importance_of(self.model, self.inputs.imatrix, layer)
-        work = ExpertsWork(fmt, grid, expert, expert + 1, {}, self.model, choice, importance)
-        return _compare_expert(self, work, measured=self.inputs.options.full or expert in sample(count))
-
     @cached_property
     def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
         """What must be there besides experts: of a whole model all else; of others, what is there is the source's."""
@@ -154,7 +144,8 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
         summary = checks.calibrated_summary(total.calibrated, compared.same_scales)
-        notes += checks.calibrated_notes(total.calibrated)
+        if unused := sum(linear.unused for linear in total.calibrated):
+            notes.append(f"{unused} linears have columns that are all zeros: calibration never saw their inputs")
     if model.equalized:
         proved = "" if compared.calibrated else ", up with the codes that it has otherwise"
         summary += f"; {total.equalized} experts are equalized{proved}"
@@ -165,7 +156,6 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
 def _compare_experts(
     model: MoeModel, layers: Iterable[int], check_items: CheckItems
 ) -> tuple[ExpertFindings, list[ProjectionErrors]]:
-    """Every expert of these layers: what was found in all, and their errors."""
     total, errors = ExpertFindings(), dict[tuple[int, str], ProjectionErrors]()
     items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
     sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
@@ -208,10 +198,16 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertFindings:
-    found, of_codes = ExpertFindings(), work.fmt.encoding
+def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindings:
+    count, hidden, intermediate = compared.model.shape(layer)
+    fmt, measure, options = compared.fmt.of_layer(layer), compared.inputs.measure, compared.inputs.options
+    choice, measured = compared.choice.where_it_serves(fmt.encoding.grid), options.full or expert in sample(count)
+    grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    importance = None if choice == ABSMAX else importance_of(compared.model, compared.inputs.imatrix, layer)
+    work = ExpertsWork(fmt, grid, expert, expert + 1, {}, compared.model, choice, importance)
+    found, of_codes = ExpertFindings(), fmt.encoding
     for projection in PROJECTIONS:
-        for part, expected in compared.expected(work, (work.start, projection)):
+        for part, expected in compared.expected(work, (expert, projection)):
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
@@ -228,10 +224,10 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
                 sums = error_sums(encoding, matrix, stored)
             if measured:
                 found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
-    if work.model.exponents(work.grid.layer, work.start) is not None:
+    if work.model.exponents(layer, expert) is not None:
         found.equalized = 1
         found.problems += [] if compared.calibrated else _other_codes(compared, work)
-    for info in work.model.expert_tensors(work.grid.layer, work.start):
+    for info in work.model.expert_tensors(layer, expert):
         work.model.source.release(info)
     return found
 

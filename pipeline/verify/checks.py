@@ -149,8 +149,3 @@ def calibrated_summary(linears: Sequence[Calibrated], same_scales: bool = True) 
     scales = "have the scales of rounding to nearest, and" if same_scales else "have codes within their range, and"
     summary = f"{len(linears)} linears {scales} errors of at most {worst:.2f} times its own"
     return summary + (f"; {rounded} of them are rounded to nearest" if rounded else "")
-
-
-def calibrated_notes(linears: Sequence[Calibrated]) -> list[str]:
-    unused = sum(linear.unused for linear in linears)
-    return [f"{unused} linears have columns that are all zeros: calibration never saw their inputs"] if unused else []

@@ -18,40 +18,11 @@ from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.paths import locate, output_of
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.plans.quantizing import moments_in, open_for
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
-
-
-@dataclass(frozen=True)
-class VerifyInputs:
-    """What to verify.
-
-    against       a checkpoint (path or hub id) or another output
-    numa, method  what the user means to load
-    arch          the text of --arch-file, for an output whose manifest has none
-    load          whether transformers is to load an output for the GPU
-    text          what source and output then read; None: our own
-    imatrix       the importance matrix that the output was made with
-    run           whether the experts will be computed, so that the output may be a checkpoint
-    page          whether worst rows and scales are looked for, too; statistics: a folder with counts, for the page
-    """
-
-    output: Path
-    against: str | None = None
-    revision: str | None = None
-    numa: int | None = None
-    method: str | None = None
-    arch: str | None = None
-    full: bool = False
-    load: bool = True
-    text: str | None = None
-    imatrix: Path | None = None
-    threads: int = 1
-    run: bool = False
-    page: bool = False
-    statistics: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +31,7 @@ class Inputs:
     output is; no model where the output is a checkpoint without experts of ours.
     """
 
-    options: VerifyInputs
+    options: VerifyOptions
     output: Output
     measure: Measure
     other: Output | None = None
@@ -82,7 +53,7 @@ class Inputs:
             self.source.close()
 
 
-def open_inputs(options: VerifyInputs) -> Inputs:
+def open_inputs(options: VerifyOptions) -> Inputs:
     """Open what is to be verified. Raises VerificationError for an unfinished output, UnsupportedError for what is no
     output, InputError for a damaged source, UsageError for options that do not fit this output.
     """
@@ -102,7 +73,7 @@ def open_inputs(options: VerifyInputs) -> Inputs:
     made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
     if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
-    row = options.arch or output.settings.get("arch_row")
+    row = options.arch_row or output.settings.get("arch_row")
     source = open_checkpoint(options.against, options.revision)
     model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
     if measured.fmt is None:
@@ -136,24 +107,24 @@ def _open_other(path: Path) -> Output:
     return other
 
 
-def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None) -> InputStatistics | None:
+def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> InputStatistics | None:
     """The statistics of inputs that the output was made with; None where it was made without, or there is no source."""
     fact = next((name for name in (SecondMoments.fact, Imatrix.fact) if name in output.facts), None)
-    if fact is None and options.imatrix is not None:
-        if options.statistics is not None:  # for the page
+    path = options.importance.file
+    if fact is None and path is not None:
+        if options.page_statistics is not None:
             return None
         remedy = "leave out --imatrix, and --statistics without --report"
         raise UsageError(f"{output.root}: was made without statistics of inputs; {remedy}.")
     if fact is None or model is None:
         return None
     made_with = output.facts[fact]
-    if options.imatrix is None:
+    if path is None:
         either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.fact else ""
         remedy = f"give {either}--statistics DIR, or leave out --against"
         raise UsageError(
             f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
         )
-    path = options.imatrix
     inputs = open_for(path, model) if fact == Imatrix.fact else moments_in(path.parent, model)
     if inputs.sha256 != made_with:
         raise InputError(

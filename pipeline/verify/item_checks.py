@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,12 +20,13 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems
-from ktconvert.pipeline.verify.inputs import Inputs, VerifyInputs, open_inputs
-from ktconvert.pipeline.verify.structure import hash_problem
+from ktconvert.pipeline.verify.contents import hash_problem
+from ktconvert.pipeline.verify.inputs import Inputs, open_inputs
 
 TASK_BYTES = 1 << 30  # that the items of a task are about
 AHEAD = 4  # items under way for each thread
@@ -59,7 +60,7 @@ class ItemChecker:
 
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
     "hashes": lambda checker, file: hash_problem(checker.inputs.output.root, file, checker.reporter),
-    "experts": lambda checker, item: checker.comparison.expert(*item),
+    "experts": lambda checker, item: against.compare_expert(checker.comparison, *item),
     "other tensors": lambda checker, name: against.other_difference(checker.inputs, checker.other_tensors[name]),
     "equal tensors": lambda checker, name: against.tensor_difference(
         checker.inputs.output, checker.other, name, *checker.pairs[name]
@@ -69,52 +70,44 @@ ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
 
 def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> CheckItems:
     """By threads of this process, or by the workers of an executor, with so many threads each."""
-    if executor is None:
-        check = by_threads(ItemChecker(inputs, reporter), inputs.options.threads)
-    else:
-        task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
-        check = by_workers(executor, partial(check_as_worker, task), f"`ktconvert verify {inputs.output.root}` again")
+    checker = ItemChecker(inputs, reporter)
+    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
 
-    def advancing(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        for nbytes, found in zip(sizes, check(kind, items, sizes), strict=True):
-            yield found
+    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        if executor is None:
+            found = by_threads(checker, inputs.options.threads, kind, items)
+        else:
+            found = by_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
+        for nbytes, (item, what) in zip(sizes, found, strict=True):
+            yield item, what
             if kind == "experts":
-                reporter.at(f"layer {found[0][0]}")
+                reporter.at(f"layer {item[0]}")
             if executor is not None or kind != "hashes":  # threads of this process report them while they hash
                 reporter.advance(nbytes)
 
-    return advancing
-
-
-def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
-    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
-            slots = list(range(AHEAD * threads))
-            for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
-                yield item, found
-
     return check
+
+
+def by_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
+        slots = list(range(AHEAD * threads))
+        for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
+            yield item, found
 
 
 def by_workers(
-    executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | Failure], remedy: str
-) -> CheckItems:
-    """By an executor's workers, which call check_all(kind, items), picklable, for about TASK_BYTES at a time."""
-
-    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        flying: deque[tuple[Sequence[Any], Future[list[Any] | Failure]]] = deque()
-        try:
-            for start, stop in group_by_limit(sizes, TASK_BYTES):
-                flying.append((items[start:stop], executor.submit(check_all, kind, items[start:stop])))
-            while flying:
-                group, future = flying.popleft()
-                found: list[Any] = result_of(future, f"verifying {kind}", remedy)
-                yield from zip(group, found, strict=True)
-        finally:
-            for _, future in flying:
-                future.cancel()
-
-    return check
+    executor: Executor, check: Callable[[Sequence[Any]], Any], kind: str, items: Sequence[Any], sizes: Sequence[int]
+) -> Iterator[tuple[Any, Any]]:
+    """By an executor's workers, which call check(items), picklable, for about TASK_BYTES at a time."""
+    groups = [items[start:stop] for start, stop in group_by_limit(sizes, TASK_BYTES)]
+    flying = deque((group, executor.submit(check, group)) for group in groups)
+    try:
+        while flying:
+            group, future = flying.popleft()
+            yield from zip(group, result_of(future, f"verifying {kind}", "verify again"), strict=True)
+    finally:
+        for _, future in flying:
+            future.cancel()
 
 
 # --- on a worker ----------------------------------------------------------------------------------
@@ -129,7 +122,7 @@ class WorkerTask:
     threads  None: the CPUs that it may use
     """
 
-    options: VerifyInputs
+    options: VerifyOptions
     run: str
     version: str
     files: tuple[tuple[str, int, str], ...]
@@ -141,7 +134,7 @@ def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[A
     try:
         with _opening:
             checker, threads = _opened(task)
-        return [found for _, found in by_threads(checker, threads)(kind, items, [0] * len(items))]
+        return [found for _, found in by_threads(checker, threads, kind, items)]
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
 

@@ -102,7 +102,6 @@ def page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts: I64 | 
 
 
 def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
-    """The parts of a linear whose errors count."""
     layer, expert, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
     grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import logging
 import re
@@ -33,20 +34,6 @@ from ktconvert.pipeline.verify.checks import Check
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
 EXPERTS = re.compile(r".*\.layers\.(?P<layer>\d+)\.(?:.+\.)?experts\.")
 SAMPLES, LENGTH = 4, 128
 # What a divergence is compared with: that of the source, its experts' outputs disturbed by noise of this share of their
@@ -54,35 +41,14 @@ SAMPLES, LENGTH = 4, 128
 # in a wrong place is one of 1 and more. The second figure, in nats, is for models whose experts cannot be found.
 BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}
 NOTHING = 1e-6  # nats: below it, rounding in BF16 is all there is
-# Without --text: prose and code, for any tokenizer.
-TEXT = """\
-A mixture of experts is a network in which a small part, the router, decides for every token which few of many experts compute it. All
-other experts do nothing for this token. So a model can hold far more weights than it uses for any one word, and most of the memory that
-it needs is read rarely. When the weights are stored with fewer bits, each of them is a little wrong. If the errors are small and
-independent, they cancel in the sums, and the model says almost what it said before; if they are not, the answers change. A test
-therefore reads a text with both models and compares, word by word, what each of them expects to come next.
-
-def softmax(values: list[float]) -> list[float]:
-    # Turn numbers into probabilities that add up to one.
-    largest = max(values)
-    powers = [math.exp(value - largest) for value in values]
-    total = sum(powers)
-    return [power / total for power in powers]
-
-
-class Router:
-    def __init__(self, experts: int, chosen: int = 2) -> None:
-        self.experts = experts
-        self.chosen = chosen
-
-    def route(self, scores: list[float]) -> list[tuple[int, float]]:
-        order = sorted(range(self.experts), key=lambda index: -scores[index])
-        best = order[: self.chosen]
-        weights = softmax([scores[index] for index in best])
-        return list(zip(best, weights))
-
-Question: In which year did people first walk on the moon? Answer: In 1969. Two astronauts landed on the 20th of July, and a third one
-stayed in orbit around the moon until they came back.
+# Without --text: this, and the source of a function, for any tokenizer.
+PROSE = """\
+A mixture of experts is a network in which a small part, the router, decides for every token which few of many experts
+compute it. All other experts do nothing for this token. So a model can hold far more weights than it uses for any one
+word, and most of the memory that it needs is read rarely. When the weights are stored with fewer bits, each of them is
+a little wrong. If the errors are small and independent, they cancel in the sums, and the model says almost what it said
+before; if they are not, the answers change. A test therefore reads a text with both models and compares, word by word,
+what each of them expects to come next.
 """
 
 
@@ -170,15 +136,15 @@ def quiet() -> Iterator[None]:
 
 
 def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """The shapes of the loaded model, and from_pretrained's account of the keys. weight_shape comes empty: transformers
-    takes its values from the packed tensor.
-    """
+    """The shapes of the loaded model, and what from_pretrained says of the keys."""
     import torch
+    from transformers.modeling_utils import str_to_torch_dtype
 
     tensors = {}
     for s in (*output.tensors.values(), *output.others.values()):
+        # transformers takes its values from the packed tensor.
         shape = [0] if s.name.endswith(".weight_shape") else s.shape
-        tensors[s.name] = torch.empty(shape, dtype=getattr(torch, DTYPES[s.dtype]), device="meta")
+        tensors[s.name] = torch.empty(shape, dtype=str_to_torch_dtype[s.dtype], device="meta")
     settings = {"state_dict": tensors, "device_map": {"": "meta"}, "output_loading_info": True}
     with quiet():
         model, keys = kind.from_pretrained(None, config=config, **settings)
@@ -288,11 +254,12 @@ def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
     """Token ids [n, length]: of a text, or drawn with a fixed seed where there is no tokenizer. InputError."""
     from transformers import AutoTokenizer
 
+    read = PROSE + inspect.getsource(check_reload) if text is None else text
     length = min(LENGTH, loading.longest(config) or LENGTH)
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
-            ids = np.array(tokenizer(TEXT if text is None else text)["input_ids"], np.int64)
+            ids = np.array(tokenizer(read)["input_ids"], np.int64)
     except Exception:  # whatever transformers raises where a tokenizer's files are missing or need code of their own
         ids = np.empty(0, np.int64)
     if len(ids) >= length:
@@ -332,9 +299,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _noisy(model: Any, noise: float) -> Iterator[None]:
-    """While this lasts, what routed experts add to a token is off by this share of its length, in a random direction.
-    Raises UnsupportedError where the experts cannot be found.
-    """
+    """While this lasts, what routed experts add is off by this share of its length. UnsupportedError: none are found."""
     import torch
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts

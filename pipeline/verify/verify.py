@@ -16,15 +16,16 @@ from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measu
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
+from ktconvert.pipeline.models.evaluate import read_text
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, first_of, joined, plural, size
-from ktconvert.pipeline.verify import against, structure
+from ktconvert.pipeline.verify import against, contents, structure
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
-from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
+from ktconvert.pipeline.verify.inputs import DECODED, Inputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, not_compared
-from ktconvert.pipeline.verify.structure import check_numbers, check_structure, sizes_of
 
 CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all
@@ -67,7 +68,7 @@ class Report:
 
 
 def verify(
-    options: VerifyInputs, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
+    options: VerifyOptions, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
 ) -> Report:
     """Make all checks that the options name; what is wrong with the output is in the report.
 
@@ -75,24 +76,25 @@ def verify(
               of this process do
     Raises what open_inputs raises, and KtconvertError where a worker cannot read.
     """
+    text, folder = None if options.text is None else read_text(options.text), options.page_statistics
     require_finished(options.output)
     ours = is_decoded(options.output) or is_output(options.output)
     if options.run and not ours and is_checkpoint(options.output):
         return _open_checkpoint(options)
     with closing(open_inputs(options)) as inputs:
         output, measured = inputs.output, inputs.measure
-        counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
-        report = Report(output, measured, check_structure(output, measured), against=options.against)
+        counts = None if folder is None else counts_for(folder, measured, output)
+        report = Report(output, measured, structure.check_structure(output, measured), against=options.against)
         readable = structure.weights_whole(output) and bool(output.methods)
         try:
             _check_contents(report, inputs, check_items(inputs, reporter, executor, threads), reporter)
-            if options.page and readable:
+            if options.report is not None and readable:
                 report.page_data = page_data(inputs, report.errors, counts)
         finally:
             reporter.end()
         wrong = any(check.problems for check in report.checks if check.name != "source")  # whatever its source says
         if output.whole and readable and options.load and inputs.other is None and not wrong:
-            _check_loading(report, inputs, reporter)
+            _check_loading(report, inputs, text, reporter)
     return report
 
 
@@ -101,7 +103,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
     whole, bad, source = structure.weights_whole(output), structure.unreadable(output), inputs.source
     files = [file for file in structure.listed_files(output) if file.name not in bad]
-    codes = structure.codes_of_others(output, measured) if whole else []
+    codes = contents.codes_of_others(output, measured) if whole else []
     total = sum(file.size for file in files) + sum(tensor.nbytes for tensor in codes)
     if inputs.other is not None:
         total += sum(stored.nbytes for stored in output.tensors.values())
@@ -111,11 +113,11 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     if output.tensors and (options.numa is not None or options.method is not None):
         checks.append(structure.check_options(measured, options.numa, options.method))
     if whole and output.methods:
-        checks.append(check_numbers(output, measured))
+        checks.append(contents.check_numbers(output, measured))
     if codes:
-        checks.append(structure.check_codes(output, codes, reporter))
+        checks.append(contents.check_codes(output, codes, reporter))
     if output.manifest is not None:
-        checks.append(structure.check_hashes(output.manifest, files, check_items))
+        checks.append(contents.check_hashes(output.manifest, files, check_items))
     if inputs.other is not None:
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not whole:
@@ -133,11 +135,9 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
             checks.append(check)
 
 
-def _check_loading(report: Report, inputs: Inputs, reporter: Reporter) -> None:
-    """What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source
-    does.
-    """
-    model, fmt, options = inputs.model, inputs.measure.fmt, inputs.options
+def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: Reporter) -> None:
+    """What transformers says of an output for the GPU: of its names, and of its predictions next to the source's."""
+    model, fmt = inputs.model, inputs.measure.fmt
     compared = ", then the source and the output" if model else ""
     reporter.say(f"transformers loads it: names first{compared}")
     check, loadable = check_reload(inputs.output)
@@ -146,13 +146,13 @@ def _check_loading(report: Report, inputs: Inputs, reporter: Reporter) -> None:
         return
     if loadable:
         bits = fmt.encoding.grid.bits
-        check, report.predictions = check_predictions(inputs.output, model, bits, options.text, options.threads)
+        check, report.predictions = check_predictions(inputs.output, model, bits, text, inputs.options.threads)
     else:
         check = not_compared("the output cannot be loaded whole")
     report.checks.append(check)
 
 
-def _open_checkpoint(options: VerifyInputs) -> Report:
+def _open_checkpoint(options: VerifyOptions) -> Report:
     """A checkpoint whose experts are to be computed as they are stored: what its headers tell."""
     if options.numa is not None or options.method is not None or options.against is not None:
         raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")
@@ -174,7 +174,8 @@ def require_sound(root: Path, *, load: bool = True) -> None:
     """
     output = open_output(root)
     measured = measure(output)
-    report = Report(output, measured, [*check_structure(output, measured), check_numbers(output, measured)])
+    checks = [*structure.check_structure(output, measured), contents.check_numbers(output, measured)]
+    report = Report(output, measured, checks)
     if load and not report.problems:
         report.checks.append(check_reload(output)[0])
     if report.sentence is not None:
@@ -184,7 +185,7 @@ def require_sound(root: Path, *, load: bool = True) -> None:
 def require_decoded(root: Path) -> None:
     """The same after `dequantize`. Raises VerificationError with the first problem."""
     output = open_decoded(root)
-    if problems := Report(output, DECODED, check_structure(output, DECODED)).problems:
+    if problems := Report(output, DECODED, structure.check_structure(output, DECODED)).problems:
         raise VerificationError(f"{root}: {problems[0]}.")
 
 
@@ -200,7 +201,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
         "command": manifest.command if manifest else None,
         "arrangement": arrangement,
-        **sizes_of(measure),
+        **structure.sizes_of(measure),
         **{name: output.facts[name] for name in ("scale", "too_few_tokens", "equalized") if name in output.facts},
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),

@@ -75,7 +75,6 @@ def check(headers: Iterable[tuple[bytes, bytes]], key: bytes | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -24,8 +24,8 @@ from transformers.cli.serving.utils import GenerationState
 from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.access import Refused
 from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, noted
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
-from ktconvert.pipeline.models.serving.schemas import RequestOptions, generation_config, noted
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -116,7 +116,7 @@ class Application:
         self.limit = max(BODY, PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
-            "/v1/models": ("GET", lambda call: call.respond(200, manager.listed())),
+            "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/responses": ("POST", self._responses),
@@ -171,6 +171,9 @@ class Application:
             raise Refused(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
         await answer(call)
 
+    async def _models(self, call: Call) -> None:
+        await call.respond(200, {"object": "list", "data": [*map(self.manager.entry, self.manager.names)]})
+
     async def _model(self, call: Call) -> None:
         name = self.manager.name_of(call.scope["path"].removeprefix("/v1/models/"))
         await call.respond(200, self.manager.entry(name))
@@ -180,9 +183,7 @@ class Application:
         await call.stream(self.manager.load_model_streaming(request.model), call.id)
 
     async def _read(self, call: Call, kind: type[Any]) -> Any:
-        """The request, with the name of who answers. Raises Refused for a body that is too long, no JSON, or no such
-        request.
-        """
+        """The request, with the name of who answers. Raises Refused: a body too long, no JSON, or no such request."""
         data = await call.read(self.limit)
         if self.answered >= ANSWERED:
             raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")

@@ -56,9 +56,6 @@ class OneModel(theirs):  # type: ignore[misc]
         parent = {} if name == self.name else {"parent": self.name}
         return {"id": name, "object": "model", "created": self.created, "owned_by": "ktconvert", **parent}
 
-    def listed(self) -> dict[str, Any]:
-        return {"object": "list", "data": [*map(self.entry, self.names)]}
-
     def name_of(self, model: str | None) -> str:
         """The name of who answers: the model's where none is given. Raises Refused with 404 for one that is unknown."""
         if model is not None and model not in self.names:
@@ -101,9 +98,6 @@ class Prompts:
         """In a thread, one at a time: other requests go on while a long text becomes tokens, or tokens become text."""
         async with self._lock:
             return await asyncio.to_thread(work, *arguments, **settings)
-
-    async def decode(self, ids: Sequence[int]) -> str:
-        return str(await self.in_thread(self.tokenizer.decode, ids))
 
     async def ids(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a completion's prompt. Raises Refused for ids that the model does not have."""

@@ -27,7 +27,7 @@ from transformers.cli.serving import utils
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving.access import ending
-from ktconvert.pipeline.models.serving.schemas import RequestOptions, noted_for
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
@@ -169,9 +169,7 @@ class Scheduler(utils.BaseGenerateManager):
         return _listed(own.eos_token_id)
 
     async def run(self, work: Callable[[], Any], options: RequestOptions) -> Any:
-        """What `work` for this request gives, or raises, in one of the threads; its passes through the model raise
-        Ended when the client has gone.
-        """
+        """What `work` gives or raises in one of the threads; its passes raise Ended when the client has gone."""
         future = Future[Any]()
         self._jobs.put((options, work, future))
         try:

@@ -12,8 +12,9 @@ import transformers
 
 from ktconvert.pipeline.models.serving.access import Refused, ending
 from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.request_options import noted_for
 from ktconvert.pipeline.models.serving.scheduler import Ended, Scheduler
-from ktconvert.pipeline.models.serving.schemas import Completion, noted_for
+from ktconvert.pipeline.models.serving.schemas import Completion
 from ktconvert.pipeline.models.serving.stream_decoder import CUT, StreamDecoder
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
@@ -66,7 +67,7 @@ async def completion(
             text = "".join(await prompts.in_thread(lambda: decoder.put(new[0]) + decoder.end()))
             options.cut = not decoder.ended
     if request.echo:
-        text = (prompt if isinstance(prompt, str) else await prompts.decode(ids)) + text
+        text = (prompt if isinstance(prompt, str) else await prompts.in_thread(prompts.tokenizer.decode, ids)) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
