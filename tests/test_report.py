@@ -24,7 +24,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.cli.conversion import cpu, dequantize, gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.page import TEMPLATES, page, percent
+from ktconvert.pipeline.ui.page import MOST_TITLES, TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
@@ -307,7 +307,10 @@ def test_pages_of_large_models_are_small(large):
     text = large(58, 256)
     found = Page(text)
     assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
-    assert sum(map(len, found.maps.values())) == found.cells
+    assert sum(map(len, found.maps.values())) == found.cells and "<tr title" not in text
+    text = large(60, 384)
+    assert len(text.encode()) < 1_300_000 and MOST_TITLES < 60 * 384 * 4
+    assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
 
 
 def test_in_a_browser(output, example, statistics, large, tmp_path):

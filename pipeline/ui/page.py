@@ -29,6 +29,8 @@ STRANGE = "x"  # the class of a value that is not finite
 MOST_COLUMNS = 8  # of a map whose cells hold numbers
 MOST_WIDTH = 64  # columns of maps that stand next to each other
 WIDTH = 1.1  # of the colours of a map, at least: where all values are nearly equal, all colours are
+# Above so many cells on one page only the rows have titles: 100 bytes instead of 30 for each cell.
+MOST_TITLES = 64_000
 
 # Parts of rows of tables; NUMA: of a column that only outputs with several NUMA parts have.
 LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA part"
@@ -60,6 +62,9 @@ def page(report: Report) -> str:
 def _content(report: Report) -> dict[str, Any]:
     facts, found = document(report), report.page_data
     scales, counts = (None, None) if found is None else (found.scales, found.counts)
+    cells = sum(len(layer.experts) for layer in report.errors)
+    cells += 0 if report.errors or scales is None else len(scales.linears)
+    titles = cells + (0 if counts is None else counts.size) <= MOST_TITLES
     parts = report.measure.numa > 1
 
     def check_rows(state: Callable[[Any], str]) -> Iterator[Row]:
@@ -78,14 +83,15 @@ def _content(report: Report) -> dict[str, Any]:
         "tiles": list(_tiles(report, facts)),
         "check_rows": check_rows,
         "output_rows": facts_rows(facts),
-        "errors": _errors(report) if report.errors else None,
+        "errors": _errors(report, titles) if report.errors else None,
         "worst_rows": _worst_rows(found.rows, parts) if found is not None and found.rows else None,
-        "scales": _scales(scales, not report.errors, parts) if scales is not None and scales.linears else None,
-        "usage": None if counts is None else _usage(counts, list(report.measure.shapes)),
+        "scales": _scales(scales, not report.errors, titles, parts) if scales is not None and scales.linears else None,
+        "usage": None if counts is None else _usage(counts, list(report.measure.shapes), titles),
     }
 
 
 def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The few numbers that one looks for first."""
     yield "method", ", ".join(facts[name] for name in ("method", "scale") if name in facts)
     if facts["layers"]:
         experts = facts["experts"] if isinstance(facts["experts"], int) else "different numbers of"
@@ -98,14 +104,14 @@ def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]
     yield "checks passed", f"{sum(check['ok'] for check in facts['checks'])} of {len(facts['checks'])}"
 
 
-def _errors(report: Report) -> dict[str, Any]:
+def _errors(report: Report, titles: bool) -> dict[str, Any]:
     maps: dict[str, dict[tuple[int, int], float]] = {projection: {} for projection in PROJECTIONS}
     for layer in report.errors:
         maps[layer.projection] |= {(e.layer, e.expert): e.relative_error for e in layer.experts}
     measured = max(len(layer.experts) for layer in report.errors)
     return {
         "measured": measured if measured < max(e for e, _, _ in report.measure.shapes.values()) else None,
-        "heat": heat_maps(maps, Scale("relative error", percent, lambda v: three(100 * v))),
+        "heat": heat_maps(maps, Scale("relative error", percent, lambda v: three(100 * v)), titles),
         "head": ("layer", *(projection + what for projection in PROJECTIONS for what in ("", ", cosine", ", worst"))),
         "rows": list(_layer_rows(report.errors)),
     }
@@ -143,7 +149,7 @@ def _worst_rows(rows: Sequence[WorstRow], parts: bool) -> dict[str, Any]:
     }
 
 
-def _scales(scales: Scales, medians: bool, parts: bool) -> dict[str, Any]:
+def _scales(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[str, Any]:
     """medians: whether the median of each expert is drawn, too."""
     finite = [linear.median for linear in scales.linears if math.isfinite(linear.median)]
     power = math.floor(math.log10(min(finite))) if finite else 0
@@ -162,7 +168,7 @@ def _scales(scales: Scales, medians: bool, parts: bool) -> dict[str, Any]:
         **{name: f"{n:,}" if scales.zeros or scales.others else "" for name, n in strange.items()},
         "histograms": list(_histograms(scales)),
         "power": power,
-        "heat": heat_maps(maps, scale) if medians else None,
+        "heat": heat_maps(maps, scale, titles) if medians else None,
         "head": ("linear", *[NUMA] * parts, "row", "largest scale", "median of the linear", "ratio"),
         "rows": [
             (LINEAR.format(s), *[str(s.numa)] * parts, str(s.row), f"{s.largest:.4g}", f"{s.median:.4g}", ratio(s))
@@ -184,23 +190,10 @@ def _histograms(scales: Scales) -> Iterator[dict[str, Any]]:
     edges = [2.0 ** (bin * each / STEPS + LOWEST) for bin in range(first, last + 1)]
     for projection, counts in scales.counts.items():
         own = np.add.reduceat(counts[first * each : last * each], np.arange(0, (last - first) * each, each))
-        most, all_of_it = int(own.max()), f"{int(own.sum()):,}"
-        yield {
-            "name": projection,
-            "total": all_of_it,
-            "most": f"{most:,}",
-            "label": f"{projection}: {all_of_it} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
-            "columns": len(own),
-            "bars": [
-                (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
-                for at, count in enumerate(own.tolist())
-                if count
-            ],
-            "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],
-        }
+        yield histogram(projection, own.tolist(), edges)
 
 
-def _usage(counts: I64, known: Sequence[int]) -> dict[str, Any]:
+def _usage(counts: I64, known: Sequence[int], titles: bool) -> dict[str, Any]:
     layers = [n for n in known if n < len(counts) and counts[n].any()]
     shares = {n: counts[n] / counts[n].sum() for n in layers}
     cells = {(n, e): float(share) for n in layers for e, share in enumerate(shares[n])}
@@ -211,11 +204,11 @@ def _usage(counts: I64, known: Sequence[int]) -> dict[str, Any]:
         most = f"{int(own.argmax())} ({percent(float(shares[layer].max()))})"
         return str(layer), f"{int(own.sum()):,}", most, str(int((own == 0).sum()))
 
-    heat = heat_maps({"routed tokens": cells}, scale)
+    heat = heat_maps({"routed tokens": cells}, scale, titles)
     return {"equal": percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
 
 
-# --- heat maps layers x experts, as tables with cells coloured by class -------------------------
+# --- heat maps layers x experts, as tables with cells coloured by class, and histograms ----------
 
 
 Cells = Mapping[tuple[int, int], float]  # (layer, expert) -> value
@@ -237,6 +230,7 @@ class Scale:
     ratios: bool = False
 
     def is_shown(self, value: float) -> bool:
+        """Whether a value has a colour on the ramp."""
         return math.isfinite(value) and (value > 0 or not self.ratios)
 
     def step(self, value: float, low: float, high: float) -> str:
@@ -248,8 +242,8 @@ class Scale:
         return COLOURS[min(int(share * len(COLOURS)), len(COLOURS) - 1)]
 
 
-def heat_maps(maps: Mapping[str, Cells], scale: Scale) -> dict[str, Any]:
-    """One map per name, of the same layers and experts, and the legend."""
+def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str, Any]:
+    """One map per name, of the same layers and experts, and the legend. titles: of each cell, not of each row."""
     layers = sorted({layer for cells in maps.values() for layer, _ in cells})
     experts = sorted({expert for cells in maps.values() for _, expert in cells})
     numbers = len(experts) <= MOST_COLUMNS
@@ -265,13 +259,21 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale) -> dict[str, Any]:
         def cell(layer: int, expert: int) -> tuple[str, str, str] | None:
             if (value := cells.get((layer, expert))) is None:
                 return None
-            title = f"{layer}/{expert}: {scale.text(value)}"
+            title = f"{layer}/{expert}: {scale.text(value)}" if titles else ""
             return scale.step(value, low, high), title, scale.short(value) if numbers else ""
+
+        def row_title(layer: int) -> str:
+            known = [(v, e) for e in experts if (v := cells.get((layer, e))) is not None and scale.is_shown(v)]
+            if not known:
+                return f"layer {layer}"
+            (least, _), (most, expert) = min(known), max(known)
+            return f"layer {layer}: {scale.text(least)} to {scale.text(most)} (expert {expert})"
 
         rows = [
             {
                 "layer": layer,
                 "span": 0 if at % rows_per_head else min(rows_per_head, len(layers) - at),
+                "title": "" if titles else row_title(layer),
                 "cells": [cell(layer, expert) for expert in experts],
             }
             for at, layer in enumerate(layers)
@@ -280,6 +282,7 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale) -> dict[str, Any]:
 
     return {
         "label": scale.label,
+        "titles": titles,
         "wide": len(experts) > MOST_WIDTH,
         "columns": len(experts),
         "height": height,
@@ -288,4 +291,22 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale) -> dict[str, Any]:
         "strange": strange and ("not a positive number" if scale.ratios else "not a number"),
         "empty": any(len(cells) < len(layers) * len(experts) for cells in maps.values()),
         "maps": [drawn(name, cells) for name, cells in maps.items()],
+    }
+
+
+def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
+    """Counts [n] between edges [n + 1]."""
+    most, total = max(counts, default=0), sum(counts)
+    return {
+        "name": name,
+        "total": f"{total:,}",
+        "most": f"{most:,}",
+        "label": f"{name}: {total:,} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
+        "columns": max(len(counts), 1),
+        "bars": [
+            (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
+            for at, count in enumerate(counts)
+            if count
+        ],
+        "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],
     }
