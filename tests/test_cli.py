@@ -124,6 +124,7 @@ def test_an_architecture_of_the_users_own(tmp_path: Path, cli: Any, example: Pat
     names = [f'{part} = "net.{{layer}}.moe.{{expert}}.{part[0]}"' for part in ("gate", "up", "down")]
     row.write_text("\n".join(['name = "Mine"', 'matches = ["mine"]', "[[stored]]", 'style = "separate"', *names]))
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, "--arch-file", row)
+    cli("verify", tmp_path / "out", "--against", source, "--arch-file", row)
     assert read_folder(tmp_path / "out") == read_folder(packed_example("int4", 1))
 
 

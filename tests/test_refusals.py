@@ -339,6 +339,8 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
+    part = convert(source, output.with_name("parts"), "--part", "0/2", preexec_fn=limited)
+    conversion.refused(part, 4, *(word.replace("out.work", "parts.work") for word in words))
     conversion.refused(convert(source, output, preexec_fn=limited), 4, *words)
     assert not list(output.with_name("out.work").glob("store/*"))
     done = conversion.ktconvert("resume", output) if limit else convert(source, output)

@@ -373,6 +373,22 @@ def test_packed_weights_beside_the_experts(case, tmp_path, example):
         transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig(case.cold))
 
 
+@qwen
+def test_experts_that_torch_computes_take_no_adapter(case):
+    peft = pytest.importorskip("peft")
+    mask = torch.ones(LAYERS, EXPERTS, dtype=torch.bool)
+    attention = peft.get_peft_model(
+        load(case.packed, case.cold, gpu_experts_mask=mask), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    assert "experts" not in str(attention.peft_config["default"].target_modules)
+    with pytest.raises(
+        UnsupportedError, match="experts that torch computes take no adapter; load the model without gpu"
+    ):
+        peft.get_peft_model(
+            load(case.packed, case.cold, gpu_experts_mask=mask), peft.LoraConfig(target_modules=["experts"])
+        )
+
+
 def test_more_than_fits_into_memory(monkeypatch):
     masks = [np.ones(1 << 20, np.bool_)]
     with pytest.raises(ResourceError, match=r"1048576 hot experts take .* GiB in BF16, and cpu has .* choose fewer"):

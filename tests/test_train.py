@@ -382,12 +382,22 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(servers, example,
     killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
 
 
+def test_a_loss_that_is_not_finite_ends_a_training_and_overwrite_begins_anew(cli, example, int8, text, tmp_path):
+    adapter = tmp_path / "adapter"
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "-o", adapter)
+    failed = cli(*words, "--learning-rate", 1e30, code=6)
+    assert re.search("is not finite at step .*; give a smaller --learning-rate", failed.stderr) and not adapter.exists()
+    old = locate(adapter).store / "checkpoint-5"
+    old.mkdir()
+    cli(*words, "--max-steps", 1, "--overwrite")
+    assert (adapter / "adapter_model.safetensors").exists() and not old.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "code", "why"),
     [
         (("--dataset", "empty.txt"), 5, "empty.txt: holds no token"),
         (("--dataset", "short.txt"), 5, "less than one sequence of 64"),
-        (("--dataset", "text.txt", "--learning-rate", 1e30), 6, "is not finite at step .*; give a smaller --learning"),
         (("--dataset", "text.txt", "--rank", 1000), 3, "r = 1000 is not within 1 to 256"),
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
     ],
