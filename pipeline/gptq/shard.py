@@ -8,29 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Bytes, error_sums, is_zero
+from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import ShardPlan
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
-from ktconvert.pipeline.gptq.settings import Settings
+from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.stages import expert_files, quantize_experts
 from ktconvert.pipeline.stages import expert_stream as equalized
-from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
+from ktconvert.pipeline.stages.chain import LayerWork
+from ktconvert.pipeline.stages.expert_stream import taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
-from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.differences import source_values
 from ktconvert.quantizers.reference import F32
@@ -40,28 +35,21 @@ ROWS = 32  # that are decoded at a time to find a value that is not zero
 
 
 @dataclass(frozen=True)
-class GptqWork:
-    """One layer with experts, and the layers without any that lie before it.
+class GptqWork(LayerWork):
+    """grid: the parts of the layer's experts; choice: how scales are chosen; loose: whether it becomes a folder."""
 
-    grid    the parts of its experts
-    choice  how scales are chosen
-    loose   whether it becomes a folder of loose files
-    """
-
-    model: MoeModel
     fmt: Format
-    settings: Settings
     grid: ExpertGrid
     choice: Quantizer
-    before: tuple[int, ...]
     metadata: Mapping[str, str]
-    skeleton: Callable[[], LayeredModel]
     oneshot: Callable[[Path], Quantized]
     loose: bool = False
 
     @property
-    def layer(self) -> int:
-        return self.grid.layer
+    def options(self) -> QuantizationOptions:
+        options = self.chain.options
+        assert isinstance(options, QuantizationOptions)
+        return options
 
 
 def nearest(work: GptqWork) -> Nearest:
@@ -77,17 +65,21 @@ def nearest(work: GptqWork) -> Nearest:
 
 class LayerWriter:
     """Writes a layer's linears, in file order: to a shard (all first tensors, then all second ones, and so on), or to a
-    folder with a file for each tensor, synced together.
+    folder with a file for each tensor, synced together. figures: how far one expert is from the source.
     """
 
     def __init__(self, work: GptqWork, partial: Path, reporter: Reporter, shard: Shard | None = None) -> None:
         self.work, self.partial, self.reporter, self._shard = work, partial, reporter, shard
+        experts = work.model.shape(work.layer)[0]
+        self.figures: dict[str, Any] = {"sampled_expert": work.layer % experts}
         self._written: list[Written] = []
         self._others: list[list[Bytes]] = []
 
     def write(self, expert: int, projection: str, stored: Stored) -> None:
         """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
         _require_values(self.work, expert, projection, stored, self.reporter)
+        if expert == self.figures["sampled_expert"]:
+            self.figures[projection] = equalized.error_of(self.work.model, self.work.fmt.encoding, stored)
         for part, tensors in stored:
             if self._shard is None:
                 self._written += expert_files.write_loose(self.work.fmt, part, tensors, self.partial)
@@ -133,36 +125,15 @@ def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored
     reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
 
 
-def error_of_sample(work: GptqWork, made: Path) -> dict[str, Any]:
-    """How far one expert of the layer's shard or folder is from the source: the quality figure of the report."""
-    entries = {} if work.loose else {e.name: e for e in read_header(made).entries}
-    names = work.fmt.names_in(work.model)
-
-    def read(part: Part, tensor: TensorInfo) -> Bytes:
-        if work.loose:
-            return np.fromfile(made / str(work.fmt.loose_path(part, tensor)), np.uint8)
-        entry = entries[names.key(part.place, tensor.name)]
-        return np.fromfile(made, np.uint8, entry.nbytes, offset=entry.start)
-
-    def error(expert: int, projection: str) -> dict[str, float]:
-        sums = np.zeros(4)
-        for part in work.grid.parts(expert, projection):
-            stored = [read(part, tensor) for tensor in work.fmt.encoding.tensors(part.n, part.k)]
-            sums += error_sums(*equalized.undone(work.model, work.fmt.encoding, part), stored)
-        return error_figures(sums)
-
-    return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)
-
-
 def report(work: GptqWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
     """Report what happened to the layer's experts; returns the figures for the journal and the model card."""
     if done.too_few:
         how = "rounded to nearest" if work.choice.choose is None else "not compensated"
         where = " in down" if done.evidence.shared else ""  # of gate and up all tokens of the layer are known
+        which = ", ".join(map(str, done.too_few[:16])) + (", ..." if len(done.too_few) > 16 else "")
         reporter.note(
             f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts {how}{where}, for fewer than "
-            f"{work.settings.floor} tokens were routed to them: {', '.join(map(str, done.too_few[:16]))}"
-            f"{', ...' if len(done.too_few) > 16 else ''}"
+            f"{done.floor} tokens were routed to them: {which}"
         )
     fell_back = [linear_name(work.model, work.layer, *item) for item in done.fell_back]
     if fell_back:

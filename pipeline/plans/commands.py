@@ -6,13 +6,17 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine, placement
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
@@ -45,6 +49,7 @@ COMMANDS: Mapping[str, type[ConversionOptions]] = {
     "merge-adapter": MergeAdapterOptions,
     "resplit": ResplitOptions,
 }
+HASHED = (QuantizationOptions, CalibrateOptions, DequantizeOptions)  # of these, --verify-inputs hashes the shards
 
 
 def request(command: str, **options: Any) -> Request[ConversionOptions]:
@@ -124,11 +129,34 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     collects = gc.isenabled()
     gc.disable()  # it takes a quarter of a large plan's time
     try:
-        plan: Plan = getattr(module, f"plan_{name}")(request, hashed)
-        return plan
+        plan: Plan = getattr(module, f"plan_{name}")(request)
     finally:
         if collects:
             gc.enable()
+    if hashed is None or not request.options.verify_inputs or not isinstance(request.options, HASHED):
+        return plan
+    return _with_hashes(plan, hashed)
+
+
+_hashed: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
+
+
+def _with_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
+    """The plan with the sha256 of its shards; each is read once, however many outputs are made of it."""
+
+    def one(path: Path) -> str:
+        status = path.stat()
+        key = (path, status.st_size, status.st_ctime_ns)
+        if key not in _hashed:
+            _hashed[key] = publish.sha256_file(path)
+            advance(status.st_size)
+        return _hashed[key]
+
+    shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
+    with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=use_own_cpus) as pool:
+        digests = dict(zip(shards, pool.map(one, shards), strict=True))
+    files = {path: structs.replace(file, sha256=digests.get(path)) for path, file in plan.files.items()}
+    return replace(plan, files=files)
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:

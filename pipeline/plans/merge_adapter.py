@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,16 +11,14 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.options.quantization import MergeAdapterOptions
-from ktconvert.pipeline.plans.dequantize import plan_whole
+from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.stages.add_adapter import merged
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 
 
-def plan_merge_adapter(request: Request[MergeAdapterOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers and the adapter's hash, and say everything that will happen. Raises InputError or UnsupportedError
-    for an adapter that is none of this checkpoint.
-    """
-    plan, folder = plan_whole(request, hashed, partial(_with_adapter, request)), request.options.adapter
+def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
+    """Of headers and the adapter's hash. Raises InputError or UnsupportedError for one of another checkpoint."""
+    plan, folder = plan_dequantize(request, partial(_with_adapter, request)), request.options.adapter
     return replace(plan, reads=(*plan.reads, folder / CONFIG, folder / WEIGHTS))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
 
 
-def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_resplit(request: Request[ResplitOptions]) -> Plan:
     """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes. UnsupportedError for what
     is no such output, InputError for one that is damaged or was not made from --against.
     """
@@ -188,8 +188,7 @@ def _config_before(output: Output) -> dict[str, Any]:
 
 def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> dict[Path, SourceFile]:
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    shards = {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
-    return shards | checkpoint.files_below(output.root, (*loose_files, *copied))
+    return checkpoint.shards_of(source) | checkpoint.files_below(output.root, (*loose_files, *copied))
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:

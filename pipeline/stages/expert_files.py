@@ -54,6 +54,11 @@ class ExpertsToWrite(ABC):
     metadata: Mapping[str, str]
 
     @property
+    def sampled(self) -> int:
+        """The expert that is measured."""
+        return self.start + self.grid.layer % (self.stop - self.start)
+
+    @property
     @abstractmethod
     def names(self) -> Names: ...
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_sums
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.parts import Part
@@ -78,19 +78,6 @@ def sample(count: int) -> Sequence[int]:
     return range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
 
 
-def sampled_error(
-    model: MoeModel, layer: int, start: int, stop: int, error: Callable[[int, str], dict[str, float]]
-) -> dict[str, Any]:
-    """error(expert, projection) of one expert of a unit: the quality figure of the report."""
-    expert = start + layer % (stop - start)
-    figures: dict[str, Any] = {"sampled_expert": expert}
-    for projection in PROJECTIONS:
-        figures[projection] = error(expert, projection)
-    for info in model.expert_tensors(layer, expert):
-        model.source.release(info)
-    return figures
-
-
 def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
     """Figures from the sums of x*x, y*y, x*y and (x-y)^2; an all-zero source is matched exactly or not at all."""
     xx, yy, xy, dd = (float(v) for v in sums)
@@ -118,6 +105,11 @@ def share_of(model: MoeModel, part: Part) -> Exponents | None:
     whole = None if part.projection == "gate" else model.exponents(part.layer, part.expert)
     width = part.k if part.projection == "down" else part.n
     return None if whole is None else whole[part.first : part.first + width]
+
+
+def error_of(model: MoeModel, encoding: Encoding, stored: Iterable[tuple[Part, Sequence[Bytes]]]) -> dict[str, float]:
+    """error_figures of these parts of a linear, against the checkpoint."""
+    return error_figures(sum((error_sums(*undone(model, encoding, p), made) for p, made in stored), np.zeros(4)))
 
 
 def undone(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
@@ -30,7 +30,7 @@ from ktconvert.pipeline.stages.expert_files import (
     write_folder,
     write_shard,
 )
-from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
+from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
@@ -76,11 +76,9 @@ class ExpertsWork(ExpertsToWrite):
         """error_figures of one projection, quantized again; what stays as it is, is equal."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
-        sums = np.zeros(4)
-        for part, packed in self.make((expert, projection)):
-            if self.grid.is_measured(part):
-                sums += error_sums(*expert_stream.undone(self.model, self.fmt.encoding, part), packed)
-        return error_figures(sums)
+        made = self.make((expert, projection))
+        measured = ((part, packed) for part, packed in made if self.grid.is_measured(part))
+        return expert_stream.error_of(self.model, self.fmt.encoding, measured)
 
     def coming(self) -> Iterator[Item]:
         tensors = partial(self.model.expert_tensors, self.grid.layer)
@@ -91,9 +89,12 @@ class ExpertsWork(ExpertsToWrite):
         taken(self.model, self.grid.layer, item, reporter)
 
     def figures(self) -> dict[str, object]:
-        sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
-        own = expert_stream.figures(self.model, self.grid.layer, self.start, self.stop)
-        return {"layer": self.grid.layer, **sampled, **own}
+        layer, expert = self.grid.layer, self.sampled
+        errors = {projection: self.error(expert, projection) for projection in PROJECTIONS}
+        for info in self.model.expert_tensors(layer, expert):
+            self.model.source.release(info)
+        own = expert_stream.figures(self.model, layer, self.start, self.stop)
+        return {"layer": layer, "sampled_expert": expert, **errors, **own}
 
 
 def quantize(

@@ -89,10 +89,6 @@ class ResplitWork(ExpertsToWrite):
         """The projections whose parts, of themselves or of their transposes, are columns: others never change."""
         return PROJECTIONS if self.grid.backward else ("down",)
 
-    @property
-    def sampled(self) -> int:
-        return self.start + self.grid.layer % (self.stop - self.start)
-
     def _rearranged(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
         try:
             return resplit(self.fmt.encoding, old, self.grid, item, place)

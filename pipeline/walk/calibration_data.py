@@ -1,5 +1,5 @@
 """Calibration data: from a data set (local files, the hub's cache or the hub, read through `datasets`) to token ids of
-each sample, in the order in which the library visits them; and the settings of a walk that reads them.
+each sample, in the order in which the library visits them.
 
 Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
 template applied, cut at max_length tokens, no special tokens added. Of local files only the rows that are asked for are
@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,52 +47,23 @@ INSTRUCTION = ("instruction", "input", "output")
 STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Which samples: the first `samples` rows of a split, shuffled by the seed (>= 0), each cut at max_length tokens.
-
-    dataset  a file (.txt, .jsonl, .json, .parquet), a folder of such files of one kind, or a hub id
-    split    of a hub's data set; of a folder, the files named after it, or all
-    """
-
-    dataset: str
-    split: str
-    samples: int
-    max_length: int
-    seed: int
-
-    @classmethod
-    def of(cls, options: Samples) -> Calibration:
-        samples, length = options.num_calibration_samples, options.max_sequence_length
-        return cls(options.dataset, options.dataset_split, samples, length, options.random_seed)
-
-    def facts(self) -> dict[str, Any]:
-        """For manifests and descriptions: a local data set (the command line makes it absolute) by its name alone."""
-        dataset = Path(self.dataset)
-        return {**vars(self), "dataset": dataset.name if dataset.is_absolute() else self.dataset}
+def facts_of(options: Samples) -> dict[str, Any]:
+    """For manifests and descriptions: a local data set (the command line makes it absolute) by its name alone."""
+    dataset = Path(options.dataset)
+    return {
+        "dataset": dataset.name if dataset.is_absolute() else options.dataset,
+        "split": options.dataset_split,
+        "samples": options.num_calibration_samples,
+        "max_length": options.max_sequence_length,
+        "seed": options.random_seed,
+    }
 
 
-@dataclass(frozen=True)
-class WalkSettings:
-    """The settings of a walk.
-
-    group        experts in memory at a time
-    machine      properties of the machine where it was begun that can change bytes, such as "threads", "device_type"
-    fingerprint  all that can change a byte: (name, value)
-    """
-
-    calibration: Calibration
-    group: int
-    trust_remote_code: bool
-    machine: Mapping[str, Any]
-    fingerprint: tuple[tuple[str, Any], ...]
-
-
-def token_ids(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+def token_ids(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples, each int64 [1..max_length], in the order in which llmcompressor's oneshot would visit what samples()
     gives; the same file gives the same in every process of a machine. Raises as samples() does.
     """
-    shuffled = samples(calibration, tokenizer, note)
+    shuffled = samples(options, tokenizer, note)
     return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
 
 
@@ -107,7 +77,7 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
     return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
 
 
-def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+def samples(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
     with a note. A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template
     (without one: the contents, one per line), or its text, or instruction, input and output on lines of their own. A
@@ -115,28 +85,28 @@ def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None
     the last piece of a file is what is left. Raises InputError where the data set is not there, cannot be read, lacks
     the split, has no such column or no token at all.
     """
-    files = of_split(local_files(calibration.dataset), calibration.split)
+    files = of_split(local_files(options.dataset), options.dataset_split)
     rows: list[Ids] = []
     silence()
     with _untouched(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
-            most = calibration.samples - len(rows)
+            most = options.num_calibration_samples - len(rows)
             if kind_of(file) == "text":
                 lines = (row["text"] for row in rows_of_file(file, cache))
-                rows += _consecutive(lines, tokenizer, calibration.max_length, most)
+                rows += _consecutive(lines, tokenizer, options.max_sequence_length, most)
             else:
-                rows += _encoded(rows_of_file(file, cache, most), tokenizer, calibration.max_length, str(file))
-            if len(rows) >= calibration.samples:
+                rows += _encoded(rows_of_file(file, cache, most), tokenizer, options.max_sequence_length, str(file))
+            if len(rows) >= options.num_calibration_samples:
                 break
         if not files:
-            hub = rows_of_hub(calibration.dataset, calibration.split, calibration.samples, cache, note)
-            rows = _encoded(hub, tokenizer, calibration.max_length, calibration.dataset)
-    order = np.random.default_rng(calibration.seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
+            hub = rows_of_hub(options.dataset, options.dataset_split, options.num_calibration_samples, cache, note)
+            rows = _encoded(hub, tokenizer, options.max_sequence_length, options.dataset)
+    order = np.random.default_rng(options.random_seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
     kept = [rows[index] for index in order if rows[index].size]
     if not kept:
-        raise InputError(f"{calibration.dataset}: holds no token; give --dataset a data set with text")
+        raise InputError(f"{options.dataset}: holds no token; give --dataset a data set with text")
     if note and len(kept) < len(rows):
-        note(f"{calibration.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
+        note(f"{options.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
     return kept
 
 

@@ -175,20 +175,8 @@ def footprint(shape: WalkShape) -> Footprint:
     )
 
 
-def shape_of(
-    model: MoeModel,
-    options: Samples,
-    *,
-    quantizes: bool,
-    group: int,
-    on_gpu: bool,
-    calibrate: str = "routed",
-    statistics: bool = False,
-    moments: bool = False,
-    outputs: bool = False,
-    bits: int = 8,
-) -> WalkShape:
-    """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
+def shape_of(model: MoeModel, options: Samples) -> WalkShape:
+    """Of a checkpoint's widest layer, from headers and config, and of these samples; the rest is the walk's."""
     config = model.source.config
     experts, hidden, width = map(max, zip(*(model.shape(layer) for layer in model.layers), strict=True))
     heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
@@ -201,18 +189,10 @@ def shape_of(
         heads,
         samples=options.num_calibration_samples,
         length=options.max_sequence_length,
-        bits=bits,
-        quantizes=quantizes,
-        calibrate="mixed" if moments else calibrate,
-        group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
         dense=model.layers != tuple(range(len(model.layers))),
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
-        on_gpu=on_gpu,
-        statistics=statistics,
-        moments=moments,
-        outputs=outputs,
         vocabulary=_number(config, 0, "vocab_size"),
     )
 
