@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UsageError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.plan import Plan, require_parts
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import ThreadRunner, pools
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
-from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
+from ktconvert.pipeline.engine.worker import Opened, make_attempt
 from ktconvert.pipeline.ui.progress import Reporter
 
 # Environment variables that say which of how many processes this one is: number, count, first number, step.
@@ -133,8 +133,8 @@ def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterato
             reporter.at(unit.key)
             reporter.event("start", output=str(paths.output), unit=unit.name)
             made = make_attempt(opened, stage, unit, run, reporter)
-            if isinstance(made, Failure):
-                raise made.error()
+            if isinstance(made, KtconvertError):
+                raise made
             return made_of(paths, made)
 
         yield ThreadRunner(runner, most, make)

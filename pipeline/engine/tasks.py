@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.threads import ThreadRunner
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
+from ktconvert.pipeline.engine.worker import DEATHS, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
 
 Result = TypeVar("Result")
@@ -58,14 +58,14 @@ class Tasks:
         self._made_here.add(future := self.here.submit(stage, unit))
         return future
 
-    def _submit(self, unit: Unit[Any]) -> Future[Attempt | Failure]:
+    def _submit(self, unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
         output, version, (key, portion) = str(self._work.paths.output), tool_version(), unit.portion or (unit.key, None)
         about = self._reopen, self._threads, portion
         task = Task(output, self._run, version, unit.stage, key, unit.fingerprint, *about)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken
-            broken: Future[Attempt | Failure] = Future()
+            broken: Future[Attempt | KtconvertError] = Future()
             broken.set_exception(error)
             return broken
 
@@ -107,7 +107,7 @@ class Tasks:
         self._reporter.worker(made.worker, None)
         return made_of(self._work.paths, made)
 
-    def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
+    def give_up(self, unit: Unit[Any], future: Future[Attempt | KtconvertError]) -> bool:
         self._look()
         begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in [*self._known.values()])
         return not begun and future.cancel()
@@ -149,7 +149,7 @@ class Tasks:
         return {"output": str(self._work.paths.output), **who}
 
 
-def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:
+def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -> Result:
     """What a worker gave back. Raises its failure, and KtconvertError where the executor lost the task."""
     try:
         result = future.result()
@@ -160,8 +160,8 @@ def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Resul
             f"{what}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
             f"scheduler run, then {remedy}."
         ) from error
-    if isinstance(result, Failure):
-        raise result.error()
+    if isinstance(result, KtconvertError):
+        raise result
     return result
 
 

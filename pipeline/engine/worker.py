@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts import errors
 from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
 from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.native_quant import kernels, machine
@@ -53,23 +52,8 @@ class Task:
     portion: Callable[[Unit[Any]], Unit[Any]] | None = None
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What prevented a unit, as it travels: the name of the error's class, its exit code and sentence."""
-
-    kind: str
-    exit_code: int
-    sentence: str
-
-    def error(self) -> KtconvertError:
-        kind = getattr(errors, self.kind, KtconvertError)
-        error: KtconvertError = kind(self.sentence)
-        error.exit_code = self.exit_code
-        return error
-
-
-def make_unit(task: Task) -> Attempt | Failure:
-    """Make a unit, or find it made. What trying again would not help comes back as a Failure."""
+def make_unit(task: Task) -> Attempt | KtconvertError:
+    """Make a unit, or find it made. What trying again would not help comes back, whatever executors do to errors."""
     reporter = Collecting()
     try:
         with _opening:
@@ -79,16 +63,17 @@ def make_unit(task: Task) -> Attempt | Failure:
         return failure_of(error)
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> KtconvertError:
     """An error as it travels, with this host's name where it is this host's."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     if isinstance(error, OSError):
         kind = ResourceError if error.errno in (*FULL, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
-    code = getattr(error, "exit_code", KtconvertError.exit_code)
-    here = "" if isinstance(error, WorkerLostError) else f"host {machine.host()}: "  # that happened elsewhere
-    return Failure(type(error).__name__, code, f"{here}{error}")
+    if isinstance(error, WorkerLostError):  # that happened elsewhere
+        return error
+    kind = type(error) if isinstance(error, KtconvertError) else KtconvertError
+    return kind(f"host {machine.host()}: {error}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +145,9 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
     return Opened(plan, paths, packing_pool(count), window_of(count, 1))
 
 
-def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter) -> Attempt | Failure:
+def make_attempt(
+    opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter
+) -> Attempt | KtconvertError:
     """An ended attempt at a unit, of before or made now. WorkerLostError where too many of this run ended silently."""
     paths = opened.paths
     before = attempts.read(paths, unit)
@@ -186,7 +173,7 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:
         failure = failure_of(error)
-        attempts.fail(paths, attempt, failure.sentence)
+        attempts.fail(paths, attempt, str(failure))
         return failure
     return attempts.finish(paths, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())
 

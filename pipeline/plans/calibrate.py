@@ -19,28 +19,25 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
     """Of headers only, before any weight is read."""
     environment.require("calibrate", environment.WALK)
     request = walking.on_one_machine(checkpoint.with_arch_row(request), environment.WALK_PACKAGES)
-    options, machine = request.options, request.options.machine.machine
-    assert machine is not None
+    options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, checkpoint.rows_for(options.arch_row))
     chain.require_calibratable(model, gather_statistics.INSTEAD)
-    bytes_of = footprint.moments_bytes if options.second_moments else footprint.squares_bytes
-    group = footprint.experts_at_a_time(model, int(machine["group_bytes"]), bytes_of)
     shape = replace(
         footprint.shape_of(model, options.samples),
         quantizes=False,
         calibrate="mixed" if options.second_moments else "routed",
-        group=group,
         moments=options.second_moments,
     )
+    shape = walking.on_machine(shape, options)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = walking.describe(model, request)
     plan = Plan(
         request=request,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.files_named(options)),
-        stages=(gather_statistics.stage(model, options, {tensor.key: tensor for tensor in rest}, group, about),),
+        stages=(gather_statistics.stage(model, options, {tensor.key: tensor for tensor in rest}, shape.group, about),),
         facts={
             "architecture": model.arch.name,
             **checkpoint.shape_facts(model, model.layers),

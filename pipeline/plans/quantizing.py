@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.stages import copy_tensors, quantize_experts
+from ktconvert.pipeline.stages import copy_tensors, expert_files
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
 from ktconvert.pipeline.walk.calibration_data import facts_of
 from ktconvert.quantizers.choice import Quantizer
@@ -76,7 +76,7 @@ def plan_of(
         packing, making = threads + WAITING, 0
         if not options.calibrated:
             reading = 0 if statistics is None else statistics.memory(packing)
-            making = reading + quantize_experts.peak_memory(stage.units, packing)
+            making = reading + expert_files.peak_memory(stage.units, packing)
         return checkpoint.BASE_MEMORY + max(making, copying)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:

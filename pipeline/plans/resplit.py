@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
@@ -32,7 +32,7 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
-from ktconvert.pipeline.stages import copy_tensors, resplit_experts
+from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
 from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
@@ -104,7 +104,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         peak_memory=lambda threads: (
             checkpoint.BASE_MEMORY
             + TENSOR * len(output.tensors)
-            + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
+            + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
         ),
         card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
     )
@@ -235,13 +235,17 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         reads = (*plan.reads, *source.paths())
         model = recognise(source, checkpoint.rows_for(plan.request.options.settings.get("arch_row")))
         for work in works:
-            _require_source_of(work, model, against)
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
             read = equalized(model, work.fmt) if FACT in plan.facts else model
             again = ExpertsWork(work.fmt, grid, work.sampled, work.sampled + 1, {}, read, choice)
-            if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
-                raise _not_its_source(work, against)
+            shape = model.shape(grid.layer) if grid.layer in model.moe_layers else (0, 0, 0)
+            fits = shape[1:] == (grid.hidden, grid.intermediate) and work.sampled < shape[0]
+            if not fits or not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
+                raise InputError(
+                    f"{against}: expert {work.sampled} of layer {grid.layer} is not that of {work.output.root}; give "
+                    "the checkpoint that it was made from with --against."
+                )
             item = work.sampled, "down"
             for own, parts in zip(sums, (work.stored(item), work.make(item), again.make(item)), strict=True):
                 for part, packed in parts:
@@ -255,20 +259,6 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
     advice = f"converting again is better: {_command(plan, works[0], against)}"
     better = "resplit is as good" if fresh >= BETTER * after else advice
     return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
-
-
-def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:
-    layer = work.grid.layer
-    sizes = work.grid.hidden, work.grid.intermediate
-    if layer not in model.moe_layers or model.shape(layer)[1:] != sizes or work.sampled >= model.shape(layer)[0]:
-        raise _not_its_source(work, against)
-
-
-def _not_its_source(work: ResplitWork, against: str) -> InputError:
-    return InputError(
-        f"{against}: expert {work.sampled} of layer {work.grid.layer} is not that of {work.output.root}; give the "
-        "checkpoint that it was made from with --against."
-    )
 
 
 def _equal(ours: Parts, theirs: Parts) -> bool:

@@ -56,7 +56,7 @@ def gptq_stage(
         fmt,
         options,
         {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)},
-        _experts_at_a_time(model, options),
+        _gptq_shape(model, fmt, options).group,
         metadata,
         choice=choice,
         numa=numa,
@@ -65,31 +65,30 @@ def gptq_stage(
     )
 
 
-def _experts_at_a_time(model: MoeModel, options: QuantizationOptions) -> int:
-    """How many experts of the widest layer are in memory together, with Hessians and working copies; at least one."""
-    own, machine = options.gptq, options.machine.machine or {}
-
-    def bytes_of(hidden: int, width: int) -> int:
-        hessians = 4 * width * width + (4 * hidden * hidden if own.calibrate == "routed" else 0)
-        slopes = 4 * (2 * width) ** 2 if own.gptq_steps == "full" else 0
-        return 2 * 3 * hidden * width * 2 + hessians + slopes  # weights as they are, and rounded
-
-    return footprint.experts_at_a_time(model, int(machine["group_bytes"]), bytes_of)
-
-
-def with_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
-    """The plan of gptq_stage with what its walk takes."""
-    options, own = request.options, request.options.gptq
+def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> footprint.WalkShape:
+    own = options.gptq
     shape = replace(
         footprint.shape_of(model, options.samples),
         calibrate=own.calibrate,
         statistics=own.save_statistics is not None,
         bits=max(each.encoding.grid.bits for each in fmt.formats),
-        group=_experts_at_a_time(model, options),
         outputs=own.gptq_steps == "full",
     )
-    walked = with_walk(plan, request, shape, footprint.REMEDIES)
-    if options.engine == "stream":
+    return on_machine(shape, options)
+
+
+def on_machine(shape: footprint.WalkShape, options: QuantizationOptions | CalibrateOptions) -> footprint.WalkShape:
+    """The shape of a walk where it was begun, with as many experts at a time as that machine takes."""
+    machine = options.machine.machine
+    assert machine is not None  # on_one_machine has recorded it
+    group = footprint.experts_at_a_time(shape, int(machine["group_bytes"]))
+    return replace(shape, group=group, on_gpu=machine["device_type"] != "cpu")
+
+
+def with_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
+    """The plan of gptq_stage with what its walk takes."""
+    walked = with_walk(plan, request, _gptq_shape(model, fmt, request.options), footprint.REMEDIES)
+    if request.options.engine == "stream":
         return walked
     whole = sum(info.nbytes for info in model.source.tensors.values())
     return replace(
@@ -111,10 +110,8 @@ def with_walk(
 ) -> Plan:
     """The plan with what a walk of this shape takes, and what it says of this machine."""
     limits = request.options.machine
-    on_gpu = limits.machine is not None and limits.machine["device_type"] != "cpu"
-    shape = replace(shape, on_gpu=on_gpu)
     needed = footprint.footprint(shape)
-    unused = () if on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
+    unused = () if shape.on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
     return replace(
         plan,
         peak_memory=lambda threads: max(needed.host, plan.peak_memory(threads)),

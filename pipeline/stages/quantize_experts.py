@@ -17,19 +17,9 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages import expert_stream
-from ktconvert.pipeline.stages.expert_files import (
-    ExpertsToWrite,
-    Item,
-    Parts,
-    cuts,
-    empty_parts,
-    waiting_bytes,
-    write_folder,
-    write_shard,
-)
+from ktconvert.pipeline.stages import expert_files, expert_stream
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Parts
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
@@ -61,7 +51,7 @@ class ExpertsWork(ExpertsToWrite):
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
-        packed = empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
+        packed = expert_files.empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
         for part, out in packed:
             matrix = part.of(linear)
             try:
@@ -87,6 +77,14 @@ class ExpertsWork(ExpertsToWrite):
 
     def made(self, item: Item, reporter: Reporter) -> None:
         taken(self.model, self.grid.layer, item, reporter)
+
+    def scratch_bytes(self) -> tuple[int, int]:
+        widest = max(self.grid.hidden, self.grid.intermediate)
+        reading = self.model.reading_bytes(self.grid.layer, self.grid.backward)
+        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
+        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * self.grid.hidden * self.grid.intermediate
+        chosen = 0 if self.choice.choose is None else chosen
+        return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
 
     def figures(self) -> dict[str, object]:
         layer, expert = self.grid.layer, self.sampled
@@ -145,7 +143,7 @@ def stage(
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         about = layer_metadata(own, layer, model.shape(layer), metadata)
-        for key, start, stop, nbytes in cuts(own, grid, experts, limit):
+        for key, start, stop, nbytes in expert_files.cuts(own, grid, experts, limit):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
             ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
@@ -170,7 +168,7 @@ def stage(
                     work=ExpertsWork(own, grid, start, stop, about, model, chosen, importance),
                 )
             )
-    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write_folder if loose_files else write_shard)
+    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), expert_files.write)
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -204,19 +202,3 @@ def importance_of(
         return scaled
 
     return importance
-
-
-def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
-    """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
-    each = scratch = measured = waiting = 0
-    for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        batch, rest, all_rest = waiting_bytes(work)
-        each, waiting = max(each, batch + rest), max(waiting, all_rest)
-        widest = max(work.grid.hidden, work.grid.intermediate)
-        reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
-        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * work.grid.hidden * work.grid.intermediate
-        chosen = 0 if work.choice.choose is None else chosen
-        scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
-        measured = max(measured, error_bytes(widest))
-    return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

@@ -19,7 +19,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
-from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
+from ktconvert.pipeline.engine.worker import Collecting, failure_of, require_able, threads_here
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import against
@@ -97,12 +97,12 @@ def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
 
 
 def by_workers(
-    executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | Failure], remedy: str
+    executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | KtconvertError], remedy: str
 ) -> CheckItems:
     """By an executor's workers, which call check_all(kind, items), picklable, for about TASK_BYTES at a time."""
 
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        flying: deque[tuple[Sequence[Any], Future[list[Any] | Failure]]] = deque()
+        flying: deque[tuple[Sequence[Any], Future[list[Any] | KtconvertError]]] = deque()
         try:
             for start, stop in group_by_limit(sizes, TASK_BYTES):
                 flying.append((items[start:stop], executor.submit(check_all, kind, items[start:stop])))
@@ -136,8 +136,8 @@ class WorkerTask:
     threads: int | None
 
 
-def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | Failure:
-    """What was found of each item, in order. What is wrong with this host comes back as a Failure."""
+def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | KtconvertError:
+    """What was found of each item, in order. What is wrong with this host comes back as an error."""
     try:
         with _opening:
             checker, threads = _opened(task)

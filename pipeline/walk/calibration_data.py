@@ -61,20 +61,14 @@ def facts_of(options: Samples) -> dict[str, Any]:
 
 def token_ids(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples, each int64 [1..max_length], in the order in which llmcompressor's oneshot would visit what samples()
-    gives; the same file gives the same in every process of a machine. Raises as samples() does.
-    """
-    shuffled = samples(options, tokenizer, note)
-    return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
-
-
-def visiting_order(lengths: Sequence[int]) -> list[int]:
-    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them. Its sort is not stable:
-    how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and sorting a
-    sorted list may change its order.
+    gives: the longest first, exactly as its LengthAwareSampler sorts them. That sort is not stable: how equal lengths
+    are ordered is torch's choice, which may differ between CPUs and versions of torch. Raises as samples() does.
     """
     import torch
 
-    return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
+    shuffled = samples(options, tokenizer, note)
+    order = torch.argsort(torch.tensor([ids.size for ids in shuffled]), descending=True)
+    return [shuffled[int(index)] for index in order]
 
 
 def samples(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:

@@ -6,7 +6,7 @@ H hidden size, I expert width, E experts of a layer, N samples of T tokens. Size
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -197,20 +197,13 @@ def shape_of(model: MoeModel, options: Samples) -> WalkShape:
     )
 
 
-def experts_at_a_time(model: MoeModel, budget: int, bytes_of: Callable[[int, int], int]) -> int:
-    """How many experts of the widest layer fit into `budget` bytes, at least one. bytes_of: (H, I) -> bytes of one."""
-    experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
-    return max(1, min(experts, budget // bytes_of(hidden, width)))
-
-
-def squares_bytes(hidden: int, width: int) -> int:
-    """Bytes of an expert whose statistics are gathered: its weights, as stored and in BF16, and its sums of squares."""
-    return 2 * 3 * hidden * width * HALF + (hidden + width) * DOUBLE
-
-
-def moments_bytes(hidden: int, width: int) -> int:
-    """The same where second moments are gathered, too: those of down."""
-    return squares_bytes(hidden, width) + width * width * FLOAT
+def experts_at_a_time(shape: WalkShape, budget: int) -> int:
+    """How many experts fit into `budget` bytes, as stored and in BF16, with what is gathered of each; at least one."""
+    h, i = shape.hidden, shape.width
+    nbytes = 2 * 3 * h * i * HALF + (h + i) * DOUBLE * (not shape.quantizes) + i * i * FLOAT * shape.has_hessians
+    nbytes += h * h * FLOAT * (shape.has_hessians and shape.calibrate == "routed")
+    nbytes += (2 * i) ** 2 * FLOAT * shape.outputs
+    return max(1, min(shape.experts, budget // nbytes))
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
