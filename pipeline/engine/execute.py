@@ -206,7 +206,7 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
 
     def discard(attempt: Attempt) -> None:
         attempts.forget(work.paths, attempt)
-        work.journal.append(attempts.lost(attempt))
+        work.journal.append(attempt.lost())
 
     if not trusted:
         found = _stored(plan, work) + [(a.unit, a.recorded_files(work.paths), partial(discard, a)) for a in made]

@@ -127,11 +127,11 @@ class Tasks:
                 known = self._known.get(attempt.name)
                 self._known[attempt.name] = replace(attempt, result=None)
                 if known is None:
-                    self._reporter.event("start", **self._note(attempts.started(attempt)))
+                    self._reporter.event("start", **self._note(attempt.started()))
                     self._reporter.at(attempt.unit)
                     self._reporter.worker(attempt.worker, attempt.unit)
                 if attempt.failure is not None:
-                    self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
+                    self._reporter.event("failed", why=attempt.failure, **self._note(attempt.failed()))
                     self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
@@ -139,7 +139,7 @@ class Tasks:
         self._look()
         for attempt in attempts.read(self._work.paths, unit):
             if (made is None or attempt.name != made.name) and attempt.failure is None:
-                self._reporter.event("lost", **self._note(attempts.lost(attempt)))
+                self._reporter.event("lost", **self._note(attempt.lost()))
                 self._reporter.worker(attempt.worker, None)
 
     def _note(self, record: Start | Failed | Lost) -> dict[str, Any]:

@@ -47,10 +47,10 @@ class WorkDir:
         noted = {(type(record), record.attempt) for record in self.journal.records if isinstance(record, OfUnit)}
         for attempt in attempts.read(self.paths):
             if (Start, attempt.name) not in noted:
-                self.journal.append(attempts.started(attempt))
+                self.journal.append(attempt.started())
         for attempt in gone:
-            end = attempts.lost(attempt) if attempt.failure is None else attempts.failed(attempt)
-            for record in (attempts.started(attempt), end):
+            end = attempt.lost() if attempt.failure is None else attempt.failed()
+            for record in (attempt.started(), end):
                 if not {(type(record), attempt.name), (Lost, attempt.name)} & noted:
                     self.journal.append(record)
 

@@ -5,13 +5,14 @@ states of all sequences to the next. What a layer's unit writes, and which consu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
@@ -164,7 +165,7 @@ def run(
     partial: Path,
     context: Context,
 ) -> Result:
-    """The samples, a layer, or of one a portion. Raises ResourceError where memory runs out."""
+    """Any unit of a chain (run_layer: all but its first), or a portion of one. ResourceError where memory runs out."""
     import torch
 
     portion = unit.work.portion if isinstance(unit.work, PortionWork) else None
@@ -222,14 +223,8 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
         samples = token_ids(options, lm.tokenizer(), context.reporter.note)
         if len(samples) < (asked := options.num_calibration_samples):
             context.reporter.note(f"{options.dataset}: {len(samples)} samples, {asked} were asked for")
-    lengths = np.array([len(ids) for ids in samples], np.int64)
-    ids = np.concatenate(samples)
-    arrays = {"input_ids": ids, "lengths": lengths}
-    plan = plan_shard([TensorInfo(name, "I64", array.shape, array.nbytes) for name, array in arrays.items()], {})
-    with DirectFile(partial, plan.size) as file:
-        for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
-            file.append(data)
-        digest = file.close()
+    ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)
+    written = write_arrays(partial, {"input_ids": ids, "lengths": lengths})
     if (last := int(ids.max())) >= (known := lm.model.get_input_embeddings().weight.shape[0]):
         raise InputError(
             f"{lm.source.root}: its tokenizer gives token {last} for {options.dataset}, and the model has {known}; put "
@@ -242,11 +237,39 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
                 leaving.write(start, bf16.to_bits(hidden))
                 start += len(hidden)
             leaving.sync()
-    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
+    return Result((written,), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
 
 
 def read_samples(path: Path) -> list[Ids]:
     """The samples of a chain, each int64 [T]. Raises InputError for a damaged file."""
-    header = read_header(path)
-    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
-    return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])
+    ids, lengths = read_arrays(path, "input_ids", "lengths")
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
+
+
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] = {}) -> Written:
+    """Write a new safetensors file, synced."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in arrays.items()], metadata)
+    with DirectFile(path, plan.size) as file:
+        file.append(plan.header)
+        append_arrays(file, arrays.values())
+        return Written("", plan.size, file.close())
+
+
+def append_arrays(file: DirectFile, arrays: Iterable[npt.NDArray[Any]]) -> None:
+    for array in arrays:
+        file.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
+    """The tensors of these names. Raises InputError for a damaged file."""
+    entries = {entry.name: entry for entry in read_header(path).entries}
+
+    def read(entry: TensorInfo) -> npt.NDArray[Any]:
+        dtype = DTYPES[entry.dtype]
+        return np.fromfile(path, dtype, entry.nbytes // dtype.itemsize, offset=entry.start).reshape(entry.shape)
+
+    return [read(entries[name]) for name in names]

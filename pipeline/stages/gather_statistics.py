@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -20,7 +19,6 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.quantization import CalibrateOptions
@@ -34,7 +32,6 @@ from ktconvert.quantizers import gptq
 
 VERSION = 1
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
-DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass
@@ -52,7 +49,7 @@ class Gathering:
     def write(self, path: Path) -> tuple[Written, int]:
         """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
         tensors = self.tensors()
-        return _write_tensors(path, tensors, {}), len(tensors)
+        return chain.write_arrays(path, tensors), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
         """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
@@ -103,32 +100,6 @@ def moments_bytes(model: MoeModel, layer: int) -> int:
     return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
 
 
-def read_layer(path: Path) -> LayerSums:
-    """What was gathered, without second moments. Raises InputError for a damaged file."""
-    stored = {}
-    for entry in read_header(path).entries:
-        if entry.name not in ("counts", "inputs", "middle"):
-            continue
-        dtype = DTYPES[entry.dtype]
-        values = np.fromfile(path, dtype, entry.nbytes // dtype.itemsize, offset=entry.start)
-        stored[entry.name] = values.reshape(entry.shape)
-    return LayerSums(stored["counts"], stored["inputs"], stored["middle"])
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
-    with DirectFile(path, plan.size) as file:
-        file.append(plan.header)
-        _append(file, tensors.values())
-        return Written("", plan.size, file.close())
-
-
-def _append(file: DirectFile, arrays: Iterable[Any]) -> None:
-    for values in arrays:
-        file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-
-
 @dataclass(frozen=True)
 class Closing:
     """The work of a unit that ends a chain.
@@ -138,25 +109,23 @@ class Closing:
     kept   whether statistics are the output itself; else they lie at the side of the chain's units
     """
 
-    model: MoeModel
+    chain: chain.Chain
     about: Mapping[str, Any]
     make: Callable[[Closing, Path, Link], Result]
     kept: bool
 
+    @property
+    def model(self) -> MoeModel:
+        return self.chain.model
+
     def sums(self, link: Link, layer: int) -> LayerSums:
-        return read_layer((link.store if self.kept else link.sides)[f"layer-{layer:03d}"])
+        path = (link.store if self.kept else link.sides)[f"layer-{layer:03d}"]
+        return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
 
 
-def closing_units(
-    stage: str,
-    last: Unit[Any],
-    model: MoeModel,
-    about: Mapping[str, Any],
-    *,
-    kept: bool,
-) -> list[Unit[Any]]:
+def closing_units(own: chain.Chain, last: Unit[Any], about: Mapping[str, Any], *, kept: bool) -> list[Unit[Any]]:
     """The units after the last layer, one for each file. about, kept: as of Closing."""
-    shapes = [model.shape(layer) for layer in model.layers]
+    shapes = [own.model.shape(layer) for layer in own.model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
     files = ((folder.IMATRIX, imatrix, _imatrix), (folder.COUNTS, counts, _counts), (folder.DOCUMENT, 4096, _document))
@@ -164,14 +133,14 @@ def closing_units(
     for key, (name, nbytes, make) in zip(KEYS, files, strict=True):
         units.append(
             Unit(
-                stage=stage,
+                stage=own.name,
                 key=key,
                 versions=(VERSION, folder.FORMAT),
                 params=(("after", (units or [last])[-1].fingerprint), ("about", json.dumps(about, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
                 kept=kept,
-                work=Closing(model, about, make, kept),
+                work=Closing(own, about, make, kept),
             )
         )
     return units
@@ -198,7 +167,7 @@ def _counts(work: Closing, partial: Path, link: Link) -> Result:
         own = work.sums(link, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
-    return Result((_write_tensors(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
+    return Result((chain.write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
 def _document(work: Closing, partial: Path, link: Link) -> Result:
@@ -212,19 +181,6 @@ def _document(work: Closing, partial: Path, link: Link) -> Result:
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())
     return Result((Written("", len(text), publish.write_file(partial, text)),), 0)
-
-
-def run_in_chain(
-    run_layer: Callable[[Unit[Any], Path, Context], Result],
-    run_portion: Callable[[Unit[Any], portions.Portion, Path], Result],
-    unit: Unit[Any],
-    partial: Path,
-    context: Context,
-) -> Result:
-    """Any unit of a chain, or a portion of one."""
-    if isinstance(unit.work, Closing):
-        return unit.work.make(unit.work, partial, context.link)
-    return chain.run(run_layer, run_portion, unit, partial, context)
 
 
 NAME, CHAIN_VERSION = "calibrate", 1
@@ -261,20 +217,23 @@ def stage(
                 work=CalibrateWork(own, step, moments),
             )
         )
-    units += closing_units(NAME, units[-1], model, about, kept=True)
-    run = functools.partial(run_in_chain, _run_layer, _run_portion)
+    units += closing_units(own, units[-1], about, kept=True)
+    run = functools.partial(chain.run, _run_layer, _run_portion)
     return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
 
 
-def _run_layer(unit: Unit[CalibrateWork], partial: Path, context: Context) -> Result:
-    work, gathering = unit.work, Gathering(unit.work.layer)
+def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
+    if isinstance(unit.work, Closing):
+        return unit.work.make(unit.work, partial, context.link)
+    work: CalibrateWork = unit.work
+    gathering = Gathering(work.layer)
     if work.moments:
         entries = second_moments.entries(work.model.shape(work.layer))
         plan, tensors = plan_shard(entries, {"format": "pt", "layer": str(work.layer)}), len(entries)
         with DirectFile(partial, plan.size) as file:
             file.append(plan.header)
             chain.walk(unit, context, (*gathering.consumers, GatherMoments(file)))
-            _append(file, gathering.tensors().values())
+            chain.append_arrays(file, gathering.tensors().values())
             written = Written("", plan.size, file.close())
     else:
         chain.walk(unit, context, gathering.consumers)

@@ -126,14 +126,18 @@ def stage(
             )
         )
     if document is not None:
-        units += gather_statistics.closing_units(NAME, units[-1], model, document, kept=False)
-    run = functools.partial(gather_statistics.run_in_chain, _run_layer, _run_portion)
+        units += gather_statistics.closing_units(own, units[-1], document, kept=False)
+    run = functools.partial(chain.run, _run_layer, _run_portion)
     return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
 
 
-def _run_layer(unit: Unit[GptqWork], partial: Path, context: Context) -> Result:
+def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     """The layer's routed experts, and for the next layer the hidden states that leave this one."""
-    work, link, gathering = unit.work, context.link, gather_statistics.Gathering(unit.work.layer)
+    link = context.link
+    if isinstance(unit.work, gather_statistics.Closing):
+        return unit.work.make(unit.work, partial, link)
+    work: GptqWork = unit.work
+    gathering = gather_statistics.Gathering(work.layer)
     reported: dict[str, Any] = {"layer": work.layer}
     with _writer(work, partial, context.reporter) as files:
         if work.options.engine == "stream":
