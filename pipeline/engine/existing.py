@@ -129,10 +129,10 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
             raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
         return True
     strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
-    if strangers and not adopts(plan) and not (own.inside and old is not None):
+    if strangers and not plan.adopts and not (own.inside and old is not None):
         remedy = "choose another --output, or --overwrite --delete-others to replace it"
         raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); {remedy}.")
-    if adopts(plan):
+    if plan.adopts:
         _require_no_clash(plan)
     return False
 
@@ -169,11 +169,6 @@ def _require_no_clash(plan: Plan) -> None:
             name in copies and own.is_file() and filecmp.cmp(own, copies[name], shallow=False)
         ):
             raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
-
-
-def adopts(plan: Plan) -> bool:
-    """Whether the output already holds loose layer folders that --resume-layer builds upon."""
-    return plan.kept_layers is not None
 
 
 def _assembled(paths: Paths) -> int | None:

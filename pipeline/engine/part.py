@@ -13,10 +13,10 @@ from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, Us
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_to_do, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import agree, already_finished, nothing_to_do, saved_plan, unit_states
 from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan, require_parts
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import ThreadRunner, pools
@@ -61,7 +61,7 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     if already_finished(plan, overwrite):
         return nothing_to_do(plan.request.output, reporter)
     plan.require_ready()
-    paths = locate(plan.request.output, adopt=adopts(plan))
+    paths = plan.locate()
     held = lock.acquire(paths.root, paths.output, part)
     try:
         for folder in (paths.partial, paths.attempts, paths.store):

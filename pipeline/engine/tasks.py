@@ -127,11 +127,11 @@ class Tasks:
                 known = self._known.get(attempt.name)
                 self._known[attempt.name] = replace(attempt, result=None)
                 if known is None:
-                    self._reporter.event("start", **self._note(attempt.started()))
+                    self._note(attempt.started())
                     self._reporter.at(attempt.unit)
                     self._reporter.worker(attempt.worker, attempt.unit)
                 if attempt.failure is not None:
-                    self._reporter.event("failed", why=attempt.failure, **self._note(attempt.failed()))
+                    self._note(attempt.failed(), why=attempt.failure)
                     self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
@@ -139,14 +139,15 @@ class Tasks:
         self._look()
         for attempt in attempts.read(self._work.paths, unit):
             if (made is None or attempt.name != made.name) and attempt.failure is None:
-                self._reporter.event("lost", **self._note(attempt.lost()))
+                self._note(attempt.lost())
                 self._reporter.worker(attempt.worker, None)
 
-    def _note(self, record: Start | Failed | Lost) -> dict[str, Any]:
-        """Put it into the journal; what is reported of it."""
+    def _note(self, record: Start | Failed | Lost, **why: str) -> None:
+        """Put it into the journal, and report it."""
         self._work.journal.append(record)
         who = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
-        return {"output": str(self._work.paths.output), **who}
+        kind = str(record.__struct_config__.tag)
+        self._reporter.event(kind, output=str(self._work.paths.output), **who, **why)
 
 
 def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -194,31 +194,18 @@ def run(
     return execute(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)
 
 
-def numa_notes(plan: Plan) -> list[str]:
+def numa_notes(plan: Plan) -> Iterator[str]:
     """What to say of a plan of AMX weights where this machine's NUMA nodes or their memory do not suit it."""
     if "threadpool_count" not in plan.request.options.settings:
-        return []
-    return [note for note in (_of_pools(plan), _of_memory(plan)) if note is not None]
-
-
-def _of_memory(plan: Plan) -> str | None:
-    parts = plan.facts["numa"]
+        return
+    pools, parts, nodes = machine.pool_count(), plan.facts["numa"], machine.numa_nodes()
+    if pools != parts:
+        here = f"this machine has {plural(len(nodes), 'node')}"
+        if pools < len(nodes):
+            here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
+        elif len(nodes) < (present := len(machine.machine_nodes())):
+            here = f"this process may use {len(nodes)} of this machine's {present} nodes"
+        yield f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"
     size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
-    shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
-    if not shortages:
-        return None
-    return f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"
-
-
-def _of_pools(plan: Plan) -> str | None:
-    pools, parts = machine.pool_count(), plan.facts["numa"]
-    if pools == parts:
-        return None
-    nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
-    if pools < nodes:
-        here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
-    elif nodes < present:
-        here = f"this process may use {nodes} of this machine's {present} nodes"
-    else:
-        here = f"this machine has {plural(nodes, 'node')}"
-    return f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"
+    if shortages := placement.shortages([size] * parts, nodes, machine.node_memory_available()):
+        yield f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"

@@ -224,7 +224,7 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
         if len(samples) < (asked := options.num_calibration_samples):
             context.reporter.note(f"{options.dataset}: {len(samples)} samples, {asked} were asked for")
     ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)
-    written = write_arrays(partial, {"input_ids": ids, "lengths": lengths})
+    written = write_arrays(partial, {"input_ids": ids, "lengths": lengths}, {})
     if (last := int(ids.max())) >= (known := lm.model.get_input_embeddings().weight.shape[0]):
         raise InputError(
             f"{lm.source.root}: its tokenizer gives token {last} for {options.dataset}, and the model has {known}; put "
@@ -249,7 +249,7 @@ def read_samples(path: Path) -> list[Ids]:
 DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
-def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] = {}) -> Written:
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> Written:
     """Write a new safetensors file, synced."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in arrays.items()], metadata)

@@ -49,7 +49,7 @@ class Gathering:
     def write(self, path: Path) -> tuple[Written, int]:
         """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
         tensors = self.tensors()
-        return chain.write_arrays(path, tensors), len(tensors)
+        return chain.write_arrays(path, tensors, {}), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
         """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""

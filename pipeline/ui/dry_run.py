@@ -13,7 +13,6 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
-from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
@@ -27,7 +26,7 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
     states = [_states(plan, done, overwrite) for plan, done in zip(plans, finished, strict=True)]
     documents = [describe(*each, overwrite) for each in zip(plans, finished, states, strict=True)]
     needs = file_systems(
-        (plan, locate(plan.request.output, adopt=existing.adopts(plan)), [s.unit for s in states_of if not s.done])
+        (plan, plan.locate(), [s.unit for s in states_of if not s.done])
         for plan, done, states_of in zip(plans, finished, states, strict=True)
         if not done
     )
@@ -96,7 +95,7 @@ def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
 
 def _states(plan: Plan, finished: bool, overwrite: bool) -> list[Status]:
     """Which units will run, and why: as they lie there, or as they will when the run has begun."""
-    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+    paths = plan.locate()
     if not finished:
         return existing.states_once_begun(plan, paths, overwrite)
     reason = "the output is finished"
@@ -108,7 +107,7 @@ def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
 
 
 def describe(plan: Plan, finished: bool, states: Sequence[Status], overwrite: bool = False) -> dict[str, Any]:
-    paths = locate(plan.request.output, adopt=existing.adopts(plan))
+    paths = plan.locate()
     old = None if finished else existing.saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.overwrite))
     if not finished:
