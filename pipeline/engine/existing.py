@@ -98,9 +98,7 @@ def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:
-    """Whether the output is complete and made by this very plan. Raises OutputError, InputError or VerificationError
-    where something else lies there, unless it is to be overwritten.
-    """
+    """Whether the output is complete and made by this very plan. Raises where something else is in the way."""
     output = plan.request.output
     guard_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
@@ -176,9 +174,7 @@ def _assembled(paths: Paths) -> int | None:
 
 
 def guard_inputs(plan: Plan) -> None:
-    """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
-    Files count where they really lie, whatever links lead to them.
-    """
+    """Raise UsageError where a file that is read, wherever it really lies, would be replaced, or hold the output."""
     request, side_output = plan.request, plan.side_output
     folders = [path for path in paths_read(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))

@@ -87,9 +87,7 @@ class Tasks:
                 attempts.forget(self._work.paths, attempt)
 
     def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
-        """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
-        worker's failure, and KtconvertError where the executor lost the task.
-        """
+        """What came of it; None where workers died with it, perhaps by another's fault. Raises failures."""
         if future in self._made_here and self.here is not None:
             return self.here.take(unit, future)
         try:

@@ -50,9 +50,7 @@ class ThreadRunner:
 def thread_runners(
     works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int, away: Any = None
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share the packing threads. away: as of Context, where there is one output.
-    RuntimeError where the system gives no threads.
-    """
+    """A runner for each output; all share the packing threads. away: as of Context, where there is one output."""
     with pools(threads, units) as (pool, window, runner, most):
         context = Context(pool, window, reporter, away=away)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]

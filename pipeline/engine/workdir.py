@@ -122,9 +122,7 @@ def remove(paths: Paths, held: lock.Lock) -> None:
 
 
 def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:
-    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or in its final
-    place with the recorded hash, since no name there says what the content is; a side file, always in the store.
-    """
+    """Why a unit counts as finished: recorded, with its files in the store, or elsewhere with the recorded hash."""
     if (record := finished.get(unit.fingerprint)) is None:
         return None
     sizes = {w.path: w.nbytes for w in record.for_chain}

@@ -68,9 +68,7 @@ class Compensate:
         return Evidence(gptq.Hessian.empty, self.sees, self.steps != "plain", self.steps == "full")
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
-        """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
-        naming the layer, where a Hessian or a loss is not finite. What a worker left of them is written.
-        """
+        """Quantize and write experts; returns their dequantized weights. VerificationError for what is not finite."""
         if group.left is not None:
             return self._take_over(group, group.left)
         rounded = {}

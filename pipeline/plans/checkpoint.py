@@ -46,9 +46,7 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
 
 
 def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
-    """Values of these options with which the output was begun or finished; None where it was not. Raises OutputError,
-    naming the option, for a value that it cannot have.
-    """
+    """Values of these options with which the output was begun or finished, or None. OutputError for damaged ones."""
     if (begun := begun_with(request.output)) is None:
         return None
     cls: type[ConversionOptions] = type(request.options)
@@ -147,9 +145,7 @@ def files_named(options: ConversionOptions) -> Iterator[Path]:
 
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
-    """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
-    Raises InputError for a file that could not be copied later.
-    """
+    """(name in the output, file) of all these names below root but config.json. InputError if one cannot be copied."""
     for name in names:
         require_copyable(root, name)
     renamed = names_in_output(names)

@@ -128,9 +128,7 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
-    where it has not what they ask for.
-    """
+    """The format that the options ask for. Raises for one of kt-kernel's alone, and for what the format has not."""
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
     if method in LATER and method not in formats:

@@ -31,9 +31,7 @@ def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
 
 
 def _with_adapter(folder: Path, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:
-    """The tensors with what is added to them, and a sentence about it. Raises InputError where the checkpoint lacks a
-    weight of that size, UnsupportedError for one that is not stored as a BF16 matrix.
-    """
+    """The tensors with what is added to them, and a sentence. Raises where the checkpoint has no such weights."""
     blocks: dict[str, list[tuple[int, Delta]]] = {}
     shapes = {tail(tensor.key): tensor.entry.shape for tensor in tensors}
     for module, delta in by_tail(read_adapter(folder)).items():

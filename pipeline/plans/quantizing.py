@@ -128,9 +128,7 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it. UnsupportedError where equalized experts would compute something else,
-    UsageError where no layer gains, and for options that need the experts as they are.
-    """
+    """The model as --equalize asks for it. Raises where experts would compute something else, or no layer gains."""
     if not options.equalize:
         return model
     if model.activation not in UP_IS_A_FACTOR:

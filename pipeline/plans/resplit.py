@@ -48,9 +48,7 @@ TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are
 
 
 def plan_resplit(request: Request[ResplitOptions]) -> Plan:
-    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes. UnsupportedError for what
-    is no such output, InputError for one that is damaged or was not made from --against.
-    """
+    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes."""
     plan, options = _plan(request), request.options
     return plan if options.against is None else _advised(plan, options.against, options.revision)
 

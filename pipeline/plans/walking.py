@@ -145,9 +145,7 @@ def _require_same_machine(
 
 
 def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
-    """The request with the machine where its walk began, else this one, and what else is found before the first run.
-    Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
-    """
+    """The request with the machine where its walk began, else this one, and what else is found before the first run."""
     options = request.options
     if options.machine.machine is not None:
         return request

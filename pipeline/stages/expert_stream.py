@@ -113,9 +113,7 @@ def error_of(model: MoeModel, encoding: Encoding, stored: Iterable[tuple[Part, S
 
 
 def undone(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:
-    """What the error of a part is measured between: its encoding, with the powers of two taken out of its numbers
-    again, and the part as the checkpoint has it.
-    """
+    """The encoding, less an equalized part's powers of two, and the part as the checkpoint has it."""
     linear = part.of(model.stored(part.layer, part.expert, part.projection))
     if (exponents := share_of(model, part)) is None:
         return encoding, linear

@@ -72,9 +72,7 @@ def stage(
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
 ) -> Stage[Any]:
-    """The chain. rest, group: as of chain.Chain; document: as statistics.json has it, None where no statistics are
-    gathered.
-    """
+    """The chain. rest, group: as of chain.Chain; document: as statistics.json has it, None where none are gathered."""
     streams, gptq_options = options.engine == "stream", options.gptq
     own = chain.Chain(NAME, VERSION, model, options, rest, group, INSTEAD, REMEDIES, hands_on=streams)
 

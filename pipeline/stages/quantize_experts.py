@@ -130,9 +130,7 @@ def stage(
     statistics: InputStatistics | None = None,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
-    """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
-    format; options: (name, value) of those that change bytes.
-    """
+    """The stage that converts these layers. choice: where it serves a layer's format; options: what changes bytes."""
     names = fmt.names_in(model)
     units = []
     for layer in layers:

@@ -108,9 +108,7 @@ class ResplitWork(ExpertsToWrite):
 
 
 def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
-    """The parts of `grid` of one projection of one expert, from its old parts; forward, then backward; place: as of
-    ResplitWork.make. Raises ValueError for a code that is not one of the encoding's.
-    """
+    """The parts of `grid` of one linear, from its old ones. Raises ValueError for a code that is not the encoding's."""
     new = expert_files.empty_parts(encoding, grid.parts(*item), place)
     for before, after in zip(_linears(old), _linears(new), strict=True):
         parts_of.rearrange(encoding, before, after)

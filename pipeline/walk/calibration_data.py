@@ -228,9 +228,7 @@ def _known(file: Path) -> Path:
 
 
 def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
-    """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is. Raises
-    InputError where none is, but the names show several other splits.
-    """
+    """Those named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet), or all. InputError for other splits."""
     shards = {file: match[1] for file in files if (match := SHARD.fullmatch(file.name))}
     if named := [file for file in files if shards.get(file, file.stem) == split]:
         return named
