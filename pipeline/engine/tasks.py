@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.loop import tell_done
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.threads import ThreadRunner
-from ktconvert.pipeline.engine.units import Made, Stage, Unit
+from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
-class Tasks:
+class Tasks(Runner):
     """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
     `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
 

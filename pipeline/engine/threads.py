@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.journal import Start
-from ktconvert.pipeline.engine.units import Context, Link, Made, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Link, Made, Runner, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -27,7 +27,7 @@ WAITING = 2  # packing threads beyond those asked for: so many wait for the disk
 UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
-class ThreadRunner:
+class ThreadRunner(Runner):
     """A runner of threads with a unit each. most: the next unit begins when one is recorded."""
 
     def __init__(self, pool: ThreadPoolExecutor, most: int, make: Callable[[Stage[Any], Unit[Any]], Made]) -> None:
@@ -35,15 +35,6 @@ class ThreadRunner:
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
         return self._pool.submit(self._make, stage, unit)
-
-    def take(self, unit: Unit[Any], future: Future[Made]) -> Made:
-        return future.result()
-
-    def give_up(self, unit: Unit[Any], future: Future[Made]) -> bool:
-        return future.cancel()
-
-    def watch(self) -> None:
-        """What is to be reported, units report themselves."""
 
 
 @contextlib.contextmanager

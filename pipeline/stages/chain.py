@@ -90,16 +90,24 @@ class Chain:
             work=self,
         )
 
-    def steps(self) -> Iterator[Step]:
-        """The layers with experts, in order."""
+    def layers(self) -> Iterator[Unit[LayerWork]]:
+        """Of each layer with experts, in order, a unit that lacks what it writes: versions, params, bytes."""
         first, source = 0, self.model.source
         for layer in self.model.layers:
             before = tuple(range(first, layer))
             first = layer + 1
             others = (tensor for n in (*before, layer) for tensor in _tensors_of_layer(self, n))
             tensors = [*self.model.layer_tensors(layer), *(info for tensor in others for info in tensor.reads)]
-            handed_on = self.boundary if layer != self.model.layers[-1] else 0
-            yield Step(layer, before, tuple(map(source.identity, tensors)), sum(t.nbytes for t in tensors), handed_on)
+            yield Unit(
+                stage=self.name,
+                key=f"layer-{layer:03d}",
+                versions=(),
+                bytes_out=0,
+                inputs=tuple(map(source.identity, tensors)),
+                bytes_in=sum(t.nbytes for t in tensors),
+                handed_on=self.boundary if layer != self.model.layers[-1] else 0,
+                work=LayerWork(self, layer, before),
+            )
 
     def outside(self) -> tuple[tuple[Any, ...], ...]:
         """What lies outside all decoder layers, as a unit names it: embedding, last norm, head."""
@@ -108,38 +116,16 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One layer with experts in the chain, and the layers without any before it.
-
-    inputs     what they read, as a unit names it; bytes_in: of these
-    handed_on  bytes of what it hands to the next layer; 0 for the last one
-    """
-
-    layer: int
-    before: tuple[int, ...]
-    inputs: tuple[tuple[Any, ...], ...]
-    bytes_in: int
-    handed_on: int
-
-    @property
-    def key(self) -> str:
-        return f"layer-{self.layer:03d}"
-
-
-@dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer's unit."""
+    """The work of a unit: one layer with experts, and the layers without any before it."""
 
     chain: Chain
-    step: Step
+    layer: int
+    before: tuple[int, ...]
 
     @property
     def model(self) -> MoeModel:
         return self.chain.model
-
-    @property
-    def layer(self) -> int:
-        return self.step.layer
 
 
 def require_calibratable(model: MoeModel, instead: str) -> None:
@@ -186,7 +172,7 @@ def walk(unit: Unit[Any], context: Context, consumers: Sequence[Consumer]) -> No
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
     entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
-    for dense in work.step.before:
+    for dense in work.before:
         with entering:
             path = link.scratch / f"after-{dense:03d}"
             left = walk_dense_layer(LayerWalk(work.model, lm, dense, lengths, group), entering, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,20 +201,17 @@ def stage(
     own = chain.Chain(NAME, CHAIN_VERSION, model, options, rest, group, INSTEAD, REMEDIES_TO_CALIBRATE)
     moments = options.second_moments
     units: list[Unit[Any]] = [own.first()]
-    for step in own.steps():
+    for unit in own.layers():
+        layer = unit.work.layer
         units.append(
-            Unit(
-                stage=NAME,
-                key=step.key,
+            replace(
+                unit,
                 versions=(CHAIN_VERSION, VERSION),
-                params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
-                inputs=step.inputs,
-                final=file_of(step.layer) if moments else "",
-                bytes_in=step.bytes_in,
-                bytes_out=(moments_bytes if moments else layer_bytes)(model, step.layer),
+                params=(("after", units[-1].fingerprint), ("reading", model.reading(layer))),
+                final=file_of(layer) if moments else "",
+                bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
                 kept=moments,
-                handed_on=step.handed_on,
-                work=CalibrateWork(own, step, moments),
+                work=CalibrateWork(own, layer, unit.work.before, moments),
             )
         )
     units += closing_units(own, units[-1], about, kept=True)

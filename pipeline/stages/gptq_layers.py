@@ -89,38 +89,29 @@ def stage(
 
     outside = own.outside() if gptq_options.gptq_steps == "full" else ()
     units: list[Unit[Any]] = [own.first()]
-    for step in own.steps():
-        experts, hidden, width = model.shape(step.layer)
-        grid = ExpertGrid(step.layer, hidden, width, numa)
-        to = fmt.of_layer(step.layer)
-        about = quantize_experts.layer_metadata(to, step.layer, model.shape(step.layer), metadata)
+    for unit in own.layers():
+        layer, before = unit.work.layer, unit.work.before
+        experts, hidden, width = model.shape(layer)
+        to, grid = fmt.of_layer(layer), ExpertGrid(layer, hidden, width, numa)
+        versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
+        about = quantize_experts.layer_metadata(to, layer, model.shape(layer), metadata)
         units.append(
-            Unit(
-                stage=NAME,
-                key=step.key,
-                versions=(
-                    VERSION,
-                    gptq.VERSION,
-                    descent.VERSION,
-                    predictions.VERSION,
-                    to.encoding.grid.version,
-                    to.encoding.version,
-                ),
+            replace(
+                unit,
+                versions=(*versions, to.encoding.grid.version, to.encoding.version),
                 params=(
                     ("after", units[-1].fingerprint),
                     ("format", to.name),
                     ("quantizer", (choice.name, choice.version)),
-                    ("reading", model.reading(step.layer)),
+                    ("reading", model.reading(layer)),
                     ("metadata", tuple(sorted(about.items()))),
                 ),
-                inputs=step.inputs + outside,
-                final=loose.layer_folder(step.layer) if loose_files else "",
+                inputs=unit.inputs + outside,
+                final=loose.layer_folder(layer) if loose_files else "",
                 folder=loose_files,
-                bytes_in=step.bytes_in,
                 bytes_out=experts * expert_bytes(to.encoding, grid),
-                handed_on=step.handed_on,
-                side=0 if document is None else gather_statistics.layer_bytes(model, step.layer),
-                work=GptqWork(own, step, to, grid, choice, about, library, loose_files),
+                side=0 if document is None else gather_statistics.layer_bytes(model, layer),
+                work=GptqWork(own, layer, before, to, grid, choice, about, library, loose_files),
             )
         )
     if document is not None:
