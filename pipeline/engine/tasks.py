@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.threads import ThreadRunner
 from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.engine.worker import DEATHS, Reopen, Task, make_unit
+from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
 
 Result = TypeVar("Result")
@@ -42,8 +42,8 @@ class Tasks(Runner):
         self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
     ) -> None:
         self._work, self._reporter, self._executor = work, reporter, executor
-        self._reopen, self._threads = reopen, threads
         self._run = work.new_token()
+        self._conversion = Conversion(str(work.paths.output), self._run, tool_version(), reopen, threads)
         self._known: dict[str, Attempt] = {}  # of this run, without results, which may be long
         self._ended: set[str] = set()
         self._again: Counter[str] = Counter()
@@ -59,9 +59,8 @@ class Tasks(Runner):
         return future
 
     def _submit(self, unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
-        output, version, (key, portion) = str(self._work.paths.output), tool_version(), unit.portion or (unit.key, None)
-        about = self._reopen, self._threads, portion
-        task = Task(output, self._run, version, unit.stage, key, unit.fingerprint, *about)
+        key, portion = unit.portion or (unit.key, None)
+        task = Task(self._conversion, unit.stage, key, unit.fingerprint, portion)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken

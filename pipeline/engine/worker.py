@@ -33,23 +33,25 @@ Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A unit as it travels.
-
-    run      the token in the work directory of `output`
-    portion  as of Unit; None: the unit itself
-    threads  for packing, None: the CPUs that the worker may use
-    """
+class Conversion:
+    """What a worker opens. run: the token in the work directory; threads: for packing, None: those it may use."""
 
     output: str
     run: str
     version: str
+    reopen: Reopen
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit as it travels. portion: as of Unit; None: the unit itself."""
+
+    of: Conversion
     stage: str
     key: str
     fingerprint: str
-    reopen: Reopen
-    threads: int | None = None
-    portion: Callable[[Unit[Any]], Unit[Any]] | None = None
+    portion: Callable[[Unit[Any]], Unit[Any]] | None
 
 
 def make_unit(task: Task) -> Attempt | KtconvertError:
@@ -57,8 +59,8 @@ def make_unit(task: Task) -> Attempt | KtconvertError:
     reporter = Collecting()
     try:
         with _opening:
-            opened = _opened(task.output, task.run, task.version, task.reopen, task.threads)
-        return make_attempt(opened, *opened.find(task), task.run, reporter)
+            opened = _opened(task.of)
+        return make_attempt(opened, *opened.find(task), task.of.run, reporter)
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
 
@@ -121,10 +123,10 @@ _opening = threading.Lock()
 
 
 @functools.lru_cache(OPEN)
-def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
+def _opened(conversion: Conversion) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    require_able(version)
-    paths = locate(Path(output))
+    require_able(conversion.version)
+    paths = locate(Path(conversion.output))
     try:
         found = paths.token.read_text()
     except OSError as error:
@@ -132,14 +134,14 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
             f"{paths.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
             "the same path."
         ) from error
-    if found != run:
+    if found != conversion.run:
         raise OutputError(
             f"{paths.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
             "the file system of --output at the same path."
         )
     attempts.free(paths)
-    count = threads_here(threads)
-    plan = reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
+    count = threads_here(conversion.threads)
+    plan = conversion.reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
     plan.require_ready()
     count = fit_threads([plan])
     return Opened(plan, paths, packing_pool(count), window_of(count, 1))

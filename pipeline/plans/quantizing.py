@@ -28,6 +28,10 @@ from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
 
 MAP = "--method-map"
+EQUALIZED = (
+    f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; which, "
+    "manifest and model card will say"
+)
 
 
 def plan_of(
@@ -90,7 +94,7 @@ def plan_of(
         reads=(*source.paths(), *checkpoint.files_named(options), *_files_of(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
-        notes=(*card_notes, *equalizing_notes(model), *notes),
+        notes=(*card_notes, *((EQUALIZED,) if model.equalized else ()), *notes),
         companions=checkpoint.companions(source.companion_root, copied),
         config=config,
         loose=loose_files,
@@ -146,15 +150,6 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
         why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
         raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
     return found
-
-
-def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
-    if not model.equalized:
-        return ()
-    return (
-        f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; "
-        "which, manifest and model card will say",
-    )
 
 
 def _check(assembled: Path, calibrated: bool) -> None:

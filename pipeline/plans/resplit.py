@@ -16,7 +16,6 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import FORMATS, Format, card, cpu_card, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
@@ -65,7 +64,8 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
-    files = _files(output, source, copied)
+    loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
+    files = checkpoint.shards_of(source) | checkpoint.files_below(root, (*loose_files, *copied))
     request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
@@ -182,11 +182,6 @@ def _config_before(output: Output) -> dict[str, Any]:
     if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
         del config["quantization_config"]
     return config
-
-
-def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> dict[Path, SourceFile]:
-    loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    return checkpoint.shards_of(source) | checkpoint.files_below(output.root, (*loose_files, *copied))
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:

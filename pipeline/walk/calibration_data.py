@@ -8,7 +8,6 @@ read, and nothing of them stays in a cache. No code of a data set is ever run: `
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import logging
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.ui.text import first_line
@@ -42,7 +42,6 @@ LOADING: dict[str, dict[str, Any]] = {
 }
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")  # SPLIT-00000-of-00003.parquet, as data sets of the hub name their files
 NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 INSTRUCTION = ("instruction", "input", "output")
 STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
@@ -202,12 +201,13 @@ def local_files(dataset: str) -> list[Path]:
         remedy = f"give --dataset a file or folder ({SUFFIXES}), or a hub id such as org/name"
         raise InputError(f"{dataset}: no such file or folder; {remedy}")
     if not path.is_dir():
-        return [_known(path)]
+        kind_of(path)
+        return [path]
     try:
         there = sorted(file for file in path.iterdir() if not file.is_dir())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give --dataset another folder") from error
-    files = [_known(file) for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
+    files = [file for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
     if not files:
         raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({SUFFIXES})")
     kinds = sorted({kind_of(file) for file in files})
@@ -218,13 +218,9 @@ def local_files(dataset: str) -> list[Path]:
 
 
 def kind_of(file: Path) -> str:
-    return KINDS[file.suffix.lower()]
-
-
-def _known(file: Path) -> Path:
-    if file.suffix.lower() not in KINDS:
+    if (kind := KINDS.get(file.suffix.lower())) is None:
         raise InputError(f"{file}: is of no kind that can be read as calibration data ({SUFFIXES}); convert it")
-    return file
+    return kind
 
 
 def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
