@@ -171,10 +171,8 @@ class Stage(Generic[Work]):
 
 @dataclass(frozen=True)
 class Made:
-    """A unit that was made, and lies under a name of its own until it is published.
-
-    who   the host and the process that made it, for records and events
-    link  of a unit of a chain; for_chain: the files that it has for others of the chain
+    """A unit that was made, and lies under a name of its own until it is published. who: the host and the process that
+    made it, for records and events; link: of a unit of a chain; for_chain: the files that it has for others of that.
     """
 
     path: Path

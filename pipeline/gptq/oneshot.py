@@ -9,12 +9,13 @@ from typing import Any
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration_data import Ids
 
-Quantized = Callable[[int, int, str], Stored]  # (layer, expert, projection) -> the linear
+Quantized = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the linear
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
 
@@ -62,7 +63,7 @@ def quantize_model(
             f"{root}: llmcompressor's oneshot cannot do it ({first_line(error)}); use --engine stream."
         ) from error
 
-    def quantized(layer: int, expert: int, projection: str) -> Stored:
+    def quantized(layer: int, expert: int, projection: str) -> Parts:
         name = f"{names[layer]}.{expert}.{projection}_proj"
         linear = model.get_submodule(name)
         if not hasattr(linear, "weight_scale"):

@@ -103,10 +103,8 @@ def _in_order(output: Output) -> list[TensorInfo]:
 
 
 def _measured(output: Output, everything: bool) -> Measure:
-    """What the layers are, by names and sizes. UnsupportedError where there is nothing to merge, InputError where they
-    are not whole, not of one conversion, or not of the model of output.config.
-
-    everything  whether the user did not name the layers: else the config does not decide which have experts
+    """What the layers are, by names and sizes. Raises where there is nothing to merge, or they are not whole, of one
+    conversion, and of the model of output.config, which decides on layers where the user named none (everything).
     """
     from ktconvert.pipeline.verify.structure import check_tensors
 

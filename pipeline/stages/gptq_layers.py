@@ -21,10 +21,11 @@ from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Shared, Stored, Write
+from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Shared, Write
 from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.stages import chain, expert_files, expert_stream, gather_statistics, quantize_experts
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk import portions
 from ktconvert.pipeline.walk.consumers import Consumer, Tokens, spread
@@ -163,7 +164,7 @@ def _shared(_layer: str, _sha256: str) -> Shared:
 
 
 def _run_portion(layer: Unit[GptqWork], portion: portions.Portion, partial: Path) -> Result:
-    work, linears = layer.work, list[tuple[int, str, Stored]]()
+    work, linears = layer.work, list[tuple[int, str, Parts]]()
     gathering, shared = gather_statistics.Gathering(work.layer), _shared(layer.fingerprint, portion.sha256)
     consumers, compensate = _consumers(layer, gathering, lambda *linear: linears.append(linear), shared)
     left = visit_portion(work.model, work.chain.skeleton, work.layer, portion, kinds_of(consumers), compensate)
@@ -175,7 +176,7 @@ def _nearest(work: GptqWork) -> Nearest:
     count = work.model.shape(work.layer)[0]
     rtn = quantize_experts.ExpertsWork(work.fmt, work.grid, 0, count, work.metadata, work.model, work.choice)
 
-    def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
+    def quantize(expert: int, projection: str, importance: F32 | None) -> Parts:
         return replace(rtn, importance=lambda *_: importance).make((expert, projection))
 
     return quantize
@@ -195,7 +196,7 @@ class LayerWriter:
         self._written: list[Written] = []
         self._others: list[list[Bytes]] = []
 
-    def write(self, expert: int, projection: str, stored: Stored) -> None:
+    def write(self, expert: int, projection: str, stored: Parts) -> None:
         """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
         _require_values(self.work, expert, projection, stored, self.reporter)
         if expert == self.figures["sampled_expert"]:
@@ -232,7 +233,7 @@ def _writer(work: GptqWork, partial: Path, reporter: Reporter) -> Iterator[Layer
         yield LayerWriter(work, partial, reporter, (file, plan))
 
 
-def _require_values(work: GptqWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
+def _require_values(work: GptqWork, expert: int, projection: str, stored: Parts, reporter: Reporter) -> None:
     """Raise VerificationError if all codes of a linear are zero, and the source is not: it would compute nothing."""
     if not all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in stored):
         return

@@ -185,11 +185,9 @@ def _untouched(tokenizer: Any) -> Iterator[None]:
 
 
 def local_files(dataset: str) -> list[Path]:
-    """The files of a local data set: itself, or what lies in the folder, by name; [] for the id of one on the hub.
-
-    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises
-    InputError for a path that does not exist, a folder without data, a file of another kind, and files of several
-    kinds."""
+    """The files of a local data set: itself, or what lies in the folder, by name, but for folders, hidden files and
+    documentation (.md or no suffix); [] for the id of one on the hub. InputError for anything else, and several kinds.
+    """
     path = Path(dataset).expanduser()
     try:
         exists = path.exists()

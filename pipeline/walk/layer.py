@@ -45,10 +45,8 @@ class Visited(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWalk:
-    """One layer and the sequences that pass it.
-
-    lengths  tokens of each sequence; its rows follow each other in the files
-    group    experts that are in memory at a time
+    """One layer and the sequences that pass it. lengths: tokens of each, whose rows follow each other in the files;
+    group: experts that are in memory at a time.
     """
 
     model: MoeModel
@@ -224,10 +222,7 @@ def visit_portion(
     consumer: Consumer | None = None,
 ) -> dict[str, Any]:
     """What a worker leaves of a portion for the walk that waits for it: evidence of consumers that only look, and the
-    weights that replace the experts.
-
-    kinds     of evidence that all consumers of the walk need, as kinds_of gives them
-    consumer  the one that replaces the experts, if there is one
+    weights that replace the experts. kinds: of all consumers, as kinds_of gives them; consumer: the one that replaces.
     """
     replacing = None if consumer is None else consumer.evidence
     with portions.handed_out(portion, kinds, lm.hidden, lm.device) as (lengths, inputs):
