@@ -207,8 +207,8 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
         samples = read_samples(stored)
     else:
         samples = token_ids(options, lm.tokenizer(), context.reporter.note)
-        if len(samples) < (asked := options.num_calibration_samples):
-            context.reporter.note(f"{options.dataset}: {len(samples)} samples, {asked} were asked for")
+        if len(samples) < (count := options.num_calibration_samples):
+            context.reporter.note(f"{options.dataset}: {len(samples)} samples, {count} were asked for")
     ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)
     written = write_arrays(partial, {"input_ids": ids, "lengths": lengths}, {})
     if (last := int(ids.max())) >= (known := lm.model.get_input_embeddings().weight.shape[0]):
