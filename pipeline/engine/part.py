@@ -67,15 +67,19 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
         for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
         _agree_on_plan(plan, paths, overwrite)
-        units = [(stage, unit) for stage in plan.stages for unit in stage.units]
+        every = [(stage, unit) for stage in plan.stages for unit in stage.units]
         missing = set(missing_units(plan, paths))
-        mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
+        mine = [(stage, (unit,)) for stage, unit in every[part.number :: part.count] if unit in missing]
         attempts.free(paths)
         require_disk([(plan, paths, [unit for _, (unit,) in mine])])
         stop = StopFlag()
         with stop.installed(), _runner(plan, paths, reporter, len(mine)) as runner:
             run_units([Share(plan, mine, runner, partial(tell_done, plan.request.output, reporter))], reporter, stop)
-        _summary(plan, paths, part, len(mine), reporter)
+        left, units = missing_units(plan, paths), len(plan.units)
+        there = units - len(left)
+        reporter.event("part", part=str(part), made=len(mine), there=there, units=units)
+        then = "" if left else f": `ktconvert resume {paths.output}` puts the output together"
+        reporter.say(f"part {part}: {len(mine)} units made; {there} of {units} units of all parts are there{then}")
     finally:
         held.release()
 
@@ -138,11 +142,3 @@ def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterato
             return made_of(paths, made)
 
         yield ThreadRunner(runner, most, make)
-
-
-def _summary(plan: Plan, paths: Paths, part: ProcessPart, made: int, reporter: Reporter) -> None:
-    missing = missing_units(plan, paths)
-    there = len(plan.units) - len(missing)
-    reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
-    then = "" if missing else f": `ktconvert resume {paths.output}` puts the output together"
-    reporter.say(f"part {part}: {made} units made; {there} of {len(plan.units)} units of all parts are there{then}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
@@ -33,6 +33,10 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
     shape = walking.on_machine(shape, options)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = walking.describe(model, request)
+    notes = model.common_notes
+    if model.mtp_tensors:
+        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
+        notes = (*notes, f"the MTP part ({which}) is left out: it does not take part in the walk")
     plan = Plan(
         request=request,
         files=checkpoint.source_files(source),
@@ -43,18 +47,10 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
             **checkpoint.shape_facts(model, model.layers),
             "data": dict(about["data"]),
         },
-        notes=tuple(_notes(model)),
+        notes=notes,
         loose=True,
         peak_memory=lambda threads: checkpoint.BASE_MEMORY,
         card=lambda stats: walking.card(about, list(stats), tool_version()),
         check=read_statistics,
     )
     return walking.with_walk(plan, request, shape, footprint.REMEDIES_TO_CALIBRATE, environment.WALK_PACKAGES)
-
-
-def _notes(model: MoeModel) -> list[str]:
-    notes = list(model.common_notes)
-    if model.mtp_tensors:
-        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes.append(f"the MTP part ({which}) is left out: it does not take part in the walk")
-    return notes

@@ -86,6 +86,9 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
     notes = tuple(quantizing.notes_of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
+    config, before = dict(output.config), output.config.get("quantization_config")
+    if isinstance(before, dict) and before.get("quant_method") == cpu_card.QUANT_METHOD:
+        del config["quantization_config"]
     base, about = checkpoint.base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
@@ -96,7 +99,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(root, copied),
-        config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
+        config=card.config_json(config, entries, whole=False) if CONFIG in copied else None,
         loose=output.loose,
         # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
         peak_memory=lambda threads: (
@@ -175,13 +178,6 @@ def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     )
     kept = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
     return {name: value for name, value in kept.items() if value is not None and value != ""}
-
-
-def _config_before(output: Output) -> dict[str, Any]:
-    config, about = dict(output.config), output.config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
-        del config["quantization_config"]
-    return config
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:

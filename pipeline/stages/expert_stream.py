@@ -14,7 +14,6 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_sums
-from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.layouts.tensors import TensorInfo
@@ -61,16 +60,6 @@ def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter
         for info in tensors:
             model.source.release(info)
         reporter.advance(sum(t.nbytes for t in tensors))
-
-
-def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place: tuple[int, int]) -> InputError:
-    """The sentence for a NaN or an infinity at (row, column) of a linear."""
-    info = model.weight(layer, expert, projection).values
-    shard = model.source.path(info)
-    return InputError(
-        f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
-        f"finite at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
-    )
 
 
 def sample(count: int) -> Sequence[int]:

@@ -114,10 +114,6 @@ class Closing:
     make: Callable[[Closing, Path, Link], Result]
     kept: bool
 
-    @property
-    def model(self) -> MoeModel:
-        return self.chain.model
-
     def sums(self, link: Link, layer: int) -> LayerSums:
         path = (link.store if self.kept else link.sides)[f"layer-{layer:03d}"]
         return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
@@ -150,20 +146,20 @@ def _imatrix(work: Closing, partial: Path, link: Link) -> Result:
     data = work.about["data"]
     nbytes, digest = write_imatrix(
         partial,
-        {layer: work.model.shape(layer) for layer in work.model.layers},
+        {layer: work.chain.model.shape(layer) for layer in work.chain.model.layers},
         lambda layer: work.sums(link, layer),
         datasets=[data["dataset"]],
         chunks=len(chain.read_samples(link.store[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
-    return Result((Written("", nbytes, digest),), 6 * len(work.model.layers))
+    return Result((Written("", nbytes, digest),), 6 * len(work.chain.model.layers))
 
 
 def _counts(work: Closing, partial: Path, link: Link) -> Result:
     model = work.about["model"]
-    experts = max(work.model.shape(layer)[0] for layer in work.model.layers)
+    experts = max(work.chain.model.shape(layer)[0] for layer in work.chain.model.layers)
     counts = np.zeros((model["decoder_layers"], experts), "<i8")
-    for layer in work.model.layers:
+    for layer in work.chain.model.layers:
         own = work.sums(link, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
@@ -175,7 +171,7 @@ def _document(work: Closing, partial: Path, link: Link) -> Result:
     files = []
     stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
     if work.about["settings"].get("second_moments"):
-        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.model.layers}
+        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.chain.model.layers}
     for name, path in stored.items():
         files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
@@ -20,7 +21,7 @@ from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages import expert_files, expert_stream
 from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Parts
-from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, taken
+from ktconvert.pipeline.stages.expert_stream import error_figures, read_ahead, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
@@ -59,7 +60,12 @@ class ExpertsWork(ExpertsToWrite):
             except kernels.NonFinite as error:
                 row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
                 where = (column, row) if part.backward else (row, column)
-                raise non_finite(self.model, self.grid.layer, expert, projection, where) from error
+                info = self.model.weight(self.grid.layer, expert, projection).values
+                raise InputError(
+                    f"{self.model.source.path(info)}: tensor {info.name} (layer {self.grid.layer}, expert {expert}, "
+                    f"{projection}_proj) holds a value that is not finite at row {where[0]}, column {where[1]}; download "
+                    "the file again or ask its publisher."
+                ) from error
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
