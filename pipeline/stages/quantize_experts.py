@@ -58,13 +58,13 @@ class ExpertsWork(ExpertsToWrite):
             try:
                 quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
             except kernels.NonFinite as error:
-                row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
-                where = (column, row) if part.backward else (row, column)
+                at = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                row, column = reversed(at) if part.backward else at
                 info = self.model.weight(self.grid.layer, expert, projection).values
                 raise InputError(
                     f"{self.model.source.path(info)}: tensor {info.name} (layer {self.grid.layer}, expert {expert}, "
-                    f"{projection}_proj) holds a value that is not finite at row {where[0]}, column {where[1]}; download "
-                    "the file again or ask its publisher."
+                    f"{projection}_proj) holds a value that is not finite at row {row}, column {column}; download the "
+                    "file again or ask its publisher."
                 ) from error
         return packed
 
