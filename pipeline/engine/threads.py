@@ -59,7 +59,11 @@ def _make(work: WorkDir, context: Context, about: str, stage: Stage[Any], unit: 
     context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
     path = work.paths.partial / unit.stored_name
     result = stage.run(unit, path, replace(context, chain=link))
-    return Made(path, result, time.monotonic() - begun, link=link, for_chain=_for_chain(link))
+    seconds = time.monotonic() - begun
+    # Hashed for the run that reads it after this one was cut off.
+    paths = [path for path in (link.handed_on, link.side) if path is not None] if link is not None else []
+    for_chain = tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
+    return Made(path, result, seconds, link=link, for_chain=for_chain)
 
 
 @contextlib.contextmanager
@@ -93,12 +97,6 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
             pool.submit(ready.wait)
     finally:
         ready.set()
-
-
-def _for_chain(link: Link | None) -> tuple[Written, ...]:
-    """What a unit made for others of its chain, hashed for the run that reads it after this one was cut off."""
-    paths = [path for path in (link.handed_on, link.side) if path is not None] if link is not None else []
-    return tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
 
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:

@@ -214,10 +214,9 @@ def facts_of_inputs(inputs: InputStatistics | None, layers: Sequence[int]) -> di
     return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
-def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    if not (listed := facts.get("without_counts")):
-        return ()
-    return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)
+def notes_of_unreached(facts: Mapping[str, Any]) -> Iterator[str]:
+    if listed := facts.get("without_counts"):
+        yield f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}"
 
 
 def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
