@@ -30,7 +30,7 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         calibrate="mixed" if options.second_moments else "routed",
         moments=options.second_moments,
     )
-    shape = walking.on_machine(shape, options)
+    shape = walking.with_group(shape, options)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = walking.describe(model, request)
     notes = model.common_notes

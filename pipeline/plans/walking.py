@@ -28,11 +28,11 @@ ONESHOT = (
 )
 NO_GPU = "--max-gpu-memory changes nothing here: no GPU is used"
 SIZES = ("layers", "experts", "hidden", "intermediate")
-# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
 MOMENTS = (
     "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
     "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
 )
+# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
 ELSEWHERE = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
@@ -74,10 +74,10 @@ def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> f
         bits=max(each.encoding.grid.bits for each in fmt.formats),
         outputs=own.gptq_steps == "full",
     )
-    return on_machine(shape, options)
+    return with_group(shape, options)
 
 
-def on_machine(shape: footprint.WalkShape, options: QuantizationOptions | CalibrateOptions) -> footprint.WalkShape:
+def with_group(shape: footprint.WalkShape, options: QuantizationOptions | CalibrateOptions) -> footprint.WalkShape:
     """The shape of a walk where it was begun, with as many experts at a time as that machine takes."""
     machine = options.machine.machine
     assert machine is not None  # on_one_machine has recorded it
