@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, local_files, samples, token_ids
+from ktconvert.pipeline.options.option_groups import Samples
+from ktconvert.pipeline.walk.calibration_data import Ids, local_files, samples, token_ids
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
 pytest.importorskip("transformers", reason="needs the extra gpu")
@@ -42,8 +43,14 @@ def tokenizer(template: str | None = None) -> Any:
 
 def calibration(
     dataset: object, split: str = "train_sft", count: int = 512, length: int = 64, seed: int = 42
-) -> Calibration:
-    return Calibration(str(dataset), split, count, length, seed)
+) -> Samples:
+    return Samples(
+        dataset=str(dataset),
+        dataset_split=split,
+        num_calibration_samples=count,
+        max_sequence_length=length,
+        random_seed=seed,
+    )
 
 
 def texts(samples_ids: list[Ids]) -> list[str]:
@@ -250,13 +257,15 @@ ELSEWHERE = """
 import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.walk.calibration_data import Calibration, token_ids
+from ktconvert.pipeline.options.option_groups import Samples
+from ktconvert.pipeline.walk.calibration_data import token_ids
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []
 for dataset, split in json.loads(sys.argv[2]):
     try:
-        batches.append([ids.tolist() for ids in token_ids(Calibration(dataset, split, 12, 64, 42), tokenizer)])
+        asked = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
+        batches.append([ids.tolist() for ids in token_ids(asked, tokenizer)])
     except KtconvertError as error:
         batches.append(f"{type(error).__name__} {error}")
 print(json.dumps(batches))

@@ -108,7 +108,7 @@ class Twice(Executor):
 
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         (task,) = arguments
-        conversion.edit(locate(Path(task.output)).partial / fn(task).name, keep_time=True)
+        conversion.edit(locate(Path(task.of.output)).partial / fn(task).name, keep_time=True)
         future: Future[Any] = Future()
         future.set_result(fn(task))
         return future

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -116,9 +115,8 @@ def test_advice_names_sizes_and_to_a_card_that_is_too_small_the_remedies() -> No
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
 def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     samples = Samples(num_calibration_samples=64, max_sequence_length=256)
-    options: dict[str, Any] = {"quantizes": True, "calibrate": "all", "group": 4, "on_gpu": True}
     bits = 4 if quant_type == "W4A16" else 8
-    shape = shape_of(recognise(open_checkpoint(str(example))), samples, bits=bits, **options)
+    shape = replace(shape_of(recognise(open_checkpoint(str(example))), samples), bits=bits, group=4, on_gpu=True)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
     expected = WalkShape(

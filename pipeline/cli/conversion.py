@@ -13,7 +13,7 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import SeveralValues, command, given
 from ktconvert.pipeline.engine.execute import execute, tidy
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
-from ktconvert.pipeline.engine.existing import adopts, nothing_to_do, saved_plan
+from ktconvert.pipeline.engine.existing import nothing_to_do, saved_plan
 from ktconvert.pipeline.engine.lock import ProcessPart, unlock
 from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -177,7 +177,7 @@ def convert(name: str, options: ConversionOptions) -> None:
         return
     if options.existing.force_unlock:
         for plan in plans:
-            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part)
+            take_lock_away(plan.locate(), reporter, part)
     make(plans, reporter, options.workers, workers, part, trust_store=options.existing.trust_store)
 
 

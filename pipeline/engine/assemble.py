@@ -45,9 +45,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
 
 
 def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
-    """Put finished units and all that goes with them into a folder, synced, with nothing else in it; returns the files
-    that its manifest lists.
-    """
+    """Put finished units, all that goes with them, and nothing else into a folder, synced; what its manifest lists."""
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
     publish.keep_only(target, weights.keys())  # left by an assembly that was cut off

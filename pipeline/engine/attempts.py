@@ -60,6 +60,16 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def who(self) -> dict[str, Any]:
         return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
+    def started(self) -> Start:
+        return Start(at=self.began, unit=self.unit, **self.who)
+
+    def failed(self) -> Failed:
+        return Failed(at=self.ended or now(), unit=self.unit, why=str(self.failure), **self.who)
+
+    def lost(self) -> Lost:
+        """That it is of no use any more, noticed now."""
+        return Lost(unit=self.unit, **self.who)
+
     def is_dead(self) -> bool:
         return self.process.lives() is False
 
@@ -130,21 +140,6 @@ def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = (
             attempt = documents.read(path.read_bytes(), Attempt)
             found += [attempt] if attempt.name == name else []
     return sorted(found, key=lambda a: (a.began, a.name))
-
-
-def started(attempt: Attempt) -> Start:
-    """The journal's record that it began."""
-    return Start(at=attempt.began, unit=attempt.unit, **attempt.who)
-
-
-def failed(attempt: Attempt) -> Failed:
-    """The journal's record that it failed."""
-    return Failed(at=attempt.ended or now(), unit=attempt.unit, why=str(attempt.failure), **attempt.who)
-
-
-def lost(attempt: Attempt) -> Lost:
-    """The journal's record that it is of no use any more, noticed now."""
-    return Lost(unit=attempt.unit, **attempt.who)
 
 
 def forget(paths: Paths, attempt: Attempt) -> None:

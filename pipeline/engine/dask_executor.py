@@ -213,29 +213,26 @@ def workers_here(where: str) -> int | None:
     return int(count or len(machine.numa_nodes()))
 
 
+class _SchedulerFile(msgspec.Struct):
+    address: str
+
+
 def _client(connect: Callable[..., Any], where: str) -> Any:
-    address = where if where.startswith(("tcp://", "tls://")) else _address(where)
+    address = where
+    if not where.startswith(("tcp://", "tls://")):
+        path = Path(where).expanduser()
+        if not path.is_file():
+            raise UsageError(
+                f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
+                "the file that `dask scheduler --scheduler-file` writes."
+            )
+        try:
+            address = documents.read(path.read_bytes(), _SchedulerFile).address
+        except ValueError as error:
+            what = f"is not what `dask scheduler --scheduler-file` writes ({error})"
+            raise UsageError(f"--executor dask:{where}: {what}; give its file.") from error
     try:
         return connect(address)
     except (OSError, TimeoutError, ValueError, TypeError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise KtconvertError(f"--executor dask:{where}: no Dask scheduler answers there ({why[0]}).") from error
-
-
-class _SchedulerFile(msgspec.Struct):
-    address: str
-
-
-def _address(where: str) -> str:
-    path = Path(where).expanduser()
-    if not path.is_file():
-        raise UsageError(
-            f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
-            "the file that `dask scheduler --scheduler-file` writes."
-        )
-    try:
-        return documents.read(path.read_bytes(), _SchedulerFile).address
-    except ValueError as error:
-        raise UsageError(
-            f"--executor dask:{where}: is not what `dask scheduler --scheduler-file` writes ({error}); give its file."
-        ) from error

@@ -103,23 +103,20 @@ def disk_sentence(needed: Mapping[str, int]) -> str:
     return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def peak_memory(plans: Sequence[Plan], threads: int) -> int:
-    """Bytes that so many packing threads need; outputs made together take no more units at a time than one."""
-    return max(plan.peak_memory(threads) for plan in plans)
-
-
 def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
     """As many threads as asked for, or fewer that fit into memory. Raises ResourceError when one is too many."""
+
+    def peak(count: int) -> int:  # outputs made together take no more units at a time than one
+        return max(plan.peak_memory(count) for plan in plans)
+
     execution = plans[0].request.options.execution
     given = threads = execution.threads
     budget = execution.max_memory or machine.memory_available()
-    while threads > 1 and peak_memory(plans, threads) > budget:
+    while threads > 1 and peak(threads) > budget:
         threads -= 1
-    if peak_memory(plans, threads) > budget:
+    if peak(threads) > budget:
         limit = "--max-memory" if execution.max_memory else "free memory"
-        raise ResourceError(
-            f"one thread needs {size(peak_memory(plans, 1))}, {limit} is {size(budget)}. {plans[0].remedies}"
-        )
+        raise ResourceError(f"one thread needs {size(peak(1))}, {limit} is {size(budget)}. {plans[0].remedies}")
     if threads < given and reporter is not None:
         reporter.note(f"{threads} of {given} threads, so that memory stays below {size(budget)}")
     return threads

@@ -16,7 +16,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import Share, StopFlag, left_to_do, publish_unit, recorded, run_units
-from ktconvert.pipeline.engine.paths import File, Paths, has_content, locate
+from ktconvert.pipeline.engine.paths import File, Paths, has_content
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.threads import thread_runners
@@ -63,7 +63,7 @@ def execute(
             fit_threads(left)
     for plan, done in zip(plans, finished, strict=True):
         if done:
-            tidy(_locate(plan))
+            tidy(plan.locate())
             existing.nothing_to_do(plan.request.output, reporter)
     with contextlib.ExitStack() as stack:
         works: list[tuple[Plan, WorkDir]] = []
@@ -107,15 +107,11 @@ def execute(
     return True
 
 
-def _locate(plan: Plan) -> Paths:
-    return locate(plan.request.output, adopt=existing.adopts(plan))
-
-
 def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
     """Raise what would be raised once work directories are there, as far as that can be seen without them."""
     to_make = []
     for plan in plans:
-        paths = _locate(plan)
+        paths = plan.locate()
         states = existing.states_once_begun(plan, paths, overwrite)
         to_make.append((plan, paths, [state.unit for state in states if not state.done]))
     require_disk(to_make)
@@ -126,7 +122,7 @@ def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]
     works: list[WorkDir] = []
     try:
         for plan in plans:
-            works.append(stack.enter_context(WorkDir(_locate(plan))))
+            works.append(stack.enter_context(WorkDir(plan.locate())))
     except KtconvertError:
         for work in works:
             if not work.paths.plan.exists():
@@ -206,7 +202,7 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
 
     def discard(attempt: Attempt) -> None:
         attempts.forget(work.paths, attempt)
-        work.journal.append(attempts.lost(attempt))
+        work.journal.append(attempt.lost())
 
     if not trusted:
         found = _stored(plan, work) + [(a.unit, a.recorded_files(work.paths), partial(discard, a)) for a in made]

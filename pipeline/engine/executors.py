@@ -24,11 +24,8 @@ class Engine:
 
 @contextlib.contextmanager
 def opened(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Engine]:
-    """The engine that --executor names, until it is left. Raises UsageError for a name that is none, KtconvertError
-    where it cannot be had.
-
-    note     is told what keeps it from working
-    timeout  seconds that work waits for workers while there are none; None: dask_executor.TIMEOUT
+    """The engine that --executor names, until it is left; note, timeout (None: TIMEOUT): as of dask_executor.connected.
+    Raises UsageError for a name that is none, KtconvertError where it cannot be had.
     """
     require_known(name)
     kind, _, where = name.partition(":")

@@ -98,9 +98,7 @@ def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:
-    """Whether the output is complete and made by this very plan. Raises OutputError, InputError or VerificationError
-    where something else lies there, unless it is to be overwritten.
-    """
+    """Whether the output is complete and made by this very plan. Raises where something else is in the way."""
     output = plan.request.output
     guard_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
@@ -129,10 +127,10 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
             raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
         return True
     strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
-    if strangers and not adopts(plan) and not (own.inside and old is not None):
+    if strangers and not plan.adopts and not (own.inside and old is not None):
         remedy = "choose another --output, or --overwrite --delete-others to replace it"
         raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); {remedy}.")
-    if adopts(plan):
+    if plan.adopts:
         _require_no_clash(plan)
     return False
 
@@ -171,19 +169,12 @@ def _require_no_clash(plan: Plan) -> None:
             raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
 
 
-def adopts(plan: Plan) -> bool:
-    """Whether the output already holds loose layer folders that --resume-layer builds upon."""
-    return plan.kept_layers is not None
-
-
 def _assembled(paths: Paths) -> int | None:
     return journal.assembled(journal.read(paths.journal))
 
 
 def guard_inputs(plan: Plan) -> None:
-    """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
-    Files count where they really lie, whatever links lead to them.
-    """
+    """Raise UsageError where a file that is read, wherever it really lies, would be replaced, or hold the output."""
     request, side_output = plan.request, plan.side_output
     folders = [path for path in paths_read(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))

@@ -124,9 +124,7 @@ class Lock:
 
 
 def acquire(root: Path, output: Path, part: ProcessPart | None = None) -> Lock:
-    """Make the work directory `root` of an output, and lock it for this process alone, or for one of several parts.
-    Raises OutputError where another process works in it, or the folder is not ours.
-    """
+    """Make a work directory, and lock it. OutputError where another process works in it, or the folder is not ours."""
     while True:
         lock = Lock(root)
         try:

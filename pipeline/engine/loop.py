@@ -96,9 +96,7 @@ class Share:
     end: Callable[[], None] = lambda: None
 
     def in_order(self) -> Iterator[tuple[int, str, Share, Stage[Any], tuple[Unit[Any], ...]]]:
-        """What is to be made, each with its place among that of all outputs: stage by stage, there by the units' keys,
-        so that units which read the same layer follow one another, and after the first it is in the page cache.
-        """
+        """What is to be made, by stage and key: units that read a layer follow one another, from the page cache."""
         numbers = {stage.name: number for number, stage in enumerate(self.plan.stages)}
         return ((numbers[stage.name], units[0].key, self, stage, units) for stage, units in self.to_do)
 
@@ -180,9 +178,7 @@ def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
-    """The units of a stage that are to be made, in order. A chain starts again at the last unit whose forerunner's file
-    is still there; what earlier ones left and nothing needs is removed.
-    """
+    """The units to be made, in order; of a chain, from the last one on whose forerunner's file is still there."""
     undone = [n for n, u in enumerate(stage.units) if work.done_reason(u) is None]
     if not stage.chain:
         return tuple(stage.units[n] for n in undone)

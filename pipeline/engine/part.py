@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UsageError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_to_do, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import agree, already_finished, nothing_to_do, saved_plan, unit_states
 from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import Share, StopFlag, run_units, tell_done
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan, require_parts
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import ThreadRunner, pools
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
-from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
+from ktconvert.pipeline.engine.worker import Opened, make_attempt
 from ktconvert.pipeline.ui.progress import Reporter
 
 # Environment variables that say which of how many processes this one is: number, count, first number, step.
@@ -61,21 +61,25 @@ def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: b
     if already_finished(plan, overwrite):
         return nothing_to_do(plan.request.output, reporter)
     plan.require_ready()
-    paths = locate(plan.request.output, adopt=adopts(plan))
+    paths = plan.locate()
     held = lock.acquire(paths.root, paths.output, part)
     try:
         for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
         _agree_on_plan(plan, paths, overwrite)
-        units = [(stage, unit) for stage in plan.stages for unit in stage.units]
+        every = [(stage, unit) for stage in plan.stages for unit in stage.units]
         missing = set(missing_units(plan, paths))
-        mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
+        mine = [(stage, (unit,)) for stage, unit in every[part.number :: part.count] if unit in missing]
         attempts.free(paths)
         require_disk([(plan, paths, [unit for _, (unit,) in mine])])
         stop = StopFlag()
         with stop.installed(), _runner(plan, paths, reporter, len(mine)) as runner:
             run_units([Share(plan, mine, runner, partial(tell_done, plan.request.output, reporter))], reporter, stop)
-        _summary(plan, paths, part, len(mine), reporter)
+        left, units = missing_units(plan, paths), len(plan.units)
+        there = units - len(left)
+        reporter.event("part", part=str(part), made=len(mine), there=there, units=units)
+        then = "" if left else f": `ktconvert resume {paths.output}` puts the output together"
+        reporter.say(f"part {part}: {len(mine)} units made; {there} of {units} units of all parts are there{then}")
     finally:
         held.release()
 
@@ -133,16 +137,8 @@ def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterato
             reporter.at(unit.key)
             reporter.event("start", output=str(paths.output), unit=unit.name)
             made = make_attempt(opened, stage, unit, run, reporter)
-            if isinstance(made, Failure):
-                raise made.error()
+            if isinstance(made, KtconvertError):
+                raise made
             return made_of(paths, made)
 
         yield ThreadRunner(runner, most, make)
-
-
-def _summary(plan: Plan, paths: Paths, part: ProcessPart, made: int, reporter: Reporter) -> None:
-    missing = missing_units(plan, paths)
-    there = len(plan.units) - len(missing)
-    reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
-    then = "" if missing else f": `ktconvert resume {paths.output}` puts the output together"
-    reporter.say(f"part {part}: {made} units made; {there} of {len(plan.units)} units of all parts are there{then}")

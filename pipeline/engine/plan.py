@@ -14,6 +14,7 @@ from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.pipeline import __version__
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 
@@ -110,6 +111,15 @@ class Plan:
     remedies: str = "Give it more memory."
     require_ready: Callable[[], None] = lambda: None
     check: Callable[[Path], object] = lambda assembled: None
+
+    def locate(self) -> Paths:
+        """Where the work for it lies or will lie."""
+        return locate(self.request.output, adopt=self.adopts)
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the output already holds loose layer folders that --resume-layer builds upon."""
+        return self.kept_layers is not None
 
     @property
     def source(self) -> tuple[SourceFile, ...]:

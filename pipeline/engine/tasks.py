@@ -20,16 +20,16 @@ from ktconvert.pipeline.engine.loop import tell_done
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.threads import ThreadRunner
-from ktconvert.pipeline.engine.units import Made, Stage, Unit
+from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
+from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, make_unit
 from ktconvert.pipeline.ui.progress import Reporter
 
 Result = TypeVar("Result")
 LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
-class Tasks:
+class Tasks(Runner):
     """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths,
     `reopen` the plan and pack with so many threads each (None: the CPUs that they may use).
 
@@ -42,8 +42,8 @@ class Tasks:
         self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
     ) -> None:
         self._work, self._reporter, self._executor = work, reporter, executor
-        self._reopen, self._threads = reopen, threads
         self._run = work.new_token()
+        self._conversion = Conversion(str(work.paths.output), self._run, tool_version(), reopen, threads)
         self._known: dict[str, Attempt] = {}  # of this run, without results, which may be long
         self._ended: set[str] = set()
         self._again: Counter[str] = Counter()
@@ -58,14 +58,13 @@ class Tasks:
         self._made_here.add(future := self.here.submit(stage, unit))
         return future
 
-    def _submit(self, unit: Unit[Any]) -> Future[Attempt | Failure]:
-        output, version, (key, portion) = str(self._work.paths.output), tool_version(), unit.portion or (unit.key, None)
-        about = self._reopen, self._threads, portion
-        task = Task(output, self._run, version, unit.stage, key, unit.fingerprint, *about)
+    def _submit(self, unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
+        key, portion = unit.portion or (unit.key, None)
+        task = Task(self._conversion, unit.stage, key, unit.fingerprint, portion)
         try:
             return self._executor.submit(make_unit, task)
         except Exception as error:  # an executor that was closed, or is broken
-            broken: Future[Attempt | Failure] = Future()
+            broken: Future[Attempt | KtconvertError] = Future()
             broken.set_exception(error)
             return broken
 
@@ -87,9 +86,7 @@ class Tasks:
                 attempts.forget(self._work.paths, attempt)
 
     def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
-        """What came of it; None where workers died that were to make it, perhaps by another unit's fault. Raises the
-        worker's failure, and KtconvertError where the executor lost the task.
-        """
+        """What came of it; None where workers died with it, perhaps by another's fault. Raises failures."""
         if future in self._made_here and self.here is not None:
             return self.here.take(unit, future)
         try:
@@ -107,7 +104,7 @@ class Tasks:
         self._reporter.worker(made.worker, None)
         return made_of(self._work.paths, made)
 
-    def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
+    def give_up(self, unit: Unit[Any], future: Future[Attempt | KtconvertError]) -> bool:
         self._look()
         begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in [*self._known.values()])
         return not begun and future.cancel()
@@ -127,11 +124,11 @@ class Tasks:
                 known = self._known.get(attempt.name)
                 self._known[attempt.name] = replace(attempt, result=None)
                 if known is None:
-                    self._reporter.event("start", **self._note(attempts.started(attempt)))
+                    self._note(attempt.started())
                     self._reporter.at(attempt.unit)
                     self._reporter.worker(attempt.worker, attempt.unit)
                 if attempt.failure is not None:
-                    self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
+                    self._note(attempt.failed(), why=attempt.failure)
                     self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
@@ -139,17 +136,18 @@ class Tasks:
         self._look()
         for attempt in attempts.read(self._work.paths, unit):
             if (made is None or attempt.name != made.name) and attempt.failure is None:
-                self._reporter.event("lost", **self._note(attempts.lost(attempt)))
+                self._note(attempt.lost())
                 self._reporter.worker(attempt.worker, None)
 
-    def _note(self, record: Start | Failed | Lost) -> dict[str, Any]:
-        """Put it into the journal; what is reported of it."""
+    def _note(self, record: Start | Failed | Lost, **why: str) -> None:
+        """Put it into the journal, and report it."""
         self._work.journal.append(record)
         who = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
-        return {"output": str(self._work.paths.output), **who}
+        kind = str(record.__struct_config__.tag)
+        self._reporter.event(kind, output=str(self._work.paths.output), **who, **why)
 
 
-def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:
+def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -> Result:
     """What a worker gave back. Raises its failure, and KtconvertError where the executor lost the task."""
     try:
         result = future.result()
@@ -160,8 +158,8 @@ def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Resul
             f"{what}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
             f"scheduler run, then {remedy}."
         ) from error
-    if isinstance(result, Failure):
-        raise result.error()
+    if isinstance(result, KtconvertError):
+        raise result
     return result
 
 

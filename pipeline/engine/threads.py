@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.journal import Start
-from ktconvert.pipeline.engine.units import Context, Link, Made, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Link, Made, Runner, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -27,7 +27,7 @@ WAITING = 2  # packing threads beyond those asked for: so many wait for the disk
 UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
-class ThreadRunner:
+class ThreadRunner(Runner):
     """A runner of threads with a unit each. most: the next unit begins when one is recorded."""
 
     def __init__(self, pool: ThreadPoolExecutor, most: int, make: Callable[[Stage[Any], Unit[Any]], Made]) -> None:
@@ -36,23 +36,12 @@ class ThreadRunner:
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
         return self._pool.submit(self._make, stage, unit)
 
-    def take(self, unit: Unit[Any], future: Future[Made]) -> Made:
-        return future.result()
-
-    def give_up(self, unit: Unit[Any], future: Future[Made]) -> bool:
-        return future.cancel()
-
-    def watch(self) -> None:
-        """What is to be reported, units report themselves."""
-
 
 @contextlib.contextmanager
 def thread_runners(
     works: Sequence[WorkDir], reporter: Reporter, threads: int, units: int, away: Any = None
 ) -> Iterator[list[ThreadRunner]]:
-    """A runner for each output; all share the packing threads. away: as of Context, where there is one output.
-    RuntimeError where the system gives no threads.
-    """
+    """A runner for each output; all share the packing threads. away: as of Context, where there is one output."""
     with pools(threads, units) as (pool, window, runner, most):
         context = Context(pool, window, reporter, away=away)
         about = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
@@ -70,7 +59,11 @@ def _make(work: WorkDir, context: Context, about: str, stage: Stage[Any], unit: 
     context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
     path = work.paths.partial / unit.stored_name
     result = stage.run(unit, path, replace(context, chain=link))
-    return Made(path, result, time.monotonic() - begun, link=link, for_chain=_for_chain(link))
+    seconds = time.monotonic() - begun
+    # Hashed for the run that reads it after this one was cut off.
+    paths = [path for path in (link.handed_on, link.side) if path is not None] if link is not None else []
+    for_chain = tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
+    return Made(path, result, seconds, link=link, for_chain=for_chain)
 
 
 @contextlib.contextmanager
@@ -104,12 +97,6 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
             pool.submit(ready.wait)
     finally:
         ready.set()
-
-
-def _for_chain(link: Link | None) -> tuple[Written, ...]:
-    """What a unit made for others of its chain, hashed for the run that reads it after this one was cut off."""
-    paths = [path for path in (link.handed_on, link.side) if path is not None] if link is not None else []
-    return tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
 
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -171,10 +171,8 @@ class Stage(Generic[Work]):
 
 @dataclass(frozen=True)
 class Made:
-    """A unit that was made, and lies under a name of its own until it is published.
-
-    who   the host and the process that made it, for records and events
-    link  of a unit of a chain; for_chain: the files that it has for others of the chain
+    """A unit that was made, and lies under a name of its own until it is published. who: the host and the process that
+    made it, for records and events; link: of a unit of a chain; for_chain: the files that it has for others of that.
     """
 
     path: Path
@@ -185,19 +183,25 @@ class Made:
     for_chain: tuple[Written, ...] = ()
 
 
-class Runner(Protocol):
-    """Who makes the units of a plan, in any order and several at a time: threads here, or tasks for an executor."""
+class Runner:
+    """Who makes the units of a plan, in any order and several at a time: threads here, or tasks for an executor. most:
+    units that it takes at a time.
+    """
 
-    most: int  # units that it takes at a time
+    most: int
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
         """Have a unit made."""
+        raise NotImplementedError
 
     def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
         """What came of it; None: it is to be submitted once more. Raises what prevented it."""
+        made: Made = future.result()
+        return made
 
     def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
         """Take a unit back that nobody makes yet; False where somebody does."""
+        return future.cancel()
 
     def watch(self) -> None:
         """Called several times a second: look around, and report what there is to report."""

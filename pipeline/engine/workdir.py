@@ -47,10 +47,10 @@ class WorkDir:
         noted = {(type(record), record.attempt) for record in self.journal.records if isinstance(record, OfUnit)}
         for attempt in attempts.read(self.paths):
             if (Start, attempt.name) not in noted:
-                self.journal.append(attempts.started(attempt))
+                self.journal.append(attempt.started())
         for attempt in gone:
-            end = attempts.lost(attempt) if attempt.failure is None else attempts.failed(attempt)
-            for record in (attempts.started(attempt), end):
+            end = attempt.lost() if attempt.failure is None else attempt.failed()
+            for record in (attempt.started(), end):
                 if not {(type(record), attempt.name), (Lost, attempt.name)} & noted:
                     self.journal.append(record)
 
@@ -122,9 +122,7 @@ def remove(paths: Paths, held: lock.Lock) -> None:
 
 
 def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:
-    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or in its final
-    place with the recorded hash, since no name there says what the content is; a side file, always in the store.
-    """
+    """Why a unit counts as finished: recorded, with its files in the store, or elsewhere with the recorded hash."""
     if (record := finished.get(unit.fingerprint)) is None:
         return None
     sizes = {w.path: w.nbytes for w in record.for_chain}

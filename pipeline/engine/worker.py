@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts import errors
 from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
 from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.native_quant import kernels, machine
@@ -34,61 +33,49 @@ Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A unit as it travels.
-
-    run      the token in the work directory of `output`
-    portion  as of Unit; None: the unit itself
-    threads  for packing, None: the CPUs that the worker may use
-    """
+class Conversion:
+    """What a worker opens. run: the token in the work directory; threads: for packing, None: those it may use."""
 
     output: str
     run: str
     version: str
-    stage: str
-    key: str
-    fingerprint: str
     reopen: Reopen
-    threads: int | None = None
-    portion: Callable[[Unit[Any]], Unit[Any]] | None = None
+    threads: int | None
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What prevented a unit, as it travels: the name of the error's class, its exit code and sentence."""
+class Task:
+    """A unit as it travels. portion: as of Unit; None: the unit itself."""
 
-    kind: str
-    exit_code: int
-    sentence: str
-
-    def error(self) -> KtconvertError:
-        kind = getattr(errors, self.kind, KtconvertError)
-        error: KtconvertError = kind(self.sentence)
-        error.exit_code = self.exit_code
-        return error
+    of: Conversion
+    stage: str
+    key: str
+    fingerprint: str
+    portion: Callable[[Unit[Any]], Unit[Any]] | None
 
 
-def make_unit(task: Task) -> Attempt | Failure:
-    """Make a unit, or find it made. What trying again would not help comes back as a Failure."""
+def make_unit(task: Task) -> Attempt | KtconvertError:
+    """Make a unit, or find it made. What trying again would not help comes back, whatever executors do to errors."""
     reporter = Collecting()
     try:
         with _opening:
-            opened = _opened(task.output, task.run, task.version, task.reopen, task.threads)
-        return make_attempt(opened, *opened.find(task), task.run, reporter)
+            opened = _opened(task.of)
+        return make_attempt(opened, *opened.find(task), task.of.run, reporter)
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> KtconvertError:
     """An error as it travels, with this host's name where it is this host's."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     if isinstance(error, OSError):
         kind = ResourceError if error.errno in (*FULL, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
-    code = getattr(error, "exit_code", KtconvertError.exit_code)
-    here = "" if isinstance(error, WorkerLostError) else f"host {machine.host()}: "  # that happened elsewhere
-    return Failure(type(error).__name__, code, f"{here}{error}")
+    if isinstance(error, WorkerLostError):  # that happened elsewhere
+        return error
+    kind = type(error) if isinstance(error, KtconvertError) else KtconvertError
+    return kind(f"host {machine.host()}: {error}")
 
 
 @dataclass(frozen=True)
@@ -136,10 +123,10 @@ _opening = threading.Lock()
 
 
 @functools.lru_cache(OPEN)
-def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
+def _opened(conversion: Conversion) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    require_able(version)
-    paths = locate(Path(output))
+    require_able(conversion.version)
+    paths = locate(Path(conversion.output))
     try:
         found = paths.token.read_text()
     except OSError as error:
@@ -147,20 +134,22 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
             f"{paths.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
             "the same path."
         ) from error
-    if found != run:
+    if found != conversion.run:
         raise OutputError(
             f"{paths.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
             "the file system of --output at the same path."
         )
     attempts.free(paths)
-    count = threads_here(threads)
-    plan = reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
+    count = threads_here(conversion.threads)
+    plan = conversion.reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
     plan.require_ready()
     count = fit_threads([plan])
     return Opened(plan, paths, packing_pool(count), window_of(count, 1))
 
 
-def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter) -> Attempt | Failure:
+def make_attempt(
+    opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter
+) -> Attempt | KtconvertError:
     """An ended attempt at a unit, of before or made now. WorkerLostError where too many of this run ended silently."""
     paths = opened.paths
     before = attempts.read(paths, unit)
@@ -186,7 +175,7 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:
         failure = failure_of(error)
-        attempts.fail(paths, attempt, failure.sentence)
+        attempts.fail(paths, attempt, str(failure))
         return failure
     return attempts.finish(paths, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())
 

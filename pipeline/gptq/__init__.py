@@ -1,1 +1,1 @@
-"""GPTQ: its settings, the consumer of the walk that compensates errors, its shard, and the library's engine."""
+"""GPTQ: the consumer of the walk that compensates errors, and the library's engine."""

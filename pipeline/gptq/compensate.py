@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_numbers
+from ktconvert.layouts.encodings.encoding import Encoding, scale_numbers
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
+from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts, join_parts
+from ktconvert.pipeline.stages.expert_files import Item, Parts, empty_parts
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
 from ktconvert.quantizers import descent, gptq, predictions
@@ -21,13 +22,11 @@ from ktconvert.quantizers.reference import F32, e8m0_exponents
 if TYPE_CHECKING:
     import torch
 
-Item = tuple[int, str]  # (expert, projection)
-Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the encoding's order
 Scales = npt.NDArray[Any]  # as Encoding.scales gives them
-Write = Callable[[int, str, Stored], None]
+Write = Callable[[int, str, Parts], None]
 # (expert, projection, importance of its columns [k], None if nothing is known of its inputs) -> the linear, each code
 # rounded to nearest. Raises InputError for a value that is not finite.
-Nearest = Callable[[int, str, F32 | None], Stored]
+Nearest = Callable[[int, str, F32 | None], Parts]
 
 
 @dataclass
@@ -68,9 +67,7 @@ class Compensate:
         return Evidence(gptq.Hessian.empty, self.sees, self.steps != "plain", self.steps == "full")
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
-        """Quantize and write the experts of a group; returns their dequantized weights. Raises VerificationError,
-        naming the layer, where a Hessian or a loss is not finite. What a worker left of them is written.
-        """
+        """Quantize and write experts; returns their dequantized weights. VerificationError for what is not finite."""
         if group.left is not None:
             return self._take_over(group, group.left)
         rounded = {}
@@ -81,7 +78,7 @@ class Compensate:
             rounded[expert] = ExpertWeights(**{projection: values for projection, (_, values) in made.items()})
         return rounded
 
-    def left(self, linears: Sequence[tuple[int, str, Stored]]) -> dict[str, Any]:
+    def left(self, linears: Sequence[tuple[int, str, Parts]]) -> dict[str, Any]:
         """What a worker leaves of a group beside evidence and weights; linears: as they were written."""
         import torch
 
@@ -101,10 +98,10 @@ class Compensate:
         self.fell_back += left["fell_back"]
         return group.weights
 
-    def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Stored, torch.Tensor]]:
+    def _quantize(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Parts, torch.Tensor]]:
         """Each linear of an expert, and the BF16 values that its codes stand for."""
         few = group.tokens[expert] < self.floor
-        made: dict[str, tuple[Stored, torch.Tensor]] = {}
+        made: dict[str, tuple[Parts, torch.Tensor]] = {}
         # Gate and up read the same: they are quantized as one tall matrix.
         for projections, own_tokens in ((("gate", "up"), not self.evidence.shared), (("down",), self.evidence.routed)):
             if few and own_tokens:
@@ -115,7 +112,7 @@ class Compensate:
             self.too_few.append(expert)
         return made
 
-    def _round(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Stored, torch.Tensor]:
+    def _round(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Parts, torch.Tensor]:
         import torch
 
         linear = self._nearest(group, expert, projection)
@@ -123,7 +120,7 @@ class Compensate:
         weight = getattr(group.weights[expert], projection)
         return linear, torch.from_numpy(join_parts(projection, decoded)).to(weight)
 
-    def _nearest(self, group: ExpertGroup, expert: int, projection: str) -> Stored:
+    def _nearest(self, group: ExpertGroup, expert: int, projection: str) -> Parts:
         """A linear rounded to nearest, by the mean square of each input column up to a common factor, if any."""
         import torch
 
@@ -138,7 +135,7 @@ class Compensate:
 
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
-    ) -> dict[str, tuple[Stored, torch.Tensor]]:
+    ) -> dict[str, tuple[Parts, torch.Tensor]]:
         import torch
 
         items = [(expert, projection) for projection in projections]
@@ -245,16 +242,14 @@ def stored_scales(encoding: Encoding, steps: torch.Tensor) -> Scales:
     return e8m0_exponents(numbers) if encoding.grid.scales == "U8" else numbers
 
 
-def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Stored:
+def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Parts:
     """The parts of a linear with these codes, int8 [n, k], and scales [n, groups]."""
     expert, projection = item
     cut = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
-    stored: Stored = []
-    for part, own, own_scales in zip(grid.parts(expert, projection), *cut, strict=True):
-        tensors = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(part.n, part.k)]
-        assert encoding.pack is not None
+    stored = empty_parts(encoding, grid.parts(expert, projection))
+    assert encoding.pack is not None
+    for (_, tensors), own, own_scales in zip(stored, *cut, strict=True):
         encoding.pack(np.ascontiguousarray(own), np.ascontiguousarray(own_scales), tensors)
-        stored.append((part, tensors))
     return stored
 
 

@@ -9,23 +9,14 @@ from typing import Any
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration_data import Ids
 
-Quantized = Callable[[int, int, str], Stored]  # (layer, expert, projection) -> the linear
+Quantized = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the linear
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
-
-
-def _scheme(fmt: Format) -> Any:
-    """The library's scheme of the format's name, with the format's groups."""
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    scheme = preset_name_to_scheme(fmt.name, [EXPERTS])
-    assert scheme.weights is not None
-    weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
-    return scheme.model_copy(update={"weights": weights})
 
 
 def quantize_model(
@@ -36,12 +27,16 @@ def quantize_model(
     """
     import torch
     import transformers
+    from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.entrypoints.oneshot import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
     from ktconvert.quantizers import gptq
 
+    scheme = preset_name_to_scheme(fmt.name, [EXPERTS])
+    assert scheme.weights is not None
+    weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             root, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
@@ -52,7 +47,9 @@ def quantize_model(
         oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(rows, batch_size=None),
-            recipe=GPTQModifier(config_groups={"group_0": _scheme(fmt)}, dampening_frac=dampening),
+            recipe=GPTQModifier(
+                config_groups={"group_0": scheme.model_copy(update={"weights": weights})}, dampening_frac=dampening
+            ),
             max_seq_length=max(map(len, samples)),
             num_calibration_samples=len(samples),
             moe_calibrate_all_experts=every_expert,
@@ -62,7 +59,7 @@ def quantize_model(
             f"{root}: llmcompressor's oneshot cannot do it ({first_line(error)}); use --engine stream."
         ) from error
 
-    def quantized(layer: int, expert: int, projection: str) -> Stored:
+    def quantized(layer: int, expert: int, projection: str) -> Parts:
         name = f"{names[layer]}.{expert}.{projection}_proj"
         linear = model.get_submodule(name)
         if not hasattr(linear, "weight_scale"):

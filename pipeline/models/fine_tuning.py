@@ -43,10 +43,18 @@ def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callabl
     import numpy as np
     import torch
 
-    from ktconvert.pipeline.walk.calibration_data import Calibration, samples
+    from ktconvert.pipeline.options.option_groups import Samples
+    from ktconvert.pipeline.walk.calibration_data import samples
 
     seed, length = options.schedule_options.seed, options.schedule_options.sequence_length
-    found = samples(Calibration(dataset, options.dataset_split, MOST, MOST, seed), tokenizer, note)
+    settings = Samples(
+        dataset=dataset,
+        dataset_split=options.dataset_split,
+        num_calibration_samples=MOST,
+        max_sequence_length=MOST,
+        random_seed=seed,
+    )
+    found = samples(settings, tokenizer, note)
     end = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]
     ids = np.concatenate([part for text in found for part in (text, *end)])
     if len(ids) < length:

@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -18,12 +17,11 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
-from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.layouts.outputs.format import one_or_all
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
 from ktconvert.pipeline.engine.units import Stage
@@ -48,9 +46,7 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
 
 
 def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
-    """Values of these options with which the output was begun or finished; None where it was not. Raises OutputError,
-    naming the option, for a value that it cannot have.
-    """
+    """Values of these options with which the output was begun or finished, or None. OutputError for damaged ones."""
     if (begun := begun_with(request.output)) is None:
         return None
     cls: type[ConversionOptions] = type(request.options)
@@ -125,18 +121,13 @@ def source_identity(source: TensorSource) -> str:
     return hashlib.sha256("".join(f"{s.header_sha256}{s.size}" for s in source.shards).encode()).hexdigest()
 
 
-def source_files(
-    source: TensorSource, options: ConversionOptions, hashed: Callable[[int], None] | None
-) -> dict[Path, SourceFile]:
-    """Every file that is read, weights first; with --verify-inputs their sha256 too."""
-    digests: list[str | None] = [None] * len(source.shards)
-    if options.verify_inputs and hashed is not None:
-        digests = list(_hash_inputs([s.path for s in source.shards], options.execution.threads, hashed))
-    files = {
-        s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
-        for s, digest in zip(source.shards, digests, strict=True)
-    }
-    return files | files_below(source.companion_root, source.companions())
+def source_files(source: TensorSource) -> dict[Path, SourceFile]:
+    """Every file that is read, weights first."""
+    return shards_of(source) | files_below(source.companion_root, source.companions())
+
+
+def shards_of(source: TensorSource) -> dict[Path, SourceFile]:
+    return {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
 
 
 def files_below(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
@@ -154,9 +145,7 @@ def files_named(options: ConversionOptions) -> Iterator[Path]:
 
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
-    """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
-    Raises InputError for a file that could not be copied later.
-    """
+    """(name in the output, file) of all these names below root but config.json. InputError if one cannot be copied."""
     for name in names:
         require_copyable(root, name)
     renamed = names_in_output(names)
@@ -210,21 +199,3 @@ def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequen
     values = {name: facts[name] for name in names}
     texts = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for name, v in values.items()}
     return about | texts | {"source": source_identity(source)}
-
-
-_hashed: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
-
-
-def _hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]) -> list[str]:
-    """sha256 of whole files, several at a time; each is read once, however many outputs are made of it."""
-
-    def one(path: Path) -> str:
-        status = path.stat()
-        key = (path, status.st_size, status.st_ctime_ns)
-        if key not in _hashed:
-            _hashed[key] = publish.sha256_file(path)
-            advance(status.st_size)
-        return _hashed[key]
-
-    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as pool:
-        return list(pool.map(one, paths))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine, placement
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
@@ -45,6 +49,7 @@ COMMANDS: Mapping[str, type[ConversionOptions]] = {
     "merge-adapter": MergeAdapterOptions,
     "resplit": ResplitOptions,
 }
+HASHED = (QuantizationOptions, CalibrateOptions, DequantizeOptions)  # of these, --verify-inputs hashes the shards
 
 
 def request(command: str, **options: Any) -> Request[ConversionOptions]:
@@ -124,11 +129,34 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     collects = gc.isenabled()
     gc.disable()  # it takes a quarter of a large plan's time
     try:
-        plan: Plan = getattr(module, f"plan_{name}")(request, hashed)
-        return plan
+        plan: Plan = getattr(module, f"plan_{name}")(request)
     finally:
         if collects:
             gc.enable()
+    if hashed is None or not request.options.verify_inputs or not isinstance(request.options, HASHED):
+        return plan
+    return _with_hashes(plan, hashed)
+
+
+_hashed: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
+
+
+def _with_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
+    """The plan with the sha256 of its shards; each is read once, however many outputs are made of it."""
+
+    def one(path: Path) -> str:
+        status = path.stat()
+        key = (path, status.st_size, status.st_ctime_ns)
+        if key not in _hashed:
+            _hashed[key] = publish.sha256_file(path)
+            advance(status.st_size)
+        return _hashed[key]
+
+    shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
+    with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=use_own_cpus) as pool:
+        digests = dict(zip(shards, pool.map(one, shards), strict=True))
+    files = {path: structs.replace(file, sha256=digests.get(path)) for path, file in plan.files.items()}
+    return replace(plan, files=files)
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
@@ -166,31 +194,18 @@ def run(
     return execute(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)
 
 
-def numa_notes(plan: Plan) -> list[str]:
+def numa_notes(plan: Plan) -> Iterator[str]:
     """What to say of a plan of AMX weights where this machine's NUMA nodes or their memory do not suit it."""
     if "threadpool_count" not in plan.request.options.settings:
-        return []
-    return [note for note in (_of_pools(plan), _of_memory(plan)) if note is not None]
-
-
-def _of_memory(plan: Plan) -> str | None:
-    parts = plan.facts["numa"]
+        return
+    pools, parts, nodes = machine.pool_count(), plan.facts["numa"], machine.numa_nodes()
+    if pools != parts:
+        here = f"this machine has {plural(len(nodes), 'node')}"
+        if pools < len(nodes):
+            here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
+        elif len(nodes) < (present := len(machine.machine_nodes())):
+            here = f"this process may use {len(nodes)} of this machine's {present} nodes"
+        yield f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"
     size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
-    shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
-    if not shortages:
-        return None
-    return f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"
-
-
-def _of_pools(plan: Plan) -> str | None:
-    pools, parts = machine.pool_count(), plan.facts["numa"]
-    if pools == parts:
-        return None
-    nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
-    if pools < nodes:
-        here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
-    elif nodes < present:
-        here = f"this process may use {nodes} of this machine's {present} nodes"
-    else:
-        here = f"this machine has {plural(nodes, 'node')}"
-    return f"the output is for {plural(parts, 'NUMA part')}; {here}: to run it here, pass --threadpool-count {pools}"
+    if shortages := placement.shortages([size] * parts, nodes, machine.node_memory_available()):
+        yield f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import LATER, CpuOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
@@ -27,8 +28,8 @@ FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
 
 
-def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
+def plan_cpu(request: Request[CpuOptions]) -> Plan:
+    """Of headers only, before any weight is read."""
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = checkpoint.with_arch_row(request)
@@ -60,17 +61,15 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of(inputs, measured)
+    facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of_inputs(inputs, measured)
     metadata = checkpoint.shard_metadata(
         facts, source, (*ABOUT, *(name for name in checkpoint.ABOUT_CODES if name in facts))
     )
     loose_files = options.no_merge_safetensor
     if choice.calibrated:
-        from ktconvert.pipeline.plans import walking
-
         walking.require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
         rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-        making = walking.compensated(
+        stage: Stage[Any] = walking.gptq_stage(
             request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files
         )
     else:
@@ -87,12 +86,11 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
             statistics=inputs,
             options=options.weights,
         )
-        making = quantizing.rounded(stage, inputs)
-    return quantizing.plan_of(
+    plan = quantizing.plan_of(
         request,
         model,
         fmt,
-        making,
+        stage,
         copy_tensors.not_experts(model, options.non_experts),
         facts,
         metadata,
@@ -107,9 +105,9 @@ def plan_cpu(request: Request[CpuOptions], hashed: Callable[[int], None] | None 
         non_experts=options.non_experts,
         loose_files=loose_files,
         kept_layers=options.kept_layers,
-        reads=quantizing.files_of(inputs),
-        hashed=hashed,
+        statistics=inputs,
     )
+    return walking.with_gptq(plan, request, model, fmt) if choice.calibrated else plan
 
 
 def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
@@ -130,9 +128,7 @@ def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. UnsupportedError for one of kt-kernel's that cannot be made, UsageError
-    where it has not what they ask for.
-    """
+    """The format that the options ask for. Raises for one of kt-kernel's alone, and for what the format has not."""
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
     if method in LATER and method not in formats:
@@ -209,11 +205,6 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:
-    calibration: dict[str, Any] = {}
-    if options.calibrated:
-        from ktconvert.pipeline.gptq import settings
-
-        calibration = {**settings.facts(options), "machine": options.machine.machine}
     return {
         "architecture": model.arch.name,
         **mixed.facts_of(fmt, layers),
@@ -222,7 +213,8 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         **checkpoint.shape_facts(model, layers),
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
-        **calibration,
+        **quantizing.calibration_facts(options),
+        **({"machine": options.machine.machine} if options.calibrated else {}),
     }
 
 

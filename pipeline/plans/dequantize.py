@@ -25,15 +25,8 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 Changing = Callable[[Sequence[copy_tensors.OtherTensor]], tuple[Sequence[copy_tensors.OtherTensor], str]]
 
 
-def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
-    return plan_whole(request, hashed)
-
-
-def plan_whole(
-    request: Request[DequantizeOptions], hashed: Callable[[int], None] | None, changing: Changing | None = None
-) -> Plan:
-    """The plan of a whole checkpoint in BF16, with changed tensors."""
+def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | None = None) -> Plan:
+    """Of headers only, before any weight is read; with tensors that are changed, for `merge-adapter`."""
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
@@ -51,7 +44,7 @@ def plan_whole(
     base = checkpoint.base_model(source)
     return Plan(
         request=request,
-        files=checkpoint.source_files(source, request.options, hashed),
+        files=checkpoint.source_files(source),
         reads=tuple(source.paths()),
         stages=checkpoint.number_shards([stage]),
         facts=facts,

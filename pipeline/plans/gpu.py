@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,17 @@ from ktconvert.layouts.outputs.gpu_card import loading_notes
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import GpuOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.plans.quantizing import equalized_for, plan_of, rounded
+from ktconvert.pipeline.plans.quantizing import calibration_facts, equalized_for, plan_of
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
-def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Of headers only, before any weight is read. hashed: is told how many bytes --verify-inputs has read."""
+def plan_gpu(request: Request[GpuOptions]) -> Plan:
+    """Of headers only, before any weight is read."""
     require_possible(request.options)
     request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
@@ -47,18 +47,17 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
     facts = _facts(model, fmt, options)
     metadata = checkpoint.shard_metadata(facts, source, ABOUT)
     if options.calibrated:
-        making = walking.compensated(request, model, fmt, rest, metadata)
+        stage: Stage[Any] = walking.gptq_stage(request, model, fmt, rest, metadata)
     else:
         limit, given = options.max_shard_size, options.weights
         stage = quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=given)
-        making = rounded(stage)
     shards = ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
-    return plan_of(
+    plan = plan_of(
         request,
         model,
         fmt,
-        making,
+        stage,
         copy_tensors.decoded_others(rest),
         facts,
         metadata,
@@ -66,8 +65,8 @@ def plan_gpu(request: Request[GpuOptions], hashed: Callable[[int], None] | None 
         notes=(*_of_cpu(facts, options.output), *(shards if options.max_shard_size and options.calibrated else ())),
         ignore=ignore,
         left_out=left_out,
-        hashed=hashed,
     )
+    return walking.with_gptq(plan, request, model, fmt) if options.calibrated else plan
 
 
 def require_possible(options: GpuOptions) -> None:
@@ -97,11 +96,6 @@ def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
 
 
 def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
-    calibration: dict[str, Any] = {}
-    if options.calibrated:
-        from ktconvert.pipeline.gptq import settings
-
-        calibration = settings.facts(options)
     return {
         "architecture": model.arch.name,
         "method": fmt.name,
@@ -111,7 +105,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
         "bits": fmt.encoding.grid.bits,
         "group_size": fmt.encoding.grid.group,
         **checkpoint.shape_facts(model, model.layers),
-        **calibration,
+        **calibration_facts(options),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         TEMPLATES: name_templates(model),
     }

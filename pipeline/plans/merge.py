@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,7 @@ MOST_LAYERS = 10_000  # more is no model
 CHOOSE = "convert it again, or if they are left out on purpose, name those to merge with --layers"
 
 
-def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_merge(request: Request[MergeOptions]) -> Plan:
     """Of names and sizes only. InputError for a missing, extra or cut-off file."""
     original = request.options.original_path
     request = replace(request, options=with_values(request.options, with_companions=original is not None))
@@ -103,10 +103,8 @@ def _in_order(output: Output) -> list[TensorInfo]:
 
 
 def _measured(output: Output, everything: bool) -> Measure:
-    """What the layers are, by names and sizes. UnsupportedError where there is nothing to merge, InputError where they
-    are not whole, not of one conversion, or not of the model of output.config.
-
-    everything  whether the user did not name the layers: else the config does not decide which have experts
+    """What the layers are, by names and sizes. Raises where there is nothing to merge, or they are not whole, of one
+    conversion, and of the model of output.config, which decides on layers where the user named none (everything).
     """
     from ktconvert.pipeline.verify.structure import check_tensors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,51 +19,26 @@ from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
+from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.stages import copy_tensors, quantize_experts
+from ktconvert.pipeline.stages import copy_tensors, expert_files
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
+from ktconvert.pipeline.walk.calibration_data import facts_of
 from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
 
 MAP = "--method-map"
-
-
-@dataclass(frozen=True)
-class Quantizing:
-    """The stage that makes the experts, and what it takes; fields as of Plan."""
-
-    stage: Stage[Any]
-    peak_memory: Callable[[int], int]
-    scratch_bytes: int = 0
-    portion_bytes: int = 0
-    notes: tuple[str, ...] = ()
-    advice: tuple[str, ...] = ()
-    remedies: str = "Give it more memory."
-    require_ready: Callable[[], None] = lambda: None
-
-
-def rounded(stage: Stage[quantize_experts.ExpertsWork], statistics: InputStatistics | None = None) -> Quantizing:
-    """Rounding: any machine will do. statistics: of inputs, which are read besides."""
-
-    def peak(threads: int) -> int:
-        packing = threads + WAITING
-        reading = 0 if statistics is None else statistics.memory(packing)
-        return checkpoint.BASE_MEMORY + reading + quantize_experts.peak_memory(stage.units, packing)
-
-    return Quantizing(stage, peak)
-
-
-def machine_notes(options: QuantizationOptions | CalibrateOptions) -> tuple[str, ...]:
-    on_cpu = (options.machine.machine or {}).get("device_type") == "cpu" and options.machine.max_gpu_memory is not None
-    return ("--max-gpu-memory changes nothing here: no GPU is used",) if on_cpu else ()
+EQUALIZED = (
+    f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; which, "
+    "manifest and model card will say"
+)
 
 
 def plan_of(
     request: Request[QuantizationOptions],
     model: MoeModel,
     fmt: Format,
-    quantizing: Quantizing,
+    stage: Stage[Any],
     others: Sequence[copy_tensors.OtherTensor],
     facts: dict[str, Any],
     metadata: Mapping[str, str],
@@ -76,15 +50,16 @@ def plan_of(
     non_experts: str = "keep",
     loose_files: bool = False,
     kept_layers: tuple[int, ...] | None = None,
-    reads: Sequence[Path] = (),
-    hashed: Callable[[int], None] | None = None,
+    statistics: InputStatistics | None = None,
 ) -> Plan:
-    """The plan of a command that makes experts.
+    """The plan of a command that makes experts; with a walk, but for what that takes.
 
+    stage       makes the experts
     others      the tensors beside the experts that are copied
     card_notes  sentences for the plan and the model card; notes: for the plan alone
     ignore      patterns of modules that are not quantized
-    left_out    files of the checkpoint that are not copied; reads: those that are read beside it and what options name
+    left_out    files of the checkpoint that are not copied
+    statistics  of inputs, which are read besides
     """
     source, options, side_output = model.source, request.options, None
     if options.calibrated and options.gptq.save_statistics is not None:
@@ -92,13 +67,21 @@ def plan_of(
 
         side_output = SideOutput(options.gptq.save_statistics, KEYS)
     facts = facts | ({FACT: []} if model.equalized else {})
-    stages: list[Stage[Any]] = [quantizing.stage]
+    stages = [stage]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
+
+    def peak_memory(threads: int) -> int:
+        """Of the buffers of all packing threads, which do not grow with the model."""
+        packing, making = threads + WAITING, 0
+        if not options.calibrated:
+            reading = 0 if statistics is None else statistics.memory(packing)
+            making = reading + expert_files.peak_memory(stage.units, packing)
+        return checkpoint.BASE_MEMORY + max(making, copying)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
         base, all_facts, about = checkpoint.base_model(source), {**facts, **found(stats)}, fmt.description
@@ -107,27 +90,30 @@ def plan_of(
 
     return Plan(
         request=request,
-        files=checkpoint.source_files(source, options, hashed),
-        reads=(*source.paths(), *checkpoint.files_named(options), *reads),
+        files=checkpoint.source_files(source),
+        reads=(*source.paths(), *checkpoint.files_named(options), *_files_of(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
-        notes=(*card_notes, *quantizing.notes, *machine_notes(options), *equalizing_notes(model), *notes),
+        notes=(*card_notes, *((EQUALIZED,) if model.equalized else ()), *notes),
         companions=checkpoint.companions(source.companion_root, copied),
         config=config,
         loose=loose_files,
         kept_layers=kept_layers,
         side_output=side_output,
-        # The buffers of all packing threads, which do not grow with the model, or what a walk through it takes.
-        peak_memory=lambda threads: max(quantizing.peak_memory(threads), checkpoint.BASE_MEMORY + copying),
+        peak_memory=peak_memory,
         card=readme,
-        require_ready=quantizing.require_ready,
         check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
-        scratch_bytes=quantizing.scratch_bytes,
-        portion_bytes=quantizing.portion_bytes,
-        advice=quantizing.advice,
-        remedies=quantizing.remedies,
         found=found,
     )
+
+
+def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
+    """Of the data and the settings of GPTQ; nothing without it."""
+    if not options.calibrated:
+        return {}
+    own = options.gptq
+    settings = {"dampening": own.dampening_frac, "calibrate": own.calibrate, "steps": own.gptq_steps}
+    return {"calibration": {**facts_of(options.samples), **settings, "engine": options.engine}}
 
 
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,9 +132,7 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it. UnsupportedError where equalized experts would compute something else,
-    UsageError where no layer gains, and for options that need the experts as they are.
-    """
+    """The model as --equalize asks for it. Raises where experts would compute something else, or no layer gains."""
     if not options.equalize:
         return model
     if model.activation not in UP_IS_A_FACTOR:
@@ -166,15 +150,6 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
         why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
         raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
     return found
-
-
-def equalizing_notes(model: MoeModel) -> tuple[str, ...]:
-    if not model.equalized:
-        return ()
-    return (
-        f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; "
-        "which, manifest and model card will say",
-    )
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
@@ -222,7 +197,7 @@ def _shapes(model: MoeModel) -> dict[int, tuple[int, int, int]]:
     return {layer: model.shape(layer) for layer in model.layers}
 
 
-def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
+def _files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
     """The files of the statistics of inputs, and those next to them that describe them."""
     if inputs is None:
         return ()
@@ -230,7 +205,7 @@ def files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
     return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
 
 
-def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+def facts_of_inputs(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
     """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
     if inputs is None:
         return {}
@@ -239,10 +214,9 @@ def facts_of(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str,
     return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
-def notes_of_unreached(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    if not (listed := facts.get("without_counts")):
-        return ()
-    return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)
+def notes_of_unreached(facts: Mapping[str, Any]) -> Iterator[str]:
+    if listed := facts.get("without_counts"):
+        yield f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}"
 
 
 def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:

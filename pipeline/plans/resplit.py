@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import FORMATS, Format, card, cpu_card, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
@@ -32,7 +31,7 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
-from ktconvert.pipeline.stages import copy_tensors, resplit_experts
+from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
 from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
@@ -47,10 +46,8 @@ SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
 
 
-def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes. UnsupportedError for what
-    is no such output, InputError for one that is damaged or was not made from --against.
-    """
+def plan_resplit(request: Request[ResplitOptions]) -> Plan:
+    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes."""
     plan, options = _plan(request), request.options
     return plan if options.against is None else _advised(plan, options.against, options.revision)
 
@@ -67,7 +64,8 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
-    files = _files(output, source, copied)
+    loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
+    files = checkpoint.shards_of(source) | checkpoint.files_below(root, (*loose_files, *copied))
     request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
@@ -88,6 +86,9 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
     notes = tuple(quantizing.notes_of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
+    config, before = dict(output.config), output.config.get("quantization_config")
+    if isinstance(before, dict) and before.get("quant_method") == cpu_card.QUANT_METHOD:
+        del config["quantization_config"]
     base, about = checkpoint.base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
     return Plan(
@@ -98,13 +99,13 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(root, copied),
-        config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
+        config=card.config_json(config, entries, whole=False) if CONFIG in copied else None,
         loose=output.loose,
         # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
         peak_memory=lambda threads: (
             checkpoint.BASE_MEMORY
             + TENSOR * len(output.tensors)
-            + max(resplit_experts.peak_memory(rearranging.units, threads + WAITING), copying)
+            + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
         ),
         card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
     )
@@ -179,19 +180,6 @@ def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value is not None and value != ""}
 
 
-def _config_before(output: Output) -> dict[str, Any]:
-    config, about = dict(output.config), output.config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
-        del config["quantization_config"]
-    return config
-
-
-def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> dict[Path, SourceFile]:
-    loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    shards = {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
-    return shards | checkpoint.files_below(output.root, (*loose_files, *copied))
-
-
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
     """The units whose sampled expert is measured, spread evenly."""
     chosen = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
@@ -236,13 +224,17 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         reads = (*plan.reads, *source.paths())
         model = recognise(source, checkpoint.rows_for(plan.request.options.settings.get("arch_row")))
         for work in works:
-            _require_source_of(work, model, against)
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
             read = equalized(model, work.fmt) if FACT in plan.facts else model
             again = ExpertsWork(work.fmt, grid, work.sampled, work.sampled + 1, {}, read, choice)
-            if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
-                raise _not_its_source(work, against)
+            shape = model.shape(grid.layer) if grid.layer in model.moe_layers else (0, 0, 0)
+            fits = shape[1:] == (grid.hidden, grid.intermediate) and work.sampled < shape[0]
+            if not fits or not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
+                raise InputError(
+                    f"{against}: expert {work.sampled} of layer {grid.layer} is not that of {work.output.root}; give "
+                    "the checkpoint that it was made from with --against."
+                )
             item = work.sampled, "down"
             for own, parts in zip(sums, (work.stored(item), work.make(item), again.make(item)), strict=True):
                 for part, packed in parts:
@@ -256,20 +248,6 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
     advice = f"converting again is better: {_command(plan, works[0], against)}"
     better = "resplit is as good" if fresh >= BETTER * after else advice
     return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
-
-
-def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:
-    layer = work.grid.layer
-    sizes = work.grid.hidden, work.grid.intermediate
-    if layer not in model.moe_layers or model.shape(layer)[1:] != sizes or work.sampled >= model.shape(layer)[0]:
-        raise _not_its_source(work, against)
-
-
-def _not_its_source(work: ResplitWork, against: str) -> InputError:
-    return InputError(
-        f"{against}: expert {work.sampled} of layer {work.grid.layer} is not that of {work.output.root}; give the "
-        "checkpoint that it was made from with --against."
-    )
 
 
 def _equal(ours: Parts, theirs: Parts) -> bool:

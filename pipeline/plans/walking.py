@@ -10,34 +10,34 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.pipeline.engine.plan import Request
-from ktconvert.pipeline.gptq import settings as of_gptq
+from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.plans.quantizing import Quantizing
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
 from ktconvert.pipeline.walk import environment, footprint
-from ktconvert.pipeline.walk.calibration_data import Calibration, local_files
+from ktconvert.pipeline.walk.calibration_data import facts_of, local_files
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 ONESHOT = (
     "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
     "which is not causal for some models; it is for comparison"
 )
+NO_GPU = "--max-gpu-memory changes nothing here: no GPU is used"
 SIZES = ("layers", "experts", "hidden", "intermediate")
-# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
 MOMENTS = (
     "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
     "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
 )
+# Paths, and what stands in `data`, changes nothing here, or is recorded with the plan only.
 ELSEWHERE = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
 
-def compensated(
+def gptq_stage(
     request: Request[QuantizationOptions],
     model: MoeModel,
     fmt: Format,
@@ -47,67 +47,113 @@ def compensated(
     choice: Quantizer = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
-) -> Quantizing:
-    """GPTQ; rest: the tensors beside the routed experts. UnsupportedError where the model cannot be calibrated."""
+) -> Stage[Any]:
+    """rest: the tensors beside the routed experts. UnsupportedError where the model cannot be calibrated."""
     options = request.options
-    chain.require_calibratable(model, of_gptq.INSTEAD)
-    settings = of_gptq.settings_of(model, options)
-    shape = of_gptq.shape_of(model, fmt, settings, options)
-    document = describe(model, request) if options.gptq.save_statistics is not None else None
-    stream = settings.engine == "stream"
-    return Quantizing(
-        gptq_layers.stage(
-            model,
-            fmt,
-            settings,
-            {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)},
-            metadata,
-            choice=choice,
-            numa=numa,
-            loose_files=loose_files,
-            document=document,
-        ),
-        lambda _: _peak(model, settings, shape),
-        scratch_bytes=footprint.footprint(shape).disk if stream else 0,
-        portion_bytes=footprint.footprint(shape).portions if stream else 0,
-        notes=() if stream else (ONESHOT,),
-        advice=tuple(footprint.advice(shape)) if stream else (),
-        remedies=footprint.REMEDIES,
-        require_ready=lambda: require_same_machine(request),
+    chain.require_calibratable(model, gptq_layers.INSTEAD)
+    return gptq_layers.stage(
+        model,
+        fmt,
+        options,
+        {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)},
+        _gptq_shape(model, fmt, options).group,
+        metadata,
+        choice=choice,
+        numa=numa,
+        loose_files=loose_files,
+        document=describe(model, request) if options.gptq.save_statistics is not None else None,
     )
 
 
-def _peak(model: MoeModel, settings: of_gptq.Settings, shape: footprint.WalkShape) -> int:
-    whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
-    return footprint.footprint(shape).host + whole
+def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> footprint.WalkShape:
+    own = options.gptq
+    shape = replace(
+        footprint.shape_of(model, options.samples),
+        calibrate=own.calibrate,
+        statistics=own.save_statistics is not None,
+        bits=max(each.encoding.grid.bits for each in fmt.formats),
+        outputs=own.gptq_steps == "full",
+    )
+    return with_group(shape, options)
+
+
+def with_group(shape: footprint.WalkShape, options: QuantizationOptions | CalibrateOptions) -> footprint.WalkShape:
+    """The shape of a walk where it was begun, with as many experts at a time as that machine takes."""
+    machine = options.machine.machine
+    assert machine is not None  # on_one_machine has recorded it
+    group = footprint.experts_at_a_time(shape, int(machine["group_bytes"]))
+    return replace(shape, group=group, on_gpu=machine["device_type"] != "cpu")
+
+
+def with_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
+    """The plan of gptq_stage with what its walk takes."""
+    walked = with_walk(plan, request, _gptq_shape(model, fmt, request.options), footprint.REMEDIES)
+    if request.options.engine == "stream":
+        return walked
+    whole = sum(info.nbytes for info in model.source.tensors.values())
+    return replace(
+        walked,
+        peak_memory=lambda threads: whole + walked.peak_memory(threads),
+        scratch_bytes=0,
+        portion_bytes=0,
+        notes=(*walked.notes, ONESHOT),
+        advice=(),
+    )
+
+
+def with_walk(
+    plan: Plan,
+    request: Request[QuantizationOptions] | Request[CalibrateOptions],
+    shape: footprint.WalkShape,
+    remedies: str,
+    packages: Sequence[str] = environment.PACKAGES,
+) -> Plan:
+    """The plan with what a walk of this shape takes, and what it says of this machine."""
+    limits = request.options.machine
+    needed = footprint.footprint(shape)
+    unused = () if shape.on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
+    return replace(
+        plan,
+        peak_memory=lambda threads: max(needed.host, plan.peak_memory(threads)),
+        scratch_bytes=needed.disk,
+        portion_bytes=needed.portions,
+        notes=(*plan.notes, *unused),
+        advice=tuple(footprint.advice(shape)),
+        remedies=remedies,
+        require_ready=lambda: _require_same_machine(request, packages),
+    )
+
+
+def _require_same_machine(
+    request: Request[QuantizationOptions] | Request[CalibrateOptions], packages: Sequence[str]
+) -> None:
+    """Raise OutputError where the walk was begun on another machine than this one, unless the user allows that."""
+    limits = request.options.machine
+    begun = limits.machine or {}
+    now = environment.this_machine(limits, request.options.execution.threads, packages)
+    other = [
+        f"{key} was {begun.get(key)}, is {now.get(key)}"
+        for key in sorted({*begun, *now})
+        if begun.get(key) != now.get(key)
+    ]
+    if other and not limits.allow_machine_change:
+        raise OutputError(
+            f"{request.output} was begun on another machine ({'; '.join(other)}), where sums are rounded in another "
+            "order. Finish it there or with those values, or give --allow-machine-change to keep what is finished and "
+            "make the rest here, or --overwrite."
+        )
 
 
 def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
-    """The request with the machine where its walk began, else this one, and what else is found before the first run.
-    Raises InputError where the data set is missing, OutputError where the machine of an earlier run is damaged.
-    """
+    """The request with the machine where its walk began, else this one, and what else is found before the first run."""
     options = request.options
     if options.machine.machine is not None:
         return request
     local_files(options.samples.dataset)
     afresh = options.existing.overwrite and not options.machine.allow_machine_change
     begun = None if afresh else (checkpoint.begun_values(request, "machine") or {}).get("machine")
-    machine = begun or this_machine(options, packages)
+    machine = begun or environment.this_machine(options.machine, options.execution.threads, packages)
     return replace(request, options=with_values(options, machine=machine, **found))
-
-
-def this_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> dict[str, Any]:
-    limits = options.machine
-    return environment.this_machine(options.execution.threads, limits.force_cpu, limits.max_gpu_memory, packages)
-
-
-def require_same_machine(
-    request: Request[QuantizationOptions] | Request[CalibrateOptions], packages: Sequence[str] = environment.PACKAGES
-) -> None:
-    """Raise OutputError where the walk was begun on another machine, unless the user allows that."""
-    begun, allowed = request.options.machine.machine, request.options.machine.allow_machine_change
-    assert begun is not None  # on_one_machine has recorded it
-    environment.require_same(begun, this_machine(request.options, packages), request.output, allowed)
 
 
 def require_whole_walk(source: TensorSource, options: CpuOptions, whole: bool) -> None:
@@ -136,7 +182,7 @@ def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[Ca
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
             **{key: facts[key] for key in SIZES},
         },
-        "data": Calibration.of(request.options.samples).facts(),
+        "data": facts_of(request.options.samples),
         "settings": dict(sorted(settings.items())),
     }
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.adapter import Delta
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
@@ -26,6 +26,7 @@ from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import read_ahead
+from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
 NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"
@@ -36,17 +37,38 @@ WINDOWS = 4  # of a unit that are being made or wait to be hashed
 COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released together
 
 Bytes = npt.NDArray[np.uint8]
+Read = Callable[[int, int], Bytes]  # (start, stop) -> the bytes from start to stop - 1
 
 
-class Change(Protocol):
-    """What becomes of a tensor's bytes from `start` on, as many and in their places."""
+@dataclass(frozen=True)
+class Added:
+    """What an adapter adds to the rows of a BF16 tensor [rows, columns]: (first row, delta) of each block. The sum is
+    rounded once. identity: in the fingerprints of units.
+    """
 
-    @property
-    def identity(self) -> str:
-        """In the fingerprints of units."""
+    columns: int
+    blocks: tuple[tuple[int, Delta], ...]
+    identity: str
 
     def to(self, data: Bytes, start: int) -> Bytes:
-        """The bytes of the output."""
+        """data: bytes of the tensor from `start` on. Raises InputError for sums that are not finite."""
+        bits = data.view(np.uint16)
+        first, last = start // 2, start // 2 + bits.size
+        out = bits.copy()
+        for row, delta in self.blocks:
+            rows, columns = delta.shape
+            begin, end = max(first, row * columns), min(last, (row + rows) * columns)
+            if begin >= end:
+                continue
+            a, b = delta.matrices()
+            top, bottom = begin // columns - row, -(-end // columns) - row
+            added = (b[top:bottom] @ a).reshape(-1)[begin - (row + top) * columns :][: end - begin]
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = bf16_to_f32(bits[begin - first : end - first]) + added
+            if not np.isfinite(total).all():
+                raise InputError(f"{delta.a.name}: with it a weight is not finite; train again")
+            out[begin - first : end - first] = f32_to_bf16(total)
+        return out.view(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,7 @@ class OtherTensor:
 
     key: str
     stored: TensorInfo | Weight
-    added: Change | None = None  # to its bytes in the output
+    added: Added | None = None
 
     @property
     def entry(self) -> TensorInfo:
@@ -159,20 +181,30 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB. reads: what of the
-    source it comes from; opened() -> a function that gives its bytes start..stop-1: scales are read, values are not.
+    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB.
+
+    reads   what of the source it comes from
+    stored  () -> a function that gives its bytes start..stop-1 before `added` is: scales are read, values are not
+    at      where it begins in the tensor, for `added`
     """
 
     nbytes: int
     reads: tuple[TensorInfo, ...]
-    opened: Callable[[], Callable[[int, int], Bytes]]
+    stored: Callable[[], Read]
+    added: Added | None
+    at: int = 0
+
+    def opened(self) -> Read:
+        """A function that gives its bytes start..stop-1."""
+        read, added = self.stored(), self.added
+        return read if added is None else lambda start, stop: added.to(read(start, stop), self.at + start)
 
 
 @dataclass
 class Window:
     """WINDOW bytes of a shard, or fewer at its end: what fills them, by their position, and the spans that end here."""
 
-    runs: list[tuple[int, Callable[[int, int], Bytes], int, int]] = field(default_factory=list)
+    runs: list[tuple[int, Read, int, int]] = field(default_factory=list)
     nbytes: int = 0
     ended: list[Span] = field(default_factory=list)
 
@@ -232,25 +264,22 @@ def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
     if isinstance(stored, Weight):
         for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
             reads = tuple(stored.one(expert).values())
-            opened = functools.partial(_opened, source, stored, expert, tensor.added)
-            yield Span(2 * math.prod(stored.shape[-2:]), reads, opened)
+            opened = functools.partial(_opened, source, stored, expert)
+            yield Span(2 * math.prod(stored.shape[-2:]), reads, opened, tensor.added)
         return
     for start in range(0, stored.nbytes, COPIED):
         nbytes = min(COPIED, stored.nbytes - start)
         part = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
-        yield Span(nbytes, (part,), functools.partial(_mapped, source, part, tensor.added, start))
+        yield Span(nbytes, (part,), functools.partial(_mapped, source, part), tensor.added, start)
 
 
-def _mapped(source: TensorSource, part: TensorInfo, change: Change | None, at: int) -> Callable[[int, int], Bytes]:
+def _mapped(source: TensorSource, part: TensorInfo) -> Read:
     data = source.view(part)
-    if change is None:
-        return lambda start, stop: data[start:stop]
-    return lambda start, stop: change.to(data[start:stop], at + start)
+    return lambda start, stop: data[start:stop]
 
 
-def _opened(source: TensorSource, weight: Weight, expert: int, change: Change | None) -> Callable[[int, int], Bytes]:
-    decoded = functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
-    return decoded if change is None else lambda start, stop: change.to(decoded(start, stop), start)
+def _opened(source: TensorSource, weight: Weight, expert: int) -> Read:
+    return functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
 
 
 def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:

@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.engine.threads import in_order
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
 from ktconvert.pipeline.ui.progress import Reporter
@@ -54,6 +54,11 @@ class ExpertsToWrite(ABC):
     metadata: Mapping[str, str]
 
     @property
+    def sampled(self) -> int:
+        """The expert that is measured."""
+        return self.start + self.grid.layer % (self.stop - self.start)
+
+    @property
     @abstractmethod
     def names(self) -> Names: ...
 
@@ -68,6 +73,10 @@ class ExpertsToWrite(ABC):
     @abstractmethod
     def made(self, item: Item, reporter: Reporter) -> None:
         """An item was written: let go of what it was made of, and report progress."""
+
+    @abstractmethod
+    def scratch_bytes(self) -> tuple[int, int]:
+        """The memory that making an item takes at most beside its tensors, and that measuring takes."""
 
     @abstractmethod
     def figures(self) -> dict[str, object]:
@@ -116,7 +125,12 @@ def append_others(file: DirectFile, others: Sequence[Packed]) -> None:
         file.append(np.concatenate(kind))
 
 
-def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
+def write(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """A shard, or a folder of loose files."""
+    return (_write_folder if unit.folder else _write_shard)(unit, partial, context)
+
+
+def _write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
     work = unit.work
     plan = plan_parts(work.fmt, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
@@ -135,7 +149,7 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
                 file.write_at(len(plan.header) + batch.offset, buffer[: batch.nbytes])
             return packed
 
-        buffers = _buffers(context, batch_bytes(sizes.values(), work.stop - work.start))
+        buffers = _buffers(context, _batch_bytes(sizes.values(), work.stop - work.start))
         for batch, buffer, packed in in_order(context.pool, _batches(work, sizes), buffers, make):
             (file.skip if in_pages else file.append)(buffer[: batch.nbytes])
             others += [tensors[1:] for _, tensors in packed]
@@ -146,7 +160,7 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     return Result((Written("", plan.size, digest),), len(plan.entries), work.figures())
 
 
-def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
+def _write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """One folder of loose files, a file for each tensor, synced together."""
     work = unit.work
     make_folders(partial, work.grid.numa)
@@ -192,7 +206,19 @@ def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) 
     return packed
 
 
-def tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
+def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
+    """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
+    each = scratch = measured = waiting = 0
+    for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
+        # Of each projection, the tensors after the first, which wait to be written.
+        rest = [sum(sum(others) for _, *others in sizes) for sizes in _tensor_bytes(work).values()]
+        count, (making, measuring) = work.stop - work.start, work.scratch_bytes()
+        each = max(each, _batch_bytes(_first_bytes(work).values(), count) + max(rest))
+        waiting, scratch, measured = max(waiting, sum(rest) * count), max(scratch, making), max(measured, measuring)
+    return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)
+
+
+def _tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
     """Projection -> for each of its parts, bytes of the tensors."""
     return {
         projection: [[t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.grid.parts(0, projection)]
@@ -201,16 +227,7 @@ def tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
 
 
 def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
-    return {projection: sum(first for first, *_ in sizes) for projection, sizes in tensor_bytes(work).items()}
-
-
-def waiting_bytes(work: ExpertsToWrite) -> tuple[int, int, int]:
-    """What is under way of a unit, in bytes: of a batch, of the other tensors of its largest projection, and of those
-    of all its experts, which wait to be written.
-    """
-    rest = [sum(sum(others) for _, *others in sizes) for sizes in tensor_bytes(work).values()]
-    count = work.stop - work.start
-    return batch_bytes(_first_bytes(work).values(), count), max(rest), sum(rest) * count
+    return {projection: sum(first for first, *_ in sizes) for projection, sizes in _tensor_bytes(work).items()}
 
 
 def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
@@ -223,7 +240,7 @@ def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
         yield batch
 
 
-def batch_bytes(sizes: Collection[int], experts: int) -> int:
+def _batch_bytes(sizes: Collection[int], experts: int) -> int:
     """The most that a batch holds, if the projections of each of so many experts have first tensors of these sizes."""
     return max(*sizes, min(BATCH, sum(sizes) * experts))
 

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_sums
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.layouts.tensors import TensorInfo
@@ -63,32 +62,9 @@ def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter
         reporter.advance(sum(t.nbytes for t in tensors))
 
 
-def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place: tuple[int, int]) -> InputError:
-    """The sentence for a NaN or an infinity at (row, column) of a linear."""
-    info = model.weight(layer, expert, projection).values
-    shard = model.source.path(info)
-    return InputError(
-        f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
-        f"finite at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
-    )
-
-
 def sample(count: int) -> Sequence[int]:
     """Some of a layer's experts, evenly spread; all where they are few."""
     return range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
-
-
-def sampled_error(
-    model: MoeModel, layer: int, start: int, stop: int, error: Callable[[int, str], dict[str, float]]
-) -> dict[str, Any]:
-    """error(expert, projection) of one expert of a unit: the quality figure of the report."""
-    expert = start + layer % (stop - start)
-    figures: dict[str, Any] = {"sampled_expert": expert}
-    for projection in PROJECTIONS:
-        figures[projection] = error(expert, projection)
-    for info in model.expert_tensors(layer, expert):
-        model.source.release(info)
-    return figures
 
 
 def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
@@ -120,10 +96,13 @@ def share_of(model: MoeModel, part: Part) -> Exponents | None:
     return None if whole is None else whole[part.first : part.first + width]
 
 
+def error_of(model: MoeModel, encoding: Encoding, stored: Iterable[tuple[Part, Sequence[Bytes]]]) -> dict[str, float]:
+    """error_figures of these parts of a linear, against the checkpoint."""
+    return error_figures(sum((error_sums(*undone(model, encoding, p), made) for p, made in stored), np.zeros(4)))
+
+
 def undone(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:
-    """What the error of a part is measured between: its encoding, with the powers of two taken out of its numbers
-    again, and the part as the checkpoint has it.
-    """
+    """The encoding, less an equalized part's powers of two, and the part as the checkpoint has it."""
     linear = part.of(model.stored(part.layer, part.expert, part.projection))
     if (exponents := share_of(model, part)) is None:
         return encoding, linear

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -20,22 +19,19 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.pipeline.stages import chain
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk import portions
-from ktconvert.pipeline.walk.calibration_data import WalkSettings
 from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
 from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
-from ktconvert.pipeline.walk.layer import SamplesWork, kinds_of, read_samples, visit_portion, write_samples
-from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.layer import kinds_of, visit_portion
 from ktconvert.quantizers import gptq
 
 VERSION = 1
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
-DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass
@@ -53,7 +49,7 @@ class Gathering:
     def write(self, path: Path) -> tuple[Written, int]:
         """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
         tensors = self.tensors()
-        return _write_tensors(path, tensors, {}), len(tensors)
+        return chain.write_arrays(path, tensors, {}), len(tensors)
 
     def tensors(self) -> dict[str, Any]:
         """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
@@ -95,21 +91,6 @@ def _not_finite(layer: int, expert: int) -> VerificationError:
     )
 
 
-def write_with_moments(
-    path: Path, model: MoeModel, layer: int, walk: Callable[[Sequence[Consumer]], None]
-) -> tuple[Gathering, Written, int]:
-    """What one walk through a layer gathers, with second moments: a new file, synced, and its number of tensors."""
-    entries = second_moments.entries(model.shape(layer))
-    plan = plan_shard(entries, {"format": "pt", "layer": str(layer)})
-    gathering = Gathering(layer)
-    with DirectFile(path, plan.size) as file:
-        file.append(plan.header)
-        walk((*gathering.consumers, GatherMoments(file)))
-        for values in gathering.tensors().values():
-            file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        return gathering, Written("", plan.size, file.close()), len(entries)
-
-
 def layer_bytes(model: MoeModel, layer: int) -> int:
     experts, hidden, width = model.shape(layer)
     return experts * (8 + 4 * (hidden + width))
@@ -119,56 +100,28 @@ def moments_bytes(model: MoeModel, layer: int) -> int:
     return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
 
 
-def read_layer(path: Path) -> LayerSums:
-    """What was gathered, without second moments. Raises InputError for a damaged file."""
-    stored = {}
-    for entry in read_header(path).entries:
-        if entry.name not in ("counts", "inputs", "middle"):
-            continue
-        dtype = DTYPES[entry.dtype]
-        values = np.fromfile(path, dtype, entry.nbytes // dtype.itemsize, offset=entry.start)
-        stored[entry.name] = values.reshape(entry.shape)
-    return LayerSums(stored["counts"], stored["inputs"], stored["middle"])
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
-    with DirectFile(path, plan.size) as file:
-        file.append(plan.header)
-        for values in tensors.values():
-            file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        return Written("", plan.size, file.close())
-
-
 @dataclass(frozen=True)
 class Closing:
     """The work of a unit that ends a chain.
 
-    about   what is known of model, data and settings before anything is computed (folder.Document)
-    layers  (link) -> unit key -> the file of that layer; make: (work, partial path, link) -> file, number of tensors
+    about  what is known of model, data and settings before anything is computed (folder.Document)
+    make   writes the unit's file at this path
+    kept   whether statistics are the output itself; else they lie at the side of the chain's units
     """
 
-    model: MoeModel
+    chain: chain.Chain
     about: Mapping[str, Any]
-    layers: Callable[[Link], Mapping[str, Path]]
-    make: Callable[[Closing, Path, Link], tuple[Written, int]]
+    make: Callable[[Closing, Path, Link], Result]
+    kept: bool
 
     def sums(self, link: Link, layer: int) -> LayerSums:
-        return read_layer(self.layers(link)[f"layer-{layer:03d}"])
+        path = (link.store if self.kept else link.sides)[f"layer-{layer:03d}"]
+        return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
 
 
-def closing_units(
-    stage: str,
-    last: Unit[Any],
-    model: MoeModel,
-    about: Mapping[str, Any],
-    layers: Callable[[Link], Mapping[str, Path]],
-    *,
-    kept: bool,
-) -> list[Unit[Any]]:
-    """The units after the last layer, one for each file. kept: whether they are the output itself."""
-    shapes = [model.shape(layer) for layer in model.layers]
+def closing_units(own: chain.Chain, last: Unit[Any], about: Mapping[str, Any], *, kept: bool) -> list[Unit[Any]]:
+    """The units after the last layer, one for each file. about, kept: as of Closing."""
+    shapes = [own.model.shape(layer) for layer in own.model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
     files = ((folder.IMATRIX, imatrix, _imatrix), (folder.COUNTS, counts, _counts), (folder.DOCUMENT, 4096, _document))
@@ -176,77 +129,54 @@ def closing_units(
     for key, (name, nbytes, make) in zip(KEYS, files, strict=True):
         units.append(
             Unit(
-                stage=stage,
+                stage=own.name,
                 key=key,
                 versions=(VERSION, folder.FORMAT),
                 params=(("after", (units or [last])[-1].fingerprint), ("about", json.dumps(about, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
                 kept=kept,
-                work=Closing(model, about, layers, make),
+                work=Closing(own, about, make, kept),
             )
         )
     return units
 
 
-def run_in_chain(
-    threads: int,
-    remedies: str,
-    run_layer: Callable[[Unit[Any], Path, Context], Result],
-    unit: Unit[Any],
-    partial: Path,
-    context: Context,
-) -> Result:
-    """Any unit of a chain, with so many of torch's threads: its samples, a layer, or the end. Raises ResourceError,
-    with these remedies, where memory runs out.
-    """
-    import torch
-
-    if isinstance(unit.work, Closing):
-        written, tensors = unit.work.make(unit.work, partial, context.link)
-        return Result((written,), tensors)
-    torch.set_num_threads(threads)
-    with chain.memory_explained(unit.key, remedies):
-        if isinstance(unit.work, SamplesWork):
-            return write_samples(unit.key, unit.work, partial, context)
-        return run_layer(unit, partial, context)
-
-
-def _imatrix(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
+def _imatrix(work: Closing, partial: Path, link: Link) -> Result:
     data = work.about["data"]
     nbytes, digest = write_imatrix(
         partial,
-        {layer: work.model.shape(layer) for layer in work.model.layers},
+        {layer: work.chain.model.shape(layer) for layer in work.chain.model.layers},
         lambda layer: work.sums(link, layer),
         datasets=[data["dataset"]],
-        chunks=len(read_samples(link.store[chain.SAMPLES])),
+        chunks=len(chain.read_samples(link.store[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
-    return Written("", nbytes, digest), 6 * len(work.model.layers)
+    return Result((Written("", nbytes, digest),), 6 * len(work.chain.model.layers))
 
 
-def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
+def _counts(work: Closing, partial: Path, link: Link) -> Result:
     model = work.about["model"]
-    experts = max(work.model.shape(layer)[0] for layer in work.model.layers)
+    experts = max(work.chain.model.shape(layer)[0] for layer in work.chain.model.layers)
     counts = np.zeros((model["decoder_layers"], experts), "<i8")
-    for layer in work.model.layers:
+    for layer in work.chain.model.layers:
         own = work.sums(link, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
-    return _write_tensors(partial, {folder.KEY: counts}, {"format": "pt", **metadata}), 1
+    return Result((chain.write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
-def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
-    lengths = [len(ids) for ids in read_samples(link.store[chain.SAMPLES])]
+def _document(work: Closing, partial: Path, link: Link) -> Result:
+    lengths = [len(ids) for ids in chain.read_samples(link.store[chain.SAMPLES])]
     files = []
     stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
     if work.about["settings"].get("second_moments"):
-        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.model.layers}
+        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.chain.model.layers}
     for name, path in stored.items():
         files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode({**work.about, "data": data}, files, tool_version())
-    return Written("", len(text), publish.write_file(partial, text)), 0
+    return Result((Written("", len(text), publish.write_file(partial, text)),), 0)
 
 
 NAME, CHAIN_VERSION = "calibrate", 1
@@ -254,70 +184,60 @@ INSTEAD = "take an importance matrix that is published for it"  # advice where a
 
 
 @dataclass(frozen=True)
-class CalibrateWork:
-    """One layer with experts, and the layers without any that lie before it. moments: whether they are kept."""
+class CalibrateWork(chain.LayerWork):
+    """moments: whether second moments are kept, too."""
 
-    model: MoeModel
-    step: chain.Step
-    group: int
-    skeleton: Callable[[], LayeredModel]
     moments: bool
 
 
 def stage(
-    model: MoeModel, settings: WalkSettings, rest: Mapping[str, OtherTensor], about: Mapping[str, Any], moments: bool
+    model: MoeModel, options: CalibrateOptions, rest: Mapping[str, OtherTensor], group: int, about: Mapping[str, Any]
 ) -> Stage[Any]:
-    """The chain. rest: tensors outside the routed experts, by name; about: as statistics.json has it; moments: whether
-    second moments are kept, too.
-    """
-    skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=settings.trust_remote_code, instead=INSTEAD)
-    threads = settings.machine["threads"]
-    boundary = chain.boundary_bytes(model, settings.calibration)
-    samples = SamplesWork(settings.calibration, threads, skeleton)
-    units: list[Unit[Any]] = [chain.samples_unit(NAME, CHAIN_VERSION, settings.fingerprint, boundary, samples)]
-    for step in chain.steps(model, rest, boundary):
+    """The chain of `calibrate`. rest, group: as of chain.Chain; about: as statistics.json has it."""
+    own = chain.Chain(NAME, CHAIN_VERSION, model, options, rest, group, INSTEAD, REMEDIES_TO_CALIBRATE)
+    moments = options.second_moments
+    units: list[Unit[Any]] = [own.first()]
+    for unit in own.layers():
+        layer = unit.work.layer
         units.append(
-            Unit(
-                stage=NAME,
-                key=step.key,
+            replace(
+                unit,
                 versions=(CHAIN_VERSION, VERSION),
-                params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
-                inputs=step.inputs,
-                final=file_of(step.layer) if moments else "",
-                bytes_in=step.bytes_in,
-                bytes_out=(moments_bytes if moments else layer_bytes)(model, step.layer),
+                params=(("after", units[-1].fingerprint), ("reading", model.reading(layer))),
+                final=file_of(layer) if moments else "",
+                bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
                 kept=moments,
-                handed_on=step.handed_on,
-                work=CalibrateWork(model, step, settings.group, skeleton, moments),
+                work=CalibrateWork(own, layer, unit.work.before, moments),
             )
         )
-    units += closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
-    run = functools.partial(run_in_chain, threads, REMEDIES_TO_CALIBRATE, _run_layer)
+    units += closing_units(own, units[-1], about, kept=True)
+    run = functools.partial(chain.run, _run_layer, _run_portion)
     return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
-    if isinstance(unit.work, portions.PortionWork):
-        return _run_portion(unit.work, partial)
+    if isinstance(unit.work, Closing):
+        return unit.work.make(unit.work, partial, context.link)
     work: CalibrateWork = unit.work
-    layer = work.step.layer
-
-    def walk(consumers: Sequence[Consumer]) -> None:
-        chain.walk(unit, context, work.model, layer, work.step.before, work.skeleton(), work.group, consumers)
-
+    gathering = Gathering(work.layer)
     if work.moments:
-        gathering, written, tensors = write_with_moments(partial, work.model, layer, walk)
+        entries = second_moments.entries(work.model.shape(work.layer))
+        plan, tensors = plan_shard(entries, {"format": "pt", "layer": str(work.layer)}), len(entries)
+        with DirectFile(partial, plan.size) as file:
+            file.append(plan.header)
+            chain.walk(unit, context, (*gathering.consumers, GatherMoments(file)))
+            chain.append_arrays(file, gathering.tensors().values())
+            written = Written("", plan.size, file.close())
     else:
-        gathering = Gathering(layer)
-        walk(gathering.consumers)
+        chain.walk(unit, context, gathering.consumers)
         written, tensors = gathering.write(partial)
     context.reporter.advance(unit.bytes_in)
-    tokens = spread(gathering.counts.tokens[layer])
-    return Result((written,), tensors, {"layer": layer, "routed_tokens": tokens})
+    tokens = spread(gathering.counts.tokens[work.layer])
+    return Result((written,), tensors, {"layer": work.layer, "routed_tokens": tokens})
 
 
-def _run_portion(work: portions.PortionWork, partial: Path) -> Result:
-    of: CalibrateWork = work.of.work
-    kinds = [*kinds_of(Gathering(of.step.layer).consumers), *([GatherMoments.evidence] if of.moments else ())]
-    left = visit_portion(of.model, of.skeleton(), of.step.layer, work.portion, kinds)
+def _run_portion(layer: Unit[CalibrateWork], portion: portions.Portion, partial: Path) -> Result:
+    work = layer.work
+    kinds = [*kinds_of(Gathering(work.layer).consumers), *([GatherMoments.evidence] if work.moments else ())]
+    left = visit_portion(work.model, work.chain.skeleton, work.layer, portion, kinds)
     return Result((portions.write(partial, left),), 0)

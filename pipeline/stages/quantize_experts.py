@@ -11,26 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages import expert_stream
-from ktconvert.pipeline.stages.expert_files import (
-    ExpertsToWrite,
-    Item,
-    Parts,
-    cuts,
-    empty_parts,
-    waiting_bytes,
-    write_folder,
-    write_shard,
-)
-from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
+from ktconvert.pipeline.stages import expert_files, expert_stream
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Parts
+from ktconvert.pipeline.stages.expert_stream import error_figures, read_ahead, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
@@ -61,26 +52,29 @@ class ExpertsWork(ExpertsToWrite):
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
-        packed = empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
+        packed = expert_files.empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
         for part, out in packed:
             matrix = part.of(linear)
             try:
                 quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
             except kernels.NonFinite as error:
-                row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
-                where = (column, row) if part.backward else (row, column)
-                raise non_finite(self.model, self.grid.layer, expert, projection, where) from error
+                at = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                row, column = reversed(at) if part.backward else at
+                info = self.model.weight(self.grid.layer, expert, projection).values
+                raise InputError(
+                    f"{self.model.source.path(info)}: tensor {info.name} (layer {self.grid.layer}, expert {expert}, "
+                    f"{projection}_proj) holds a value that is not finite at row {row}, column {column}; download the "
+                    "file again or ask its publisher."
+                ) from error
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
         """error_figures of one projection, quantized again; what stays as it is, is equal."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
-        sums = np.zeros(4)
-        for part, packed in self.make((expert, projection)):
-            if self.grid.is_measured(part):
-                sums += error_sums(*expert_stream.undone(self.model, self.fmt.encoding, part), packed)
-        return error_figures(sums)
+        made = self.make((expert, projection))
+        measured = ((part, packed) for part, packed in made if self.grid.is_measured(part))
+        return expert_stream.error_of(self.model, self.fmt.encoding, measured)
 
     def coming(self) -> Iterator[Item]:
         tensors = partial(self.model.expert_tensors, self.grid.layer)
@@ -90,10 +84,21 @@ class ExpertsWork(ExpertsToWrite):
     def made(self, item: Item, reporter: Reporter) -> None:
         taken(self.model, self.grid.layer, item, reporter)
 
+    def scratch_bytes(self) -> tuple[int, int]:
+        widest = max(self.grid.hidden, self.grid.intermediate)
+        reading = self.model.reading_bytes(self.grid.layer, self.grid.backward)
+        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
+        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * self.grid.hidden * self.grid.intermediate
+        chosen = 0 if self.choice.choose is None else chosen
+        return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
+
     def figures(self) -> dict[str, object]:
-        sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
-        own = expert_stream.figures(self.model, self.grid.layer, self.start, self.stop)
-        return {"layer": self.grid.layer, **sampled, **own}
+        layer, expert = self.grid.layer, self.sampled
+        errors = {projection: self.error(expert, projection) for projection in PROJECTIONS}
+        for info in self.model.expert_tensors(layer, expert):
+            self.model.source.release(info)
+        own = expert_stream.figures(self.model, layer, self.start, self.stop)
+        return {"layer": layer, "sampled_expert": expert, **errors, **own}
 
 
 def quantize(
@@ -131,9 +136,7 @@ def stage(
     statistics: InputStatistics | None = None,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
-    """The stage that converts these layers; the plan gives shards their final names. choice: where it serves a layer's
-    format; options: (name, value) of those that change bytes.
-    """
+    """The stage that converts these layers. choice: where it serves a layer's format; options: what changes bytes."""
     names = fmt.names_in(model)
     units = []
     for layer in layers:
@@ -144,7 +147,7 @@ def stage(
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         about = layer_metadata(own, layer, model.shape(layer), metadata)
-        for key, start, stop, nbytes in cuts(own, grid, experts, limit):
+        for key, start, stop, nbytes in expert_files.cuts(own, grid, experts, limit):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
             ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
@@ -169,7 +172,7 @@ def stage(
                     work=ExpertsWork(own, grid, start, stop, about, model, chosen, importance),
                 )
             )
-    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write_folder if loose_files else write_shard)
+    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), expert_files.write)
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -203,19 +206,3 @@ def importance_of(
         return scaled
 
     return importance
-
-
-def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
-    """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
-    each = scratch = measured = waiting = 0
-    for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        batch, rest, all_rest = waiting_bytes(work)
-        each, waiting = max(each, batch + rest), max(waiting, all_rest)
-        widest = max(work.grid.hidden, work.grid.intermediate)
-        reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
-        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * work.grid.hidden * work.grid.intermediate
-        chosen = 0 if work.choice.choose is None else chosen
-        scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
-        measured = max(measured, error_bytes(widest))
-    return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

@@ -17,20 +17,9 @@ from ktconvert.layouts.outputs import rearrange as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import (
-    ExpertsToWrite,
-    Item,
-    Packed,
-    Parts,
-    cuts,
-    empty_parts,
-    tensor_bytes,
-    waiting_bytes,
-    write_folder,
-    write_shard,
-)
+from ktconvert.pipeline.stages import expert_files
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Packed, Parts
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
@@ -77,6 +66,11 @@ class ResplitWork(ExpertsToWrite):
             tensor.nbytes for part in self.old.parts(*item) for tensor in self.fmt.encoding.tensors(part.n, part.k)
         )
 
+    def scratch_bytes(self) -> tuple[int, int]:
+        old = max(self.read_bytes((0, projection)) for projection in PROJECTIONS)
+        rounding = SCRATCH * self.fmt.encoding.multiple * max(self.grid.hidden, self.grid.intermediate)
+        return 2 * old + rounding, 2 * old
+
     def figures(self) -> dict[str, object]:
         """How far one expert's down projection is from what it was; nothing where it stays exactly."""
         if not parts_of.rounds_again(self.fmt.encoding, self.old.numa, self.grid.numa):
@@ -88,10 +82,6 @@ class ResplitWork(ExpertsToWrite):
     def by_columns(self) -> tuple[str, ...]:
         """The projections whose parts, of themselves or of their transposes, are columns: others never change."""
         return PROJECTIONS if self.grid.backward else ("down",)
-
-    @property
-    def sampled(self) -> int:
-        return self.start + self.grid.layer % (self.stop - self.start)
 
     def _rearranged(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
         try:
@@ -118,10 +108,8 @@ class ResplitWork(ExpertsToWrite):
 
 
 def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
-    """The parts of `grid` of one projection of one expert, from its old parts; forward, then backward; place: as of
-    ResplitWork.make. Raises ValueError for a code that is not one of the encoding's.
-    """
-    new = empty_parts(encoding, grid.parts(*item), place)
+    """The parts of `grid` of one linear, from its old ones. Raises ValueError for a code that is not the encoding's."""
+    new = expert_files.empty_parts(encoding, grid.parts(*item), place)
     for before, after in zip(_linears(old), _linears(new), strict=True):
         parts_of.rearrange(encoding, before, after)
     return new
@@ -148,7 +136,7 @@ def stage(
     for old, experts in grids:
         own, grid = fmt.of_layer(old.layer), replace(old, numa=numa)
         about = layer_metadata(own, old.layer, (experts, old.hidden, old.intermediate), metadata)
-        for key, start, stop, nbytes in cuts(own, grid, experts, None if output.loose else max_shard_size):
+        for key, start, stop, nbytes in expert_files.cuts(own, grid, experts, None if output.loose else max_shard_size):
             work = ResplitWork(own, grid, start, stop, about, output, old)
             units.append(
                 Unit(
@@ -173,7 +161,7 @@ def stage(
                 )
             )
     title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA part')}"
-    return Stage(NAME, title, tuple(units), write_folder if output.loose else write_shard)
+    return Stage(NAME, title, tuple(units), expert_files.write)
 
 
 def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
@@ -182,20 +170,3 @@ def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tupl
             here = work.output.tensors[part.place, tensor.name]
             file = files[here.file]
             yield here.name, here.dtype, here.shape, (file.name, file.header_sha256, file.size)
-
-
-def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
-    """Bytes for so many projections under way, old and new, and for scales that wait to be written."""
-    largest = scratch = waiting = batch = 0
-    for unit in units:
-        work = unit.work
-        of_batch, _, of_rest = waiting_bytes(work)
-        new = (sum(map(sum, sizes)) for sizes in tensor_bytes(work).values())
-        largest = max(largest, *new, *(work.read_bytes((0, projection)) for projection in PROJECTIONS))
-        scratch = max(scratch, SCRATCH * work.fmt.encoding.multiple * max(work.grid.hidden, work.grid.intermediate))
-        waiting, batch = max(waiting, of_rest), max(batch, of_batch)
-    return (
-        (packing + 2 * UNITS_AT_ONCE) * max(largest, batch)
-        + packing * (2 * largest + scratch)
-        + UNITS_AT_ONCE * (2 * largest + waiting)
-    )

@@ -13,7 +13,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free
 from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.ui.text import joined, size
@@ -25,7 +25,7 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
     """Print the plans of one command, and what several need together; refuses what running them would refuse."""
     documents, needs = [], []
     for plan in plans:
-        paths = locate(plan.request.output, adopt=existing.adopts(plan))
+        paths = plan.locate()
         if finished := existing.already_finished(plan, overwrite):
             lying = existing.unit_states(plan, paths)
             states = [replace(state, done=True, reason="the output is finished") for state in lying]

@@ -19,7 +19,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
-from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
+from ktconvert.pipeline.engine.worker import Collecting, failure_of, require_able, threads_here
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.ui.progress import Reporter
@@ -129,8 +129,8 @@ class WorkerTask:
     threads: int | None
 
 
-def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | Failure:
-    """What was found of each item, in order. What is wrong with this host comes back as a Failure."""
+def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | KtconvertError:
+    """What was found of each item, in order. What is wrong with this host comes back as an error."""
     try:
         with _opening:
             checker, threads = _opened(task)

@@ -1,5 +1,5 @@
 """Calibration data: from a data set (local files, the hub's cache or the hub, read through `datasets`) to token ids of
-each sample, in the order in which the library visits them; and the settings of a walk that reads them.
+each sample, in the order in which the library visits them.
 
 Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
 template applied, cut at max_length tokens, no special tokens added. Of local files only the rows that are asked for are
@@ -8,7 +8,6 @@ read, and nothing of them stays in a cache. No code of a data set is ever run: `
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import logging
@@ -16,7 +15,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.ui.text import first_line
@@ -43,71 +42,35 @@ LOADING: dict[str, dict[str, Any]] = {
 }
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")  # SPLIT-00000-of-00003.parquet, as data sets of the hub name their files
 NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 INSTRUCTION = ("instruction", "input", "output")
 STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Which samples: the first `samples` rows of a split, shuffled by the seed (>= 0), each cut at max_length tokens.
-
-    dataset  a file (.txt, .jsonl, .json, .parquet), a folder of such files of one kind, or a hub id
-    split    of a hub's data set; of a folder, the files named after it, or all
-    """
-
-    dataset: str
-    split: str
-    samples: int
-    max_length: int
-    seed: int
-
-    @classmethod
-    def of(cls, options: Samples) -> Calibration:
-        samples, length = options.num_calibration_samples, options.max_sequence_length
-        return cls(options.dataset, options.dataset_split, samples, length, options.random_seed)
-
-    def facts(self) -> dict[str, Any]:
-        """For manifests and descriptions: a local data set (the command line makes it absolute) by its name alone."""
-        dataset = Path(self.dataset)
-        return {**vars(self), "dataset": dataset.name if dataset.is_absolute() else self.dataset}
+def facts_of(options: Samples) -> dict[str, Any]:
+    """For manifests and descriptions: a local data set (the command line makes it absolute) by its name alone."""
+    dataset = Path(options.dataset)
+    return {
+        "dataset": dataset.name if dataset.is_absolute() else options.dataset,
+        "split": options.dataset_split,
+        "samples": options.num_calibration_samples,
+        "max_length": options.max_sequence_length,
+        "seed": options.random_seed,
+    }
 
 
-@dataclass(frozen=True)
-class WalkSettings:
-    """The settings of a walk.
-
-    group        experts in memory at a time
-    machine      properties of the machine where it was begun that can change bytes, such as "threads", "device_type"
-    fingerprint  all that can change a byte: (name, value)
-    """
-
-    calibration: Calibration
-    group: int
-    trust_remote_code: bool
-    machine: Mapping[str, Any]
-    fingerprint: tuple[tuple[str, Any], ...]
-
-
-def token_ids(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+def token_ids(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples, each int64 [1..max_length], in the order in which llmcompressor's oneshot would visit what samples()
-    gives; the same file gives the same in every process of a machine. Raises as samples() does.
-    """
-    shuffled = samples(calibration, tokenizer, note)
-    return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
-
-
-def visiting_order(lengths: Sequence[int]) -> list[int]:
-    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them. Its sort is not stable:
-    how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and sorting a
-    sorted list may change its order.
+    gives: the longest first, exactly as its LengthAwareSampler sorts them. That sort is not stable: how equal lengths
+    are ordered is torch's choice, which may differ between CPUs and versions of torch. Raises as samples() does.
     """
     import torch
 
-    return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
+    shuffled = samples(options, tokenizer, note)
+    order = torch.argsort(torch.tensor([ids.size for ids in shuffled]), descending=True)
+    return [shuffled[int(index)] for index in order]
 
 
-def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+def samples(options: Samples, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
     with a note. A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template
     (without one: the contents, one per line), or its text, or instruction, input and output on lines of their own. A
@@ -115,28 +78,28 @@ def samples(calibration: Calibration, tokenizer: Any, note: Callable[[str], None
     the last piece of a file is what is left. Raises InputError where the data set is not there, cannot be read, lacks
     the split, has no such column or no token at all.
     """
-    files = of_split(local_files(calibration.dataset), calibration.split)
+    files = of_split(local_files(options.dataset), options.dataset_split)
     rows: list[Ids] = []
     silence()
     with _untouched(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
-            most = calibration.samples - len(rows)
+            most = options.num_calibration_samples - len(rows)
             if kind_of(file) == "text":
                 lines = (row["text"] for row in rows_of_file(file, cache))
-                rows += _consecutive(lines, tokenizer, calibration.max_length, most)
+                rows += _consecutive(lines, tokenizer, options.max_sequence_length, most)
             else:
-                rows += _encoded(rows_of_file(file, cache, most), tokenizer, calibration.max_length, str(file))
-            if len(rows) >= calibration.samples:
+                rows += _encoded(rows_of_file(file, cache, most), tokenizer, options.max_sequence_length, str(file))
+            if len(rows) >= options.num_calibration_samples:
                 break
         if not files:
-            hub = rows_of_hub(calibration.dataset, calibration.split, calibration.samples, cache, note)
-            rows = _encoded(hub, tokenizer, calibration.max_length, calibration.dataset)
-    order = np.random.default_rng(calibration.seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
+            hub = rows_of_hub(options.dataset, options.dataset_split, options.num_calibration_samples, cache, note)
+            rows = _encoded(hub, tokenizer, options.max_sequence_length, options.dataset)
+    order = np.random.default_rng(options.random_seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
     kept = [rows[index] for index in order if rows[index].size]
     if not kept:
-        raise InputError(f"{calibration.dataset}: holds no token; give --dataset a data set with text")
+        raise InputError(f"{options.dataset}: holds no token; give --dataset a data set with text")
     if note and len(kept) < len(rows):
-        note(f"{calibration.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
+        note(f"{options.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
     return kept
 
 
@@ -222,11 +185,9 @@ def _untouched(tokenizer: Any) -> Iterator[None]:
 
 
 def local_files(dataset: str) -> list[Path]:
-    """The files of a local data set: itself, or what lies in the folder, by name; [] for the id of one on the hub.
-
-    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises
-    InputError for a path that does not exist, a folder without data, a file of another kind, and files of several
-    kinds."""
+    """The files of a local data set: itself, or what lies in the folder, by name, but for folders, hidden files and
+    documentation (.md or no suffix); [] for the id of one on the hub. InputError for anything else, and several kinds.
+    """
     path = Path(dataset).expanduser()
     try:
         exists = path.exists()
@@ -238,12 +199,13 @@ def local_files(dataset: str) -> list[Path]:
         remedy = f"give --dataset a file or folder ({SUFFIXES}), or a hub id such as org/name"
         raise InputError(f"{dataset}: no such file or folder; {remedy}")
     if not path.is_dir():
-        return [_known(path)]
+        kind_of(path)
+        return [path]
     try:
         there = sorted(file for file in path.iterdir() if not file.is_dir())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give --dataset another folder") from error
-    files = [_known(file) for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
+    files = [file for file in there if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
     if not files:
         raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({SUFFIXES})")
     kinds = sorted({kind_of(file) for file in files})
@@ -254,19 +216,13 @@ def local_files(dataset: str) -> list[Path]:
 
 
 def kind_of(file: Path) -> str:
-    return KINDS[file.suffix.lower()]
-
-
-def _known(file: Path) -> Path:
-    if file.suffix.lower() not in KINDS:
+    if (kind := KINDS.get(file.suffix.lower())) is None:
         raise InputError(f"{file}: is of no kind that can be read as calibration data ({SUFFIXES}); convert it")
-    return file
+    return kind
 
 
 def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
-    """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is. Raises
-    InputError where none is, but the names show several other splits.
-    """
+    """Those named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet), or all. InputError for other splits."""
     shards = {file: match[1] for file in files if (match := SHARD.fullmatch(file.name))}
     if named := [file for file in files if shards.get(file, file.stem) == split]:
         return named

@@ -22,9 +22,8 @@ class Accumulator(Protocol):
     """Statistics of the inputs of a linear; quantizers.gptq.Hessian is one."""
 
     def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
-        """Add a sequence's inputs, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert.
-
-        shares  float32 [T], the routing weights of tokens, if the evidence is weighted
+        """Add a sequence's inputs, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert. shares:
+        float32 [T], the routing weights of tokens, if the evidence is weighted.
         """
 
 

@@ -6,7 +6,7 @@ H hidden size, I expert width, E experts of a layer, N samples of T tokens. Size
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -175,20 +175,8 @@ def footprint(shape: WalkShape) -> Footprint:
     )
 
 
-def shape_of(
-    model: MoeModel,
-    options: Samples,
-    *,
-    quantizes: bool,
-    group: int,
-    on_gpu: bool,
-    calibrate: str = "routed",
-    statistics: bool = False,
-    moments: bool = False,
-    outputs: bool = False,
-    bits: int = 8,
-) -> WalkShape:
-    """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
+def shape_of(model: MoeModel, options: Samples) -> WalkShape:
+    """Of a checkpoint's widest layer, from headers and config, and of these samples; the rest is the walk's."""
     config = model.source.config
     experts, hidden, width = map(max, zip(*(model.shape(layer) for layer in model.layers), strict=True))
     heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
@@ -201,36 +189,21 @@ def shape_of(
         heads,
         samples=options.num_calibration_samples,
         length=options.max_sequence_length,
-        bits=bits,
-        quantizes=quantizes,
-        calibrate="mixed" if moments else calibrate,
-        group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
         dense=model.layers != tuple(range(len(model.layers))),
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
-        on_gpu=on_gpu,
-        statistics=statistics,
-        moments=moments,
-        outputs=outputs,
         vocabulary=_number(config, 0, "vocab_size"),
     )
 
 
-def experts_at_a_time(model: MoeModel, budget: int, bytes_of: Callable[[int, int], int]) -> int:
-    """How many experts of the widest layer fit into `budget` bytes, at least one. bytes_of: (H, I) -> bytes of one."""
-    experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
-    return max(1, min(experts, budget // bytes_of(hidden, width)))
-
-
-def squares_bytes(hidden: int, width: int) -> int:
-    """Bytes of an expert whose statistics are gathered: its weights, as stored and in BF16, and its sums of squares."""
-    return 2 * 3 * hidden * width * HALF + (hidden + width) * DOUBLE
-
-
-def moments_bytes(hidden: int, width: int) -> int:
-    """The same where second moments are gathered, too: those of down."""
-    return squares_bytes(hidden, width) + width * width * FLOAT
+def experts_at_a_time(shape: WalkShape, budget: int) -> int:
+    """How many experts fit into `budget` bytes, as stored and in BF16, with what is gathered of each; at least one."""
+    h, i = shape.hidden, shape.width
+    nbytes = 2 * 3 * h * i * HALF + (h + i) * DOUBLE * (not shape.quantizes) + i * i * FLOAT * shape.has_hessians
+    nbytes += h * h * FLOAT * (shape.has_hessians and shape.calibrate == "routed")
+    nbytes += (2 * i) ** 2 * FLOAT * shape.outputs
+    return max(1, min(shape.experts, budget // nbytes))
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:

@@ -1,5 +1,5 @@
-"""The walk: the tokens of all samples and their embeddings; then through one layer: record what its experts read, pass
-them to consumers group by group, and run the layer with their outputs.
+"""The walk through one layer: record what its experts read, pass them to consumers group by group, and run the layer
+with their outputs.
 
 Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; inputs
 and outputs of the experts, for all sequences, lie in files.
@@ -13,19 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import DirectFile, RowFile
-from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.units import Context, Made, Result, Written
+from ktconvert.pipeline.engine.units import Made
 from ktconvert.pipeline.walk import bf16, portions
-from ktconvert.pipeline.walk.calibration_data import Calibration, Ids, token_ids
 from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.footprint import GRADIENTS
 from ktconvert.pipeline.walk.layered import LayeredModel
@@ -52,10 +45,8 @@ class Visited(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWalk:
-    """One layer and the sequences that pass it.
-
-    lengths  tokens of each sequence; its rows follow each other in the files
-    group    experts that are in memory at a time
+    """One layer and the sequences that pass it. lengths: tokens of each, whose rows follow each other in the files;
+    group: experts that are in memory at a time.
     """
 
     model: MoeModel
@@ -231,10 +222,7 @@ def visit_portion(
     consumer: Consumer | None = None,
 ) -> dict[str, Any]:
     """What a worker leaves of a portion for the walk that waits for it: evidence of consumers that only look, and the
-    weights that replace the experts.
-
-    kinds     of evidence that all consumers of the walk need, as kinds_of gives them
-    consumer  the one that replaces the experts, if there is one
+    weights that replace the experts. kinds: of all consumers, as kinds_of gives them; consumer: the one that replaces.
     """
     replacing = None if consumer is None else consumer.evidence
     with portions.handed_out(portion, kinds, lm.hidden, lm.device) as (lengths, inputs):
@@ -312,64 +300,3 @@ def _add_outputs(walk: LayerWalk, inputs: ExpertInputs, weights: Mapping[int, Ex
                 out = torch.nn.functional.linear(walk.middle(seen, own), own.down)[: len(tokens)]
                 total.index_add_(0, tokens, (out * share).to(total.dtype))
             outputs.write(start, bf16.to_bits(total))
-
-
-# --- before the first layer -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SamplesWork:
-    """Which samples, torch's number of threads, and the model whose tokenizer and embedding they go through."""
-
-    calibration: Calibration
-    threads: int
-    skeleton: Callable[[], LayeredModel]
-
-
-def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) -> Result:
-    """Write the tokens of all samples, as the unit `key` of a chain, and for the first layer their embeddings."""
-    link = context.link
-    calibration, lm = work.calibration, work.skeleton()
-    stored = link.store.get(key)
-    if stored is not None and stored.exists():
-        samples = read_samples(stored)
-    else:
-        samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
-        if len(samples) < calibration.samples:
-            context.reporter.note(
-                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were asked for"
-            )
-    lengths = np.array([len(ids) for ids in samples], np.int64)
-    ids = np.concatenate(samples)
-    arrays = {"input_ids": ids, "lengths": lengths}
-    plan = plan_shard([TensorInfo(name, "I64", array.shape, array.nbytes) for name, array in arrays.items()], {})
-    with DirectFile(partial, plan.size) as file:
-        for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
-            file.append(data)
-        digest = file.close()
-    _require_known_tokens(calibration, lm, ids)
-    if link.handed_on is not None:
-        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
-            start = 0
-            for hidden in lm.embed(iter(samples)):
-                leaving.write(start, bf16.to_bits(hidden))
-                start += len(hidden)
-            leaving.sync()
-    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
-
-
-def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: Ids) -> None:
-    """Raise InputError for tokens that the model has no embedding for."""
-    size = lm.model.get_input_embeddings().weight.shape[0]
-    if int(ids.max()) >= size:
-        raise InputError(
-            f"{lm.source.root}: its tokenizer gives token {int(ids.max())} for {calibration.dataset}, and the model "
-            f"has {size}; put the right tokenizer files beside config.json."
-        )
-
-
-def read_samples(path: Path) -> list[Ids]:
-    """The samples that write_samples wrote, each int64 [T]. Raises InputError for a damaged file."""
-    header = read_header(path)
-    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
-    return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])
