@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I8
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import F32, FLOAT32, I8, INT8, PANEL_ROWS, pointer_to, scratch_for
+from ktconvert.native_quant.kernels import FLOAT32, INT8, PANEL_ROWS, pointer_to, scratch_for
 from ktconvert.native_quant.own_cpus import use_own_cpus
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS

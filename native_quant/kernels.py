@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I8, I32, U8, U16, Array
 from ktconvert.native_quant.instruction_sets import (
     ISAS,
     KERNELS,
@@ -28,12 +28,6 @@ from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, sourc
 
 __all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
 
-Array = npt.NDArray[Any]
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-U16 = npt.NDArray[np.uint16]
-I32 = npt.NDArray[np.int32]
-F32 = npt.NDArray[np.float32]
 
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
@@ -306,7 +300,7 @@ def require_multiples(multiple: int, n: int, k: int) -> None:
         raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
 
 
-def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
+def _order(codes: Array, types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
     """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
     in_rows = codes.shape == (n, k)
     order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))

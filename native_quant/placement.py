@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.instruction_sets import raise_error
 
-Bytes = npt.NDArray[np.uint8]
 # By number, as in linux/mempolicy.h.
 MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
 REFUSED = (

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
@@ -21,6 +20,7 @@ from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, Usage
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import Array
 
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD = 128 << 10
@@ -93,10 +93,10 @@ class TensorSource:
         shard = self._by_name[info.file]
         return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
-    def array(self, name: str) -> npt.NDArray[Any]:
+    def array(self, name: str) -> Array:
         return self.view(self.tensors[name])
 
-    def view(self, info: TensorInfo) -> npt.NDArray[Any]:
+    def view(self, info: TensorInfo) -> Array:
         """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:

@@ -12,10 +12,11 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, I32
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
@@ -51,7 +51,7 @@ def _columns_per_scale(
     return k // groups
 
 
-def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> npt.NDArray[np.int32] | None:
+def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> I32 | None:
     """The group of each column, by g_idx; None where neighbours share one, or all are -1. InputError: sizes differ."""
     if stored is None:
         return None
@@ -214,9 +214,7 @@ def _of_columns(source: TensorSource, tensors: Tensors, kind: Kind, shape: tuple
     return Matrix(source.view(tensors["qweight"]).view(np.uint32).T, kind, scales, (1, group))
 
 
-def _zeros(
-    source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
-) -> npt.NDArray[np.float32]:
+def _zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization) -> F32:
     """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all are in the middle."""
     for name in [quantization.format] if quantization.format else FORMATS:
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]

@@ -19,8 +19,9 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.imatrix import I64, Imatrix, Shapes, open_imatrix
+from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
+from ktconvert.native_quant.arrays import I64
 
 COUNTS, KEY = "counts.safetensors", "counts"
 FORM = f"a tensor {KEY!r}, int64 [decoder layers, experts], is needed, as `ktconvert calibrate` writes it"

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant import machine, placement
+from ktconvert.native_quant.arrays import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64  # a cache line, at which the kernels read fastest
 

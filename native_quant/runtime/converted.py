@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -24,13 +23,12 @@ from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.blocks import blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-
-F32 = npt.NDArray[np.float32]
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take

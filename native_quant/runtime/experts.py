@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I64, U8, U16, Array, Bool
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
@@ -25,10 +25,7 @@ from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Job, Pool, check, shared_pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
-U16 = npt.NDArray[np.uint16]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
+Skip = Bool | U8 | None
 
 _warned: set[tuple[str, int, int]] = set()
 
@@ -341,7 +338,7 @@ def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:
+def _address(name: str, array: Array, dtype: type[np.generic], writable: bool = False) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
         actual = f"{array.dtype} with strides {array.strides}"
         raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of, recognise
@@ -29,6 +26,7 @@ from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
@@ -37,8 +35,6 @@ from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers.reference import bf16_to_f32
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

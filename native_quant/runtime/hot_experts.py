@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.native_quant.matrix import INT4, INT8
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.hot_mask import Mask
@@ -45,15 +45,13 @@ class HotWeights:
         if (e, h, i) != shape:
             raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
-    def linear(
-        self, layer: int, expert: int, projection: str
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
+    def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
         """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. Raises
         InputError.
         """
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
-        values: npt.NDArray[Any] = signed_codes(linear) if is_packed else kernels.decode(linear)
+        values: Array = signed_codes(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
         if not is_packed:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Tensors, Weight, amx, fp4, fp8, plain
 from ktconvert.layouts.encodings.checkpoint import read_scales
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
+from ktconvert.native_quant.arrays import Array, Bytes
 from ktconvert.native_quant.matrix import BF16, FP4_E2M1, INT4_WORDS, Matrix
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers import panels
@@ -170,7 +170,7 @@ def put_fp8(stored: StoredPart, codes: Bytes) -> None:
     kernels.reorder_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
 
 
-def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:
+def _part_of(grid: Array, part: Matrix, columns: int) -> Array:
     """What a grid [N, K / columns] of the whole linear holds for the part."""
     (n, k), (row, column) = part.shape, part.origin
     return grid[row : row + n, column // columns : (column + k) // columns]

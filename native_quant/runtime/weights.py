@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
@@ -19,15 +18,14 @@ from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import sigbus
 from ktconvert.native_quant._ktq import lib
+from ktconvert.native_quant.arrays import F32, U16, Bytes
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime.blocks import Bytes, blocks
+from ktconvert.native_quant.runtime.blocks import blocks
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
-F32 = npt.NDArray[np.float32]
-U16 = npt.NDArray[np.uint16]
 Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
 

@@ -9,11 +9,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
 from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import Array
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
@@ -50,7 +50,7 @@ def read_header(path: Path, file: str = "") -> Header:
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
-def read_matrix(path: Path, name: str, dtype: str, form: str) -> npt.NDArray[Any]:
+def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
     """A file's tensor of this name, of rank 2 and INTEGERS. form: what is needed. InputError for anything else."""
     entries = {entry.name: entry for entry in read_header(path).entries}
     entry = entries.get(name)
