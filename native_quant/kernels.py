@@ -76,7 +76,6 @@ def _check_size(bits: int, n: int, k: int) -> None:
 
 
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
-    """Pointers to packed weights and scales."""
     _check_size(bits, n, k)
     weights = pointer_to("weight", weight, UINT8, (n * k * bits // 8,), writable)
     return weights, pointer_to("scale", scale, FLOAT32, (n,), writable)
@@ -110,9 +109,7 @@ def scratch_for(k: int) -> Any:
 
 
 def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
-    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors: NonFinite says
-    where the number lies in the matrix.
-    """
+    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors."""
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     _run(lambda bad_row: call(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0])

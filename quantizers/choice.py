@@ -37,7 +37,6 @@ class Quantizer:
     calibrated: bool = False
 
     def serves(self, grid: Grid) -> bool:
-        """Whether it chooses codes of this grid."""
         return self.grids is None or grid.name in self.grids
 
     def where_it_serves(self, grid: Grid) -> Quantizer:

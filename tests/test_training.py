@@ -178,27 +178,24 @@ def test_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputed_and_checkpointed_gradients_are_the_same(dropout: float) -> None:
+def test_checkpointed_gradients_are_the_same(dropout: float) -> None:
     hidden, ids, weights, gradient = inputs(20)
     lora, one = factors(), experts("AMXINT8")
 
     def gradients(how: str) -> list[torch.Tensor]:
         torch.manual_seed(7)
         x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        recompute = how == "recompute"
 
         def call(x: torch.Tensor, w: torch.Tensor, *f: torch.Tensor) -> torch.Tensor:
-            return routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING, dropout=dropout, recompute=recompute)
+            return routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING, dropout=dropout)
 
-        if how in ("plain", "recompute"):
-            out = call(x, w, *lora)
-        else:
-            out = checkpoint(call, x, w, *lora, use_reentrant=how == "reentrant")
+        reentrant = how == "reentrant"
+        out = call(x, w, *lora) if how == "plain" else checkpoint(call, x, w, *lora, use_reentrant=reentrant)
         found = torch.autograd.grad if how != "reentrant" else _through_backward
         return [out.detach(), *found(out, [x, w, *lora], gradient)]
 
     plain = gradients("plain")
-    for how in ("recompute", "reentrant", "not reentrant"):
+    for how in ("reentrant", "not reentrant"):
         assert all(torch.equal(one, two) for one, two in zip(plain, gradients(how), strict=True)), how
 
 

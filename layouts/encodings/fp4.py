@@ -155,7 +155,6 @@ def exponents_to_panels(exponents: Bytes) -> Bytes:
 
 
 def exponents_from_panels(held: Bytes) -> Bytes:
-    """The inverse of exponents_to_panels: exponents [n, k/32]."""
     count, k = held.shape
     split = held.reshape(count, k // panels.ROWS, panels.ROWS)
     return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)

@@ -149,9 +149,7 @@ def values(codes: Bytes, scales: F32) -> F32:
 
 
 def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or some rows of it) is FP8 in just such blocks, with which NUMA parts begin, too: its codes and
-    scales stay.
-    """
+    """Whether a linear (or rows of it) is FP8 in such blocks, as NUMA parts are cut: its codes and scales stay."""
     return matrix.kind == FP8_E4M3 and matrix.block == (BLOCK, BLOCK)
 
 

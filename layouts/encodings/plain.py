@@ -1,6 +1,4 @@
-"""Weights stored as plain numbers. In checkpoints BF16, FP16 or float32; written as BF16, row after row, in panels of
-32 rows, or in kt-kernel's blocks (bytes.md).
-"""
+"""Plain numbers: BF16, FP16 or float32 in checkpoints; as BF16 in rows, panels or kt-kernel's blocks (bytes.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""New files of known size, written past the page cache, and of rows of BF16: activations that are too many for memory;
-and what is said where a disk is full.
-"""
+"""New files of known size, written past the page cache, and of rows of BF16; what is said where a disk is full."""
 
 from __future__ import annotations
 

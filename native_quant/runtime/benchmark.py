@@ -28,9 +28,7 @@ CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
 def read_memory(block: Array, streams: int) -> int:
-    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side; the
-    exclusive or of the first 8 bytes of each, which depends on every line.
-    """
+    """Read each cache line of an array, in STREAMS parts side by side; the exclusive or of their first 8 bytes."""
     if streams not in STREAMS:
         raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
     if not block.flags.c_contiguous:

@@ -30,9 +30,7 @@ def memory_available() -> int:
 
 
 def binds_memory() -> bool:
-    """Whether blocks are placed on nodes: there are several, no policy of the user, and the kernel permits it (or a
-    warning).
-    """
+    """Whether blocks are placed: several nodes, no policy of the user, and the kernel permits it (or a warning)."""
     if len(machine.memory_nodes()) < 2:
         return False
     if refusal := placement.refusal():

@@ -50,12 +50,10 @@ class Converted:
 
     @property
     def layers(self) -> list[int]:
-        """The layers with experts."""
         return sorted(self.measured.shapes)
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json; {} where there is none."""
         return self.output.config
 
     @property
@@ -65,7 +63,6 @@ class Converted:
         return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(missing))]
 
     def shape_of(self, layer: int) -> tuple[int, int, int]:
-        """E, H and I of a layer that has experts."""
         return self.measured.shapes[layer]
 
     def swiglu_of(self, layer: int) -> Swiglu:
@@ -87,13 +84,10 @@ class Converted:
             raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """LayerWeights.linears."""
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes. Raises UnsupportedError where it is not as required, InputError
-        where it is damaged.
-        """
+        """One layer in the memory of the pool's nodes. UnsupportedError: not as required; InputError: damaged."""
         output, measured = self.output, self.measured
         self.require_computable()
         assert measured.fmt is not None
@@ -162,9 +156,7 @@ class Converted:
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Whether these are the settings that config.json has for the layer. Raises UnsupportedError where they must
-        be.
-        """
+        """Whether config.json has these settings for the layer. Raises UnsupportedError where it has others."""
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
             return configured == swiglu

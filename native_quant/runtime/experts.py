@@ -173,9 +173,7 @@ class Experts:
         return Job(job[0], packed.require_whole, (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
-        """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
-        Raises ValueError for more experts per token than a forward takes.
-        """
+        """A call by addresses (skip: 0 for none) of checked arrays. ValueError: too many experts per token."""
         if topk > lib.KTQ_MOST_TOPK:
             raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
         cast = ffi.cast
@@ -205,9 +203,7 @@ class Experts:
         del used
 
     def save(self, folder: Path | str) -> None:
-        """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
-        Raises UnsupportedError for a method without such files.
-        """
+        """Write kt-kernel's loose .kt files to folder/_layer_N, atomically. UnsupportedError: a method without such."""
         packed, root = self.packed, Path(folder)
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:

@@ -1,6 +1,4 @@
-"""Hot experts, which torch computes: read from a checkpoint one linear at a time, packed integers as codes and scales,
-other encodings as BF16; on a GPU if there is one.
-"""
+"""Hot experts, which torch computes: read one linear at a time, packed integers as codes and scales, others as BF16."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class HotWeights:
             raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
     def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. Raises
-        InputError.
-        """
+        """int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
         values: Array = signed_codes(linear) if is_packed else kernels.decode(linear)
@@ -104,7 +100,6 @@ class HotExperts:
 
 
 def device() -> torch.device:
-    """The device of the hot experts."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

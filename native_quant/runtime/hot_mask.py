@@ -77,9 +77,7 @@ def per_layer(
 
 
 def of_each_layer(counts: I64, number: int) -> Mask:
-    """bool [layers, experts]: of each layer that has experts this many, those with the most tokens; of equals the
-    first.
-    """
+    """bool [layers, experts]: of each layer with experts so many, those with the most tokens; of equals the first."""
     if number > counts.shape[1]:
         raise UsageError(f"--num-gpu-experts {number}: a layer has {counts.shape[1]} experts; give at most so many.")
     mask = np.zeros(counts.shape, np.bool_)

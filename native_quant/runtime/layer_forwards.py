@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class WrappedLayer:
-    """A wrapper's settings. mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a
-    token that a forward may leave to the next layer.
-    """
+    """mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: how many of a token's experts."""
 
     experts: Experts
     member: Member
@@ -134,7 +132,6 @@ def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, w
 
 
 def _like(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """out in the shape and dtype of hidden."""
     if out.dtype is not hidden.dtype:
         out = out.to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)

@@ -83,7 +83,6 @@ class Member:
 
     @property
     def model(self) -> Model:
-        """The model that this layer belongs to."""
         if self._model is None:
             with self._lock:
                 self._deal(self.path)

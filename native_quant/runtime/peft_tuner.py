@@ -91,7 +91,6 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         )
 
     def merge(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises UnsupportedError."""
         raise UnsupportedError(
             "packed experts cannot take up an adapter: `ktconvert merge-adapter` folds it into the BF16 checkpoint, "
             "from which `ktconvert cpu` converts again"
@@ -163,9 +162,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> Any:
-        """Tensors of all experts, from a matrix for each, or from what PEFT has in an unconverted model. Raises
-        InputError for an adapter that does not fit the model.
-        """
+        """Tensors of all experts, from one for each or PEFT's own. InputError: an adapter of another model."""
         found = ((n, m) for n, m in model.named_modules() if isinstance(m, ProjectionLora))
         projections = {name: module for name, module in found if adapter_name in module.lora_A}
         if projections:

@@ -62,16 +62,13 @@ def current(device: torch.device, stream: Any) -> Iterator[int]:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured in this thread."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: the jobs of a set that were not waited for
-    yet.
-    """
+    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: a set's jobs that were not waited for."""
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
         import torch
@@ -125,7 +122,6 @@ class BufferCache:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all work queued on a GPU."""
     import torch
 
     if device.type == "cuda":
