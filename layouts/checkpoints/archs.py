@@ -11,14 +11,8 @@ from typing import ClassVar
 
 # What may stand before "layers." in a tensor's name; {prefix} in a template is any one of these.
 PREFIXES = (
-    "",
-    "model.",
-    "language_model.model.",
-    "model.language_model.",
-    "backbone.",
-    "language.model.",
-    "thinker.model.",
-    "model.llm.",
+    *("", "model.", "language_model.model.", "model.language_model."),
+    *("backbone.", "language.model.", "thinker.model.", "model.llm."),
 )
 
 # Config keys: the first that exists counts; a dot goes into a nested object.
@@ -226,11 +220,8 @@ ARCHS = (
     Arch(
         "MiniMax-M3",
         (
-            "minimax_m3_vl",
-            "minimax_m3",
-            "minimax_m3_vl_text",
-            "MiniMaxM3SparseForConditionalGeneration",
-            "gguf:minimax-m3",
+            *("minimax_m3_vl", "minimax_m3", "minimax_m3_vl_text"),
+            *("MiniMaxM3SparseForConditionalGeneration", "gguf:minimax-m3"),
         ),
         SPARSE,
         width=DENSE_WIDTH,
@@ -284,12 +275,8 @@ ARCHS = (
     Arch(
         "Ling, Ring",
         (
-            "bailing_moe",
-            "bailing_moe_v2",
-            "BailingMoeForCausalLM",
-            "BailingMoeV2ForCausalLM",
-            "gguf:bailingmoe",
-            "gguf:bailingmoe2",
+            *("bailing_moe", "BailingMoeForCausalLM", "gguf:bailingmoe"),
+            *("bailing_moe_v2", "BailingMoeV2ForCausalLM", "gguf:bailingmoe2"),
         ),
         MLP,
     ),

@@ -83,16 +83,12 @@ def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
     return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
-def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    return bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows])
-
-
 PANELS = _encoding(panels.ROWS, "codes")
 ROWS = _encoding(1, "weight")
 BLOCKS = replace(
     PANELS,
     tensors=_block_tensors,
     quantize=lambda matrix, out: kernels.pack_bf16(matrix, out[0].view(np.uint16)),
-    decode=_decode_blocks,
+    decode=lambda stored, n, k, rows: bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows]),
     defects=(bad_number, None),
 )
