@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
@@ -110,8 +109,7 @@ class Converted:
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.is_roomy or output.loose else "map"
-        arrange = METHODS[fmt.name].arrange
-        if memory == "map" and not output.loose and arrange is None:
+        if memory == "map" and not output.loose and METHODS[fmt.name].arrange is None:
             views = {key: self._view(one) for key, one in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
@@ -120,8 +118,7 @@ class Converted:
         tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
         arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
-        prepare = functools.partial(self._prepare, fmt.encoding, arrange)
-        weights.in_parallel(lambda item: prepare(*item), packed.arrays.items(), machine.physical_cores())
+        weights.in_parallel(lambda item: self._prepare(fmt, *item), packed.arrays.items(), machine.physical_cores())
         packed.require_whole()
         return packed
 
@@ -201,18 +198,13 @@ class Converted:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
-    def _prepare(
-        self,
-        encoding: Encoding,
-        arrange: Callable[[Sequence[Bytes], int, int], None] | None,
-        part: Part,
-        stored: Sequence[Bytes],
-    ) -> None:
+    def _prepare(self, fmt: Format, part: Part, stored: Sequence[Bytes]) -> None:
         """Puts a part into the order of memory. Raises InputError for a scale or a code that the encoding has not."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
             return stored[tensor][start:stop]
 
+        encoding, arrange = fmt.encoding, METHODS[fmt.name].arrange
         of_tensors = list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]
         found = [(tensor.name, defect(read, part.n, part.k)) for tensor, defect in of_tensors if defect is not None]
         try:
