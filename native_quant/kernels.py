@@ -312,7 +312,7 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(BF16_MULTIPLE, n, k)
         if codes.ndim == 1:
-            order, out = lib.KTQ_BLOCKS, pointer_to("codes", codes, UINT16, (n * k,))
+            order, out = int(lib.KTQ_BLOCKS), pointer_to("codes", codes, UINT16, (n * k,))
         else:
             order, out = _order(codes, UINT16, n, k)
         return lib.ktq_pack_bf16(order, n, k, source, scratch_for(k), out, bad_row)

@@ -131,9 +131,9 @@ class SftMoEWrapper:
         """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count parts; slot p has expert map[p]."""
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
-        linears = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
+        gate, up, down = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
         where = self._holds, self.layer_idx, self.threadpool_count, self._pool
-        packed = weights.pack(*linears, *where, transposed=bool(self._transposed))
+        packed = weights.pack(gate, up, down, *where, transposed=bool(self._transposed))
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
