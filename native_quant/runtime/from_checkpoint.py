@@ -31,8 +31,9 @@ from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.blocks import warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stored_parts import StoredPart
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers.reference import bf16_to_f32
 

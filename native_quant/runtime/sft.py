@@ -21,8 +21,9 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.gradient_window import GradientWindow
 from ktconvert.native_quant.runtime.method_names import SKIP_LORA, TRAINED
-from ktconvert.native_quant.runtime.methods import METHODS, StoredPart
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stored_parts import StoredPart
 from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, TrainingPass
 
 Result = TypeVar("Result")
