@@ -70,10 +70,10 @@ def _require_matrix(codes: TensorInfo) -> None:
         raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
 
 
-def _require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
-    if info is not None and (info.dtype, info.shape) != (dtype, shape):
-        needed = f"by {codes.name!r} and its scales it must be {dtype} of shape {list(shape)}"
+def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int, ...]) -> None:
+    """Raises InputError where there is such a tensor beside the codes and it is not I32 of this shape."""
+    if info is not None and (info.dtype, info.shape) != ("I32", shape):
+        needed = f"by {codes.name!r} and its scales it must be I32 of shape {list(shape)}"
         what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
         raise damaged_tensor(info.name, what, "download both again")
 
@@ -109,8 +109,8 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
             raise missing(codes, "zero points", f"{stem}zero_point")
         if order is None and quantization.ordered == (True,) and group < k:
             raise missing(codes, "an order of its columns (actorder)", f"{stem}g_idx")
-        _require_shape(codes, zeros, "I32", (-(-n * bits // 32), k // group))
-        _require_shape(codes, order, "I32", (k,))
+        _require_shape(codes, zeros, (-(-n * bits // 32), k // group))
+        _require_shape(codes, order, (k,))
         return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
@@ -187,8 +187,8 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
             raise missing(codes, "zero points (sym: false)", f"{stem}qzeros")
         if order is None and True in quantization.ordered and group < k:
             raise missing(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
-        _require_shape(codes, zeros, "I32", (k // group, -(-n * bits // 32)))
-        _require_shape(codes, order, "I32", (k,))
+        _require_shape(codes, zeros, (k // group, -(-n * bits // 32)))
+        _require_shape(codes, order, (k,))
         if zeros is not None and not quantization.format and quantization.symmetric == (False,):
             raise InputError(_which_format(zeros))
         return bits, group, quantization.format, *tensors
@@ -278,7 +278,7 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
 def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
     n, k = _awq_shape(tensors, quantization)
     group = group_of_scales(tensors, n, k, quantization)
-    _require_shape(tensors["qweight"], tensors["qzeros"], "I32", (k // group, n // 8))
+    _require_shape(tensors["qweight"], tensors["qzeros"], (k // group, n // 8))
     return 4, group
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -182,10 +183,7 @@ class Experts:
 
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
-        moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
-        check(lib.ktq_forward(self.pool.pointer, moe, call))
-        packed.require_whole()
-        del used
+        self._run(lib.ktq_forward, call)
 
     @property
     def trainable(self) -> bool:
@@ -194,13 +192,10 @@ class Experts:
 
     def train_call(self, call: Any, lora: Any, kept: Any, gradients: Any = None) -> None:
         """ktq_train_forward, or with gradients ktq_train_backward, for a call of call_at() (training.py)."""
-        moe, packed, _ = used = self._open()
         if gradients is None:
-            check(lib.ktq_train_forward(self.pool.pointer, moe, call, lora, kept))
+            self._run(lib.ktq_train_forward, call, lora, kept)
         else:
-            check(lib.ktq_train_backward(self.pool.pointer, moe, call, lora, kept, gradients))
-        packed.require_whole()
-        del used
+            self._run(lib.ktq_train_backward, call, lora, kept, gradients)
 
     def save(self, folder: Path | str) -> None:
         """Write kt-kernel's loose .kt files to folder/_layer_N, atomically. UnsupportedError: a method without such."""
@@ -262,6 +257,12 @@ class Experts:
         if (used := self._in_use) is None:
             raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
         return used
+
+    def _run(self, function: Callable[..., int], *arguments: Any) -> None:
+        moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
+        check(function(self.pool.pointer, moe, *arguments))
+        packed.require_whole()
+        del used
 
     def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden:

@@ -20,10 +20,9 @@ from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
-from ktconvert.native_quant.runtime.training import TrainingPass
+from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
-CPU = torch.device("cpu")
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 

@@ -17,6 +17,7 @@ from ktconvert.native_quant.arrays import F64, I64, Array, Bool
 from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 
 Mask = Bool
+REMEDY = "choose fewer hot experts"
 KEY = "gpu_experts_mask"
 FORM = f"a safetensors file with a tensor {KEY!r}, bool [decoder layers, experts], is needed"
 

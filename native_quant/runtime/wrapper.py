@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, method_names, weights
@@ -15,11 +16,9 @@ from ktconvert.native_quant.runtime.layer_forwards import OnCpu, OnStream, Wrapp
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.models import Member, select
 from ktconvert.native_quant.runtime.pool import Job, Pool, checked_nodes, shared_pool
+from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 from ktconvert.native_quant.runtime.swiglu import Swiglu
-
-if TYPE_CHECKING:
-    import torch
 
 _LEFT_OUT: Any = object()  # these have no default in kt-kernel; only gpu_experts_mask may be left out
 
@@ -295,8 +294,6 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _training(cls: type[KTMoEWrapper], given: Mapping[str, Any]) -> Any:
-    from ktconvert.native_quant.runtime.sft import SftMoEWrapper
-
     _check(given)
     shared = set(inspect.signature(SftMoEWrapper.__init__).parameters) & set(given) - {"self"}
     on_gpu = given["gpu_experts_mask"], given["num_experts"], given["num_gpu_experts"]
@@ -307,8 +304,6 @@ def _training(cls: type[KTMoEWrapper], given: Mapping[str, Any]) -> Any:
 
 def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
     """A copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may write to."""
-    import torch
-
     own = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if mask is _LEFT_OUT:
         own[:on_gpu] = True
