@@ -210,10 +210,7 @@ class Experts:
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
         for part, stored in packed.arrays.items():
-            for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
-                path = partial / str(fmt.loose_path(part, tensor))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish.write_file(path, data.data, sync=False)
+            weights.write_loose(partial, fmt, part, stored)
         packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():

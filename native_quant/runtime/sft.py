@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.arrays import Bytes
@@ -179,13 +178,9 @@ class SftMoEWrapper:
         )
         folder = Path(output_path) / f"_layer_{self.layer_idx}"
         for part in grid.all_parts(range(self.num_experts)):
-            tensors = fmt.encoding.tensors(part.n, part.k)
-            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in tensors]
+            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(part.n, part.k)]
             fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), arrays)
-            for tensor, data in zip(tensors, arrays, strict=True):
-                path = folder / str(fmt.loose_path(part, tensor))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish.write_file(path, data.data, sync=False)
+            weights.write_loose(folder, fmt, part, arrays)
 
     # --- LoRA ---
 

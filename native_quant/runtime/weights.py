@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import sigbus
@@ -159,6 +160,14 @@ def fill_with(
         return lambda part, out: put(part.of(linears[projection][expert]), out)
 
     return fill(dict.fromkeys(PROJECTIONS, method), grid, len(linears["gate"]), writer, pool)
+
+
+def write_loose(folder: Path, fmt: Format, part: Part, stored: Iterable[Bytes]) -> None:
+    """Write the tensors of a part as kt-kernel's .kt files into a layer's folder; not synced."""
+    for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
+        path = folder / str(fmt.loose_path(part, tensor))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish.write_file(path, data.data, sync=False)
 
 
 def check_limits(method: str, grid: ExpertGrid) -> None:
