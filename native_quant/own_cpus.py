@@ -14,7 +14,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 def own_cpus() -> frozenset[int]:
-    """Those of the first thread at import; if OpenMP had bound it before, also those of OpenMP's places."""
+    """The CPUs of the first thread at import; if OpenMP had bound it before, also those of OpenMP's places."""
     return _AT_IMPORT | (_openmp_cpus() if any(map(os.environ.get, _BINDING)) else frozenset())
 
 

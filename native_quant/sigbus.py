@@ -17,7 +17,7 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
 
 
 def register_mapping(address: int, length: int, name: str, may_lose: bool = False) -> None:
-    """Names the file mapped here. may_lose: without guard_sigbus, what cannot be read becomes zeros (lost())."""
+    """Names a mapped file. may_lose: without guard_sigbus, what cannot be read becomes zeros, and lost() says so."""
     file = name.encode(errors="surrogateescape")
     raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 

@@ -123,7 +123,7 @@ def give_way(config: Any, model: str) -> None:
 
 
 def dequantizer(root: Path) -> Any:
-    """transformers' own, which dequantizes as it loads; None if experts alone are quantized. UnsupportedError."""
+    """transformers' own, which dequantizes as it loads; None: experts alone are quantized. UnsupportedError: others."""
     quantization = read_quantization(root)
     if quantization.method == FP8:
         kind: Any = FineGrainedFP8HfQuantizer

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class WrappedLayer:
-    """mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: how many of a token's experts."""
+    """mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: of a token, to the next layer."""
 
     experts: Experts
     member: Member
