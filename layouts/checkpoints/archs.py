@@ -273,8 +273,8 @@ ARCHS = (
     Arch(
         "Ling, Ring",
         (
-            *("bailing_moe", "BailingMoeForCausalLM", "gguf:bailingmoe"),
-            *("bailing_moe_v2", "BailingMoeV2ForCausalLM", "gguf:bailingmoe2"),
+            *("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+            *("gguf:bailingmoe", "gguf:bailingmoe2"),
         ),
         MLP,
     ),
