@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I8
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import F32, FLOAT32, I8, INT8, PANEL_ROWS, pointer_to, scratch_for
+from ktconvert.native_quant.kernels import FLOAT32, INT8, PANEL_ROWS, pointer_to, scratch_for
 from ktconvert.native_quant.own_cpus import use_own_cpus
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
@@ -52,9 +53,7 @@ def gptq_block(
     pointer_to("scale", scale, FLOAT32, (n, width), writable=False)
     for name, array in (("weight", weight), ("value", value), ("error", error)):
         pointer_to(name, array, FLOAT32, (n, width))
-    for a, b in combinations((weight, value, error, scale, inverse), 2):
-        if np.may_share_memory(a, b):
-            raise ValueError("no two of the arrays may share memory")
+    _require_own_memory(weight, value, error, scale, inverse)
     read_environment()
 
     def part(rows: slice) -> int:
@@ -84,9 +83,7 @@ def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, grad
     pointer_to("scale", scale, FLOAT32, (n, k), writable=False)
     pointer_to("weight", weight, FLOAT32, (n, k))
     pointer_to("gradient", gradient, FLOAT32, (n, k))
-    for a, b in combinations((weight, gradient, scale, slices), 2):
-        if np.may_share_memory(a, b):
-            raise ValueError("no two of the arrays may share memory")
+    _require_own_memory(weight, gradient, scale, slices)
     read_environment()
 
     def part(rows: slice) -> int:
@@ -138,6 +135,11 @@ def _require_codes(code_range: CodeRange, threads: int) -> None:
         raise ValueError(f"precision must be 0 to 7, not {precision}")
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
+
+
+def _require_own_memory(*arrays: F32) -> None:
+    if any(np.may_share_memory(a, b) for a, b in combinations(arrays, 2)):
+        raise ValueError("no two of the arrays may share memory")
 
 
 def _by_rows(part: Callable[[slice], int], n: int, threads: int) -> None:

@@ -91,5 +91,5 @@ def read_environment() -> None:
 def raise_error(error: int) -> None:
     """Raises ValueError, MemoryError or RuntimeError (KTQ_EFORK) with C's message for an error code; not for KTQ_OK."""
     if error != lib.KTQ_OK:
-        kind = {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)
-        raise kind(_text(lib.ktq_strerror(error)))
+        kinds: dict[int, type[Exception]] = {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}
+        raise kinds.get(error, ValueError)(_text(lib.ktq_strerror(error)))

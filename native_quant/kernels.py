@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I8, I32, U8, U16, Array
 from ktconvert.native_quant.instruction_sets import (
     ISAS,
     KERNELS,
@@ -28,12 +28,6 @@ from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, sourc
 
 __all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
 
-Array = npt.NDArray[Any]
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-U16 = npt.NDArray[np.uint16]
-I32 = npt.NDArray[np.int32]
-F32 = npt.NDArray[np.float32]
 
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
@@ -82,7 +76,6 @@ def _check_size(bits: int, n: int, k: int) -> None:
 
 
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
-    """Pointers to packed weights and scales."""
     _check_size(bits, n, k)
     weights = pointer_to("weight", weight, UINT8, (n * k * bits // 8,), writable)
     return weights, pointer_to("scale", scale, FLOAT32, (n,), writable)
@@ -116,9 +109,7 @@ def scratch_for(k: int) -> Any:
 
 
 def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
-    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors: NonFinite says
-    where the number lies in the matrix.
-    """
+    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors."""
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     _run(lambda bad_row: call(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0])
@@ -306,7 +297,7 @@ def require_multiples(multiple: int, n: int, k: int) -> None:
         raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
 
 
-def _order(codes: npt.NDArray[Any], types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
+def _order(codes: Array, types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
     """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
     in_rows = codes.shape == (n, k)
     order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
@@ -321,7 +312,7 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(BF16_MULTIPLE, n, k)
         if codes.ndim == 1:
-            order, out = lib.KTQ_BLOCKS, pointer_to("codes", codes, UINT16, (n * k,))
+            order, out = int(lib.KTQ_BLOCKS), pointer_to("codes", codes, UINT16, (n * k,))
         else:
             order, out = _order(codes, UINT16, n, k)
         return lib.ktq_pack_bf16(order, n, k, source, scratch_for(k), out, bad_row)

@@ -97,7 +97,6 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 
 def _nodes(root: Path) -> dict[int, frozenset[int]]:
-    """The CPUs of each memory node that has any."""
     folders = (root / NODES).glob("node[0-9]*")
     lists = {int(folder.name.removeprefix("node")): read_text(folder / "cpulist") or "" for folder in folders}
     return {node: cpus for node, text in sorted(lists.items()) if (cpus := parse_list(text))}

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32 as Floats
+from ktconvert.native_quant.arrays import I32, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-
-Floats = npt.NDArray[np.float32]
-U16 = npt.NDArray[np.uint16]
 
 DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
 
@@ -65,7 +63,7 @@ class Matrix:
     group_of  int32 [K]: the column of `scales` that each column of the whole linear is scaled by; None: as block says.
     """
 
-    values: npt.NDArray[Any]
+    values: Array
     kind: Kind
     scales: Floats | None = None
     block: tuple[int, int] = (1, 1)
@@ -74,7 +72,7 @@ class Matrix:
     width: int | None = None
     height: int | None = None
     zeros: Floats | None = None
-    group_of: npt.NDArray[np.int32] | None = None
+    group_of: I32 | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -268,6 +266,6 @@ def _check_scales(matrix: Matrix) -> tuple[Floats, Any, Any]:
     return tuple(arrays)  # type: ignore[return-value]
 
 
-def _address(array: npt.NDArray[Any]) -> Any:
+def _address(array: Array) -> Any:
     """Where the first element lies, whatever the strides (ffi.from_buffer takes contiguous arrays only)."""
     return ffi.cast(_VOID, array.__array_interface__["data"][0])

@@ -14,9 +14,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 def own_cpus() -> frozenset[int]:
-    """The CPUs of this process's first thread when ktconvert was imported. If OpenMP had bound that thread before, also
-    those of OpenMP's places: they cover what the thread had until then.
-    """
+    """The CPUs of the first thread at import; if OpenMP had bound it before, also those of OpenMP's places."""
     return _AT_IMPORT | (_openmp_cpus() if any(map(os.environ.get, _BINDING)) else frozenset())
 
 

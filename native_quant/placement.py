@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.instruction_sets import raise_error
 
-Bytes = npt.NDArray[np.uint8]
 # By number, as in linux/mempolicy.h.
 MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
 REFUSED = (
@@ -41,16 +40,12 @@ def policy() -> Policy:
 
 
 def place(block: Bytes, nodes: Sequence[int]) -> None:
-    """Let the pages that a block (from the beginning of a page on) gets lie on a node, in turns on several; on others
-    where these are full. Raises OSError where the kernel refuses.
-    """
+    """Let pages that a block gets lie on a node, in turns on several, as far as these have space. Raises OSError."""
     _require(lib.ktq_place_memory(ffi.from_buffer(block), block.nbytes, len(nodes), list(nodes)))
 
 
 def gather(block: Bytes, node: int) -> None:
-    """Move the pages of a block from other nodes to this one, as far as there is space: for this, not for new pages,
-    the kernel takes memory back from the node's page cache. Raises OSError where it refuses or cannot move a page.
-    """
+    """Move a block's pages to this node, which takes memory back from its page cache for that. Raises OSError."""
     _require(lib.ktq_gather_memory(ffi.from_buffer(block), block.nbytes, node))
 
 

@@ -9,9 +9,7 @@ from ktconvert.native_quant.instruction_sets import raise_error
 
 
 def guard_sigbus(message: str, exit_code: int = 5) -> None:
-    """From now on, an unreadable page of a registered file ends the process with this message on stderr. message: at
-    most 500 bytes with one %s, which is replaced by the name of the file.
-    """
+    """Let an unreadable page of a registered file end the process with this message of 500 bytes; %s: the file."""
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
         raise ValueError("the message must hold %s once, for the name of the file")
@@ -19,9 +17,7 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
 
 
 def register_mapping(address: int, length: int, name: str, may_lose: bool = False) -> None:
-    """Names the file that is mapped at this address, for guard_sigbus. may_lose: where guard_sigbus was not called,
-    what cannot be read becomes zeros; whoever reads it asks lost().
-    """
+    """Names a mapped file. may_lose: without guard_sigbus, what cannot be read becomes zeros, and lost() says so."""
     file = name.encode(errors="surrogateescape")
     raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 

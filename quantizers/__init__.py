@@ -31,12 +31,10 @@ class Grid:
 
     @property
     def code_range(self) -> CodeRange:
-        """The codes, for kernels."""
         return CodeRange(self.low, self.high, self.precision)
 
     @property
     def per_row(self) -> bool:
-        """Whether a row has one scale."""
         return self.group is None and bool(self.scales)
 
 

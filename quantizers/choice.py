@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy.typing as npt
-
+from ktconvert.native_quant.arrays import F32, I8, U16, Array
 from ktconvert.native_quant.kernels import SEARCHED_GROUPS, search_groups, search_scales
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Grid
-from ktconvert.quantizers.reference import F32, I8, U16
 
 # BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],
 # finite, none negative; or second moments, float32 [k, k]; None: all alike) -> codes int8 [n, k] within its range, and
 # scales [n, k / group] (float32, or BF16 bits). Rows do not depend on each other. Raises kernels.NonFinite for values
 # that are infinite or NaN.
-Choose = Callable[[U16, Grid, F32 | None], tuple[I8, npt.NDArray[Any]]]
+Choose = Callable[[U16, Grid, F32 | None], tuple[I8, Array]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Quantizer:
     calibrated: bool = False
 
     def serves(self, grid: Grid) -> bool:
-        """Whether it chooses codes of this grid."""
         return self.grids is None or grid.name in self.grids
 
     def where_it_serves(self, grid: Grid) -> Quantizer:
@@ -48,7 +44,7 @@ class Quantizer:
         return self if self.serves(grid) else ABSMAX
 
 
-def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, npt.NDArray[Any]]:
+def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, Array]:
     """The scale of least squared error for each row or group (numerics.md, sections 2b, 2d and 2e)."""
     if not grid.per_row:
         return search_groups(grid.name, bf16, importance)

@@ -78,7 +78,7 @@ def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Gr
     import torch
 
     if metric.slices is None:
-        values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
+        values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
         gradient = (weight.float() - values) @ metric.errors
     else:
         values, gradient = _compensated(weight, metric, scale, grid)

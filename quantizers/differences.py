@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.arrays import F32, F64, U16
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers.reference import F32, U16, bf16_to_f32
+from ktconvert.quantizers.reference import bf16_to_f32
 
 ROWS = 64  # decoded at a time, so that memory stays small
 CHUNK = 1 << 14  # numbers in float64 at a time, so that they stay in the cache
@@ -25,7 +25,7 @@ def decode_finite(matrix: Matrix) -> U16:
     return bf16
 
 
-def sums_of(x: F32, y: F32) -> npt.NDArray[np.float64]:
+def sums_of(x: F32, y: F32) -> F64:
     """Sums of x*x, y*y, x*y and (x-y)^2 over arrays of one shape: float64 [4]."""
     sums = np.zeros(4)
     x, y = x.reshape(-1), y.reshape(-1)
@@ -42,9 +42,7 @@ def source_values(matrix: Matrix) -> F32:
     return bf16_to_f32(kernels.decode(matrix))
 
 
-def error_sums(
-    matrix: Matrix, values: Callable[[slice], F32], source: Callable[[Matrix], F32] = source_values
-) -> npt.NDArray[np.float64]:
+def error_sums(matrix: Matrix, values: Callable[[slice], F32], source: Callable[[Matrix], F32] = source_values) -> F64:
     """The same over a linear: x = source of some rows of it, y = values(rows), the numbers of these rows."""
     n, sums = matrix.shape[0], np.zeros(4)
     for start in range(0, n, ROWS):

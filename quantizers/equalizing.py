@@ -9,15 +9,15 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers.reference import U16, bf16_to_f32
+from ktconvert.native_quant.arrays import F64, I8, U16
+from ktconvert.quantizers.reference import bf16_to_f32
 
 VERSION = 1
 THRESHOLD = 0.5  # spread of the columns above which an expert is equalized
 LEAST, MOST = 64, 190  # exponent fields of BF16 that values keep to: sums of their squares are normal float32 numbers
 ROWS = 64  # that are computed at a time, in the cache
 
-Exponents = npt.NDArray[np.int8]
-F64 = npt.NDArray[np.float64]
+Exponents = I8
 
 
 def levels(down: U16) -> F64:
@@ -62,7 +62,7 @@ def _fields(bits: U16, axis: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.
     return (sizes.min(axis).astype(np.intp) + 1) >> 7, most
 
 
-def scale(bits: U16, exponents: npt.NDArray[np.int8]) -> None:
+def scale(bits: U16, exponents: I8) -> None:
     """Multiply BF16 bits in place by 2^exponents, which must leave normal numbers normal; zeros stay."""
     each = np.broadcast_to((exponents.astype(np.int16) << 7).view(np.uint16), bits.shape)
     for first in range(0, len(bits), ROWS):

@@ -116,21 +116,9 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
 # --- compensation ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compensated:
-    """A quantized linear [n, k].
-
-    values  float32 [n, k], the values of the chosen codes: code * scale, rounded to the dtype of the scales
-    loss    the sum of squared corrections, over all rows
-    """
-
-    values: torch.Tensor
-    loss: float
-
-
-def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> Compensated:
-    """Quantize a linear [n, k] to codes of this range, column after column, with each error compensated in the
-    remaining columns.
+def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+    """A linear [n, k] in codes of this range, chosen column after column, with each error compensated in the remaining
+    columns: their values, float32 [n, k], code * scale, rounded to the dtype of the scales.
 
     scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0,
            codes are 0.
@@ -156,7 +144,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
     loss = float(losses.sum())
     if not math.isfinite(loss):
         raise NotFinite(f"the loss of GPTQ is {loss}")
-    return Compensated(columns.index_select(1, torch.argsort(factor.order)), loss)
+    return columns.index_select(1, torch.argsort(factor.order))
 
 
 def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:

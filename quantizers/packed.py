@@ -7,26 +7,24 @@ in tests/golden that these libraries wrote hold the definitions to them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from ktconvert.native_quant.arrays import F32, I8, I32, U8, U16, Array
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers.reference import F32, I8, U8, U16, bf16_to_f32
+from ktconvert.quantizers.reference import bf16_to_f32
 
 EMPTY_SCALE = np.uint16(0x3C00)  # 2^-7 in BF16, of a group whose scale would be 0
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble p of a word, from the low bits up, is number AWQ_ORDER[p] of its 8
 BITS = {"int4": 4, "int8": 8, "int8_signed": 8, "int4_words": 4, "int8_words": 8, "int4_awq": 4}
 
 
-def fields(bits: int, words: npt.NDArray[Any]) -> U8:
+def fields(bits: int, words: Array) -> U8:
     """The codes of 32-bit words [..., w], low bits first: uint8 [..., w * 32 / bits]."""
     data = np.ascontiguousarray(words).view(np.dtype("<u4")).view(np.uint8)
     return data if bits == 8 else np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
 
 
-def pack_words(bits: int, codes: I8) -> npt.NDArray[np.int32]:
+def pack_words(bits: int, codes: I8) -> I32:
     """Codes [n, k] as int32 [n, k*bits/32]: code + 2^(bits-1), unsigned, column after column, low bits first."""
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     if bits == 4:
@@ -34,7 +32,7 @@ def pack_words(bits: int, codes: I8) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(unsigned).view("<i4")
 
 
-def unpack_words(bits: int, words: npt.NDArray[Any]) -> I8:
+def unpack_words(bits: int, words: Array) -> I8:
     """The inverse of pack_words: codes int8 [n, k]."""
     return signed(bits, fields(bits, words))
 
@@ -49,13 +47,13 @@ def lowest_codes(data: U8) -> int:
     return int(np.count_nonzero(data & 15 == 8) + np.count_nonzero(data >> 4 == 8))
 
 
-def awq_fields(words: npt.NDArray[Any]) -> U8:
+def awq_fields(words: Array) -> U8:
     """The codes of AWQ's words [..., w], in the order of what they stand for: uint8 [..., 8 * w]."""
     stored = fields(4, words).reshape(*words.shape, 8)
     return stored[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
 
-def gptq_zeros(bits: int, words: npt.NDArray[Any], less_one: bool) -> U8:
+def gptq_zeros(bits: int, words: Array, less_one: bool) -> U8:
     """The zero points of GPTQ's qzeros: uint8 [..., w * 32 / bits].
 
     less_one: checkpoint_format "gptq" stores each word less 0x11111111 (8 bits: 0x01010101), as a whole, so that a zero
@@ -84,7 +82,7 @@ def signed_codes(matrix: Matrix) -> I8:
     return signed(BITS[matrix.kind.name], codes(matrix))
 
 
-def dequantize_groups(bits: int, packed: npt.NDArray[np.int32], scale: U16) -> F32:
+def dequantize_groups(bits: int, packed: I32, scale: U16) -> F32:
     """float32 [n, k]: code * scale, exact (the product of 8 bits and 8 bits)."""
     codes = unpack_words(bits, packed)
     n, groups = scale.shape

@@ -17,9 +17,7 @@ Item = TypeVar("Item", bound=np.generic)
 
 
 def from_panels(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
-    """Panels [n/32, 32*k] back to [n, k]: they are blocks of 32 columns, halves of 16 rows, pairs of columns, rows, and
-    the two columns of the pair.
-    """
+    """Panels [n/32, 32*k] to [n, k]: blocks of 32 columns, halves of 16 rows, pairs of columns, rows, a pair's two."""
     count, items = panels.shape
     k = items // ROWS
     split = panels.reshape(count, k // COLUMNS, 2, COLUMNS // 2, HALF, 2)

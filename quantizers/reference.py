@@ -6,12 +6,9 @@ are their bits, BF16 as uint16, others as uint8.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-I8 = npt.NDArray[np.int8]
-F32 = npt.NDArray[np.float32]
+from ktconvert.native_quant.arrays import F32 as F32
+from ktconvert.native_quant.arrays import U8, U16
 
 # What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -94,9 +94,9 @@ def test_sums_and_counts_are_those_of_hooks(
     dataset, samples = calibrated.data(tmp_path, "texts", (300, 60, 25))
     statistics = calibrate(servers, models[name], tmp_path / "out", dataset)
     assert_seen(statistics, models[name], hooks.read_by_experts(models[computed], samples))
-    data = statistics.document["data"]
-    assert (data["samples"], data["tokens"]) == (len(samples), sum(map(len, samples)))
-    assert data["dataset"] == "texts.jsonl"  # no path
+    data = statistics.document.data
+    assert (data.samples, data.tokens) == (len(samples), sum(map(len, samples)))
+    assert data.dataset == "texts.jsonl"  # no path
     assert (len(statistics.counts), min(shapes_of(models[name]))) == (layers, first)
 
 

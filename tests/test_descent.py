@@ -173,7 +173,7 @@ def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
         return ((apart @ metric.errors.double().numpy()) * apart).sum(1)
 
     got, steps = chosen(slice(None))
-    values = gptq.compensate(torch.from_numpy(weight), factor, torch.from_numpy(scale), grid.code_range).values
+    values = gptq.compensate(torch.from_numpy(weight), factor, torch.from_numpy(scale), grid.code_range)
     before = error(gptq.codes(values, torch.from_numpy(scale), grid.code_range).numpy(), scale)
     after = error(got, steps)
     assert after.sum() <= before.sum() * (1 + 1e-4)

@@ -37,10 +37,11 @@ ABOVE = {
     "cli": set[str](),
 }
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
-# They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
-# modules import them inside a function.
+# They subclass or replace what transformers has, define torch's operators, or are loaded where torch is in use alone, so
+# they import these at the top; other modules import them inside a function.
 SERVING = ("application", "model_manager", "scheduler", "scoring", "stream_decoder")
-RUNTIME = ("adapters", "hf", "hf_modules", "hf_rest", "peft_tuner", "sft", "training")
+RUNTIME = ("adapters", "gradient_window", "hf", "hf_modules", "hf_rest", "hot_experts", "layer_forwards", "models")
+RUNTIME += ("peft_tuner", "sft", "streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out

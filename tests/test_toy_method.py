@@ -21,7 +21,8 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart, put_fp8
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
+from ktconvert.native_quant.runtime.stored_parts import StoredPart, put_fp8
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.doctor import of_extension
 from rig import native

@@ -7,15 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.quantizers.reference import bf16_to_f32
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -23,7 +22,6 @@ MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB]
 # What `init_lora_weights` may be (True and False: random numbers); others change the weights beside LoRA's.
 KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
 
 
 def _read(file: Path, info: TensorInfo) -> F32:
-    data: npt.NDArray[Any] = np.fromfile(file, DTYPES[info.dtype], math.prod(info.shape), offset=info.start)
+    data: Array = np.fromfile(file, DTYPES[info.dtype], math.prod(info.shape), offset=info.start)
     if data.size < math.prod(info.shape):
         raise InputError(f"{file}: became shorter while it was read; save the adapter again")
     values = bf16_to_f32(data) if info.dtype == "BF16" else data.astype(np.float32)

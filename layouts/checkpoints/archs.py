@@ -11,14 +11,8 @@ from typing import ClassVar
 
 # What may stand before "layers." in a tensor's name; {prefix} in a template is any one of these.
 PREFIXES = (
-    "",
-    "model.",
-    "language_model.model.",
-    "model.language_model.",
-    "backbone.",
-    "language.model.",
-    "thinker.model.",
-    "model.llm.",
+    *("", "model.", "language_model.model.", "model.language_model."),
+    *("backbone.", "language.model.", "thinker.model.", "model.llm."),
 )
 
 # Config keys: the first that exists counts; a dot goes into a nested object.
@@ -166,6 +160,7 @@ GGUF_STYLES: tuple[Style, ...] = (
     Separate(f"{_blk}gate.{{expert}}.weight", f"{_blk}up.{{expert}}.weight", f"{_blk}down.{{expert}}.weight"),
 )
 
+DEEPSEEK2 = ("deepseek2",)  # what llama.cpp calls the architecture of many families
 NATIVE_MXFP4 = "serve the original checkpoint with kt-kernel's MXFP4 method, which clamps as this model does"
 NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which knows this activation"
 NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp, or keep these experts on the GPU"
@@ -173,7 +168,7 @@ ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or us
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
-    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP, shares=("deepseek2",)),
+    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP, shares=DEEPSEEK2),
     Arch(
         "DeepSeek-V4",
         ("deepseek_v4", "DeepseekV4ForCausalLM", "gguf:deepseek4"),
@@ -182,13 +177,10 @@ ARCHS = (
         instead=NATIVE_MXFP4,
     ),
     Arch(
-        "DeepSeek-V2, V2-Lite, VL2",
-        ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"),
-        MLP,
-        shares=("deepseek2",),
+        "DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP, shares=DEEPSEEK2
     ),
-    Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=("deepseek2",)),
-    Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=("deepseek2",)),
+    Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=DEEPSEEK2),
+    Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=DEEPSEEK2),
     Arch(
         "Kimi-K3",
         ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"),
@@ -215,7 +207,7 @@ ARCHS = (
     Arch(
         "GLM-4.5V, 4.6V", ("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"), MLP, shares=("glm4moe",)
     ),
-    Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP, shares=("deepseek2",)),
+    Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP, shares=DEEPSEEK2),
     Arch("GLM-5, 5.1, 5.2", ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "gguf:glm-dsa"), MLP),
     Arch(
         "MiniMax-M2, 2.1, 2.5, 2.7",
@@ -226,11 +218,8 @@ ARCHS = (
     Arch(
         "MiniMax-M3",
         (
-            "minimax_m3_vl",
-            "minimax_m3",
-            "minimax_m3_vl_text",
-            "MiniMaxM3SparseForConditionalGeneration",
-            "gguf:minimax-m3",
+            *("minimax_m3_vl", "minimax_m3", "minimax_m3_vl_text"),
+            *("MiniMaxM3SparseForConditionalGeneration", "gguf:minimax-m3"),
         ),
         SPARSE,
         width=DENSE_WIDTH,
@@ -259,7 +248,7 @@ ARCHS = (
         "Mistral-Large-3, Mistral 4",
         ("mistral4", "mistral_large_3", "Mistral4ForCausalLM", "gguf:mistral4"),
         (*MLP, *BARE_W),
-        shares=("deepseek2",),
+        shares=DEEPSEEK2,
     ),
     Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "gguf:hunyuan-moe"), MLP),
     Arch("Hy3", ("hy_v3", "HYV3ForCausalLM"), MLP),
@@ -284,12 +273,8 @@ ARCHS = (
     Arch(
         "Ling, Ring",
         (
-            "bailing_moe",
-            "bailing_moe_v2",
-            "BailingMoeForCausalLM",
-            "BailingMoeV2ForCausalLM",
-            "gguf:bailingmoe",
-            "gguf:bailingmoe2",
+            *("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+            *("gguf:bailingmoe", "gguf:bailingmoe2"),
         ),
         MLP,
     ),

@@ -9,13 +9,8 @@ from typing import Any
 
 # The names that config.json has for the number of experts per token.
 TOPK = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
-    "experts_per_token",
-    "moe_k",
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"),
+    *("top_k_experts", "experts_per_token", "moe_k"),
 )
 USUAL_TOPK = 8
 # Where multimodal models keep the language model's configuration.

@@ -28,13 +28,12 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
 
     companions_only: without weights. Raises InputError where that fails, UsageError for a revision of a local path.
     """
-    text, path, exists = str(name), Path(name), False
+    text, path = str(name), Path(name)
     with contextlib.suppress(OSError, ValueError):
-        exists = path.exists()
-    if exists:
-        if revision is not None:
-            raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
-        return path
+        if path.exists():
+            if revision is not None:
+                raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
+            return path
     file = FILE.fullmatch(text)
     if file is not None and not companions_only:
         return _of_repository(file[1], PurePosixPath(file[2]), revision)

@@ -119,7 +119,6 @@ class MoeModel:
         return stored.rows(second * moe.width, (second + 1) * moe.width)
 
     def weight(self, layer: int, expert: int, projection: str) -> Weight:
-        """The whole stored weight that contains this linear."""
         moe = self.moe_layers[layer]
         return moe.weights[part_of(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
 

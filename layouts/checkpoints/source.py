@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
@@ -21,24 +20,23 @@ from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, Usage
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import Array
 
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD = 128 << 10
 
 # NumPy types of tensors; dtypes that NumPy lacks are unsigned integers of the same width.
 VIEWS: dict[str, type[np.generic]] = {
-    "BF16": np.uint16,
-    "F16": np.uint16,
     "F32": np.float32,
     "F64": np.float64,
     "C64": np.complex64,
+    "BOOL": np.bool_,
     "I16": np.int16,
-    "U16": np.uint16,
     "I32": np.int32,
     "U32": np.uint32,
     "I64": np.int64,
     "U64": np.uint64,
-    "BOOL": np.bool_,
+    **dict.fromkeys(("BF16", "F16", "U16"), np.uint16),
     **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), np.uint8),
 }
 
@@ -53,6 +51,12 @@ class Shard:
     header_sha256: str
     mtime_ns: int
     blob: str | None = None
+
+    def is_as_it_was(self) -> bool:
+        with contextlib.suppress(OSError):
+            now = self.path.stat()
+            return (now.st_size, now.st_mtime_ns) == (self.size, self.mtime_ns)
+        return False
 
 
 @dataclass(eq=False)
@@ -93,10 +97,10 @@ class TensorSource:
         shard = self._by_name[info.file]
         return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
-    def array(self, name: str) -> npt.NDArray[Any]:
+    def array(self, name: str) -> Array:
         return self.view(self.tensors[name])
 
-    def view(self, info: TensorInfo) -> npt.NDArray[Any]:
+    def view(self, info: TensorInfo) -> Array:
         """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
@@ -126,15 +130,7 @@ class TensorSource:
 
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change differs from that at opening."""
-
-        def is_same(shard: Shard) -> bool:
-            try:
-                now = shard.path.stat()
-            except OSError:
-                return False
-            return (now.st_size, now.st_mtime_ns) == (shard.size, shard.mtime_ns)
-
-        return [shard.name for shard in self.shards if not is_same(shard)]
+        return [shard.name for shard in self.shards if not shard.is_as_it_was()]
 
     def close(self) -> None:
         self._maps.close()
@@ -158,25 +154,16 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
     path = hub.resolve(where, revision)
-    if path.is_dir():
-        container, chosen = _select(path)
-        root = path
-    else:
-        found = next((container for container in CONTAINERS if path.suffix == container.suffix), None)
-        if found is None:
-            suffixes = " or ".join(container.suffix for container in CONTAINERS)
-            raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
-        container = found
-        chosen, root = container.of_file(path), path.parent
+    alone = not path.is_dir()
+    root = path.parent if alone else path
+    container, chosen = _of_file(path) if alone else _select(path)
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     headers = read_headers(root, chosen.names, container)
-    shards = [
-        Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name))
-        for name, header in headers.items()
-    ]
+    shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     for name, header in headers.items():
+        shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
         for info in header.entries:
             if info.name in tensors:
                 where = f"{root / name}: tensor {info.name!r} is also in {tensors[info.name].file}"
@@ -191,8 +178,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         remedy = "name the directory of the Hugging Face model, or its id"
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
     own = read_config(companion_root) or declared
-    quantization, alone = read_quantization(companion_root, own), not path.is_dir()
-    shown = own, tuple(shards), tensors, companion_root, quantization
+    shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
     return TensorSource(root, *shown, chosen.ignored, alone, container, declared)
 
 
@@ -209,6 +195,14 @@ def read_headers(
                 raise
             damaged[name] = error
     return headers
+
+
+def _of_file(path: Path) -> tuple[Container, Selection]:
+    for container in CONTAINERS:
+        if path.suffix == container.suffix:
+            return container, container.of_file(path)
+    suffixes = " or ".join(container.suffix for container in CONTAINERS)
+    raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
 
 
 def _select(root: Path) -> tuple[Container, Selection]:

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, rows_of
+from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
-from ktconvert.quantizers.reference import I8 as Codes
 
 
 def _encoding(name: str, grid_name: str) -> Encoding:
@@ -30,7 +28,7 @@ def _encoding(name: str, grid_name: str) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         kernels.quantize_pack(bits, matrix, out[0], out[1].view(np.float32))
 
-    def pack(codes: Codes, scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: I8, scales: Array, out: Sequence[Bytes]) -> None:
         kernels.pack_codes(bits, codes, out[0])
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
@@ -43,7 +41,7 @@ def _encoding(name: str, grid_name: str) -> Encoding:
         codes, scales = stored[0].reshape(n, -1)[first:last].reshape(-1), stored[1].view(np.float32)[first:last]
         return kernels.dequantize(bits, codes, scales, last - first, k)[start - first : stop - first]
 
-    def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+    def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
         return np.array(kernels.error_sums(bits, matrix, stored[0], stored[1].view(np.float32)), np.float64)
 
     return Encoding(
@@ -78,7 +76,7 @@ AMXINT8 = _encoding("AMXINT8", "int8")
 PLAIN_ROWS, PLAIN_BYTES = 8, 32  # rows that lie together; bytes of each of them until the next one's begin
 
 
-def pack_plain(bits: int, codes: Codes) -> Bytes:
+def pack_plain(bits: int, codes: I8) -> Bytes:
     """Codes [n, k] in the plain order: 8 rows, then 32 columns (8 bits) or 64 (4 bits) of each of them."""
     n = len(codes)
     in_bytes = codes.reshape(n, -1, 8 // bits, PLAIN_BYTES)
@@ -88,7 +86,7 @@ def pack_plain(bits: int, codes: Codes) -> Bytes:
     return by_rows.transpose(0, 2, 1, 3).reshape(-1).view(np.uint8)
 
 
-def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> Codes:
+def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> I8:
     """The inverse of pack_plain: codes int8 [n, k]."""
     blocks = weight.view(np.int8).reshape(n // PLAIN_ROWS, -1, PLAIN_ROWS, PLAIN_BYTES)
     codes = np.empty((n // PLAIN_ROWS, PLAIN_ROWS, blocks.shape[1], 8 // bits, PLAIN_BYTES), np.int8)
@@ -109,14 +107,14 @@ def _plain(name: str, of_tiles: Encoding) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         kernels.quantize_plain(bits, matrix, out[0], out[1].view(np.float32))
 
-    def pack(codes: Codes, scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: I8, scales: Array, out: Sequence[Bytes]) -> None:
         if codes.min() < grid.low:
             raise ValueError(f"a code is {codes.min()}, not in {grid.low}..{grid.high}")
         out[0][:] = pack_plain(bits, codes)
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        def unpack(blocks: Bytes) -> Codes:
+        def unpack(blocks: Bytes) -> I8:
             return unpack_plain(bits, blocks.reshape(-1), len(blocks) * PLAIN_ROWS, k)
 
         codes = rows_of(stored[0].reshape(n // PLAIN_ROWS, -1), n, rows, unpack)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
 from ktconvert.quantizers.reference import e8m0
 
@@ -125,13 +125,13 @@ class Weight:
         return self.encoding.matrix(source, self.one(expert), self.quantization, input_major)
 
 
-def aligned(source: TensorSource, info: TensorInfo) -> npt.NDArray[Any]:
+def aligned(source: TensorSource, info: TensorInfo) -> Array:
     """A tensor as it is stored: a view where the file is aligned, else a copy."""
     values = source.view(info)
     return values if values.flags.aligned else values.copy()
 
 
-def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> F32:
     """The scales as float32 [shape]. Raises InputError, naming the place, where one is not finite."""
     raw = source.view(scale)
     if scale.dtype in E8M0:
@@ -145,7 +145,7 @@ def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int])
     return finite(source, scale, values.reshape(shape))
 
 
-def finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def finite(source: TensorSource, scale: TensorInfo, values: F32) -> F32:
     """The scales. Raises InputError, naming the place, where one is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]

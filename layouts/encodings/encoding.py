@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, F64, I8, Array
+from ktconvert.native_quant.arrays import Bytes as Bytes
 from ktconvert.quantizers import Grid, Matrix, differences
 from ktconvert.quantizers.reference import bf16_to_f32, e8m0
 
-Bytes = npt.NDArray[np.uint8]
-F32 = npt.NDArray[np.float32]
-Array = npt.NDArray[Any]
 Rows = slice | npt.NDArray[np.intp]
 
 ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
@@ -73,9 +72,9 @@ class Encoding:
     decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
     defects: tuple[Defect | None, ...]
     is_exact: Callable[[SourceExperts], bool] = lambda model: False
-    pack: Callable[[npt.NDArray[np.int8], npt.NDArray[Any], Sequence[Bytes]], None] | None = None
-    scales: Callable[[Bytes, int, int], npt.NDArray[Any]] | None = None
-    error_sums: Callable[[Matrix, Sequence[Bytes]], npt.NDArray[np.float64]] | None = None
+    pack: Callable[[I8, Array, Sequence[Bytes]], None] | None = None
+    scales: Callable[[Bytes, int, int], Array] | None = None
+    error_sums: Callable[[Matrix, Sequence[Bytes]], F64] | None = None
 
 
 def stored_as(model: SourceExperts, names: Collection[str], fit: object) -> bool:
@@ -111,7 +110,7 @@ def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
     return scale_numbers(encoding.scales(last, n, k))
 
 
-def scale_numbers(scales: npt.NDArray[Any]) -> F32:
+def scale_numbers(scales: Array) -> F32:
     """Scales as Encoding.scales gives them, as float32 numbers."""
     if scales.dtype == np.uint16:
         return bf16_to_f32(scales)
@@ -125,7 +124,7 @@ def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool
     return not any(encoding.decode(stored, n, k, rows).any() for rows in blocks)
 
 
-def error_sums(encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+def error_sums(encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes]) -> F64:
     """Sums of x*x, y*y, x*y and (x-y)^2 over a matrix, x the source in BF16 and y what is stored: float64 [4]."""
     if encoding.error_sums is not None:
         return encoding.error_sums(matrix, stored)

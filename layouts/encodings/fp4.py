@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, finite, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.arrays import F32, I8, Array, Bytes
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, MXFP4_EXPONENTS, panels
 from ktconvert.quantizers.packed import fields
@@ -156,7 +155,6 @@ def exponents_to_panels(exponents: Bytes) -> Bytes:
 
 
 def exponents_from_panels(held: Bytes) -> Bytes:
-    """The inverse of exponents_to_panels: exponents [n, k/32]."""
     count, k = held.shape
     split = held.reshape(count, k // panels.ROWS, panels.ROWS)
     return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)
@@ -187,7 +185,7 @@ def _bad_scale(codes_of: Callable[[Read, int], Bytes]) -> Defect:
 def _pack(quantize: Callable[[Matrix, Sequence[Bytes]], None]) -> Callable[..., None]:
     """Encoding.pack of codes in halves of numbers: quantizing keeps what is MXFP4."""
 
-    def pack(codes: npt.NDArray[np.int8], exponents: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: I8, exponents: Array, out: Sequence[Bytes]) -> None:
         nibbles = NIBBLES[codes.view(np.uint8)]
         packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
         quantize(Matrix(packed, FP4_E2M1, e8m0(exponents), (1, GROUP)), out)

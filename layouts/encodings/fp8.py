@@ -11,24 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
-from ktconvert.layouts.encodings.encoding import (
-    F32,
-    Bytes,
-    Defect,
-    Encoding,
-    Read,
-    Rows,
-    rows_of,
-    stored_as,
-)
+from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, rows_of, stored_as
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.arrays import F32, F64, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT8_SIGNED, Kind, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, differences, panels
 from ktconvert.quantizers.reference import E4M3, f32_to_bf16
@@ -150,7 +141,7 @@ NAN = 0x7F  # the code, without its sign
 SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
 
 
-def values(codes: Bytes, scales: npt.NDArray[np.float32]) -> F32:
+def values(codes: Bytes, scales: F32) -> F32:
     """What codes [n, k] stand for, with the scales [n, k/128] of their rows: float32, rounded once."""
     with np.errstate(all="ignore"):  # of a damaged output
         numbers: F32 = E4M3[codes] * scales.repeat(BLOCK, axis=1)
@@ -158,9 +149,7 @@ def values(codes: Bytes, scales: npt.NDArray[np.float32]) -> F32:
 
 
 def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or some rows of it) is FP8 in just such blocks, with which NUMA parts begin, too: its codes and
-    scales stay.
-    """
+    """Whether a linear (or rows of it) is FP8 in such blocks, as NUMA parts are cut: its codes and scales stay."""
     return matrix.kind == FP8_E4M3 and matrix.block == (BLOCK, BLOCK)
 
 
@@ -204,7 +193,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.from_panels)
         return values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // BLOCK])
 
-    def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+    def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
         """Against the source's own numbers where its codes are kept: BF16 would round them."""
         return differences.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), source_values)
 
@@ -223,12 +212,12 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     )
 
 
-def block_scales(last: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+def block_scales(last: Bytes, n: int, k: int) -> F32:
     """Float32 [n / 128, k / 128]; a view."""
     return last.view(np.float32).reshape(n // BLOCK, k // BLOCK)
 
 
-def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
+def _pack(matrix: Matrix, codes: Bytes, scales: F32) -> None:
     """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
     kept = matrix.scales if is_kept(matrix) else None
     if kept is None or ((kept > 0) & (kept <= LARGE_SCALE)).all():

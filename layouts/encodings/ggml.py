@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, GgmlType
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
 from ktconvert.layouts.errors import KtconvertError
+from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
 # Those that gguf-py dequantizes, less those that are plain numbers.
@@ -39,7 +39,7 @@ def _row(of: GgmlType) -> CheckpointEncoding:
 
 
 def _decoder(name: str) -> Any:
-    def decode(matrix: Matrix) -> npt.NDArray[np.float32]:
+    def decode(matrix: Matrix) -> F32:
         """By gguf-py: for types that C does not read."""
         try:
             import gguf
@@ -50,7 +50,7 @@ def _decoder(name: str) -> Any:
 
         blocks = np.ascontiguousarray(matrix.values)
         with np.errstate(all="ignore"):  # scales that are no numbers are found in the result
-            values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+            values: F32 = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
         return values[:, matrix.skip : matrix.skip + matrix.shape[1]]
 
     return decode

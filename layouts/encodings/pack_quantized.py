@@ -7,23 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import (
-    F32,
-    Bytes,
-    Defect,
-    Encoding,
-    Read,
-    Rows,
-    SourceExperts,
-    stored_as,
-)
+from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, stored_as
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
 from ktconvert.native_quant.matrix import INT4, Matrix
 from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, packed
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
@@ -41,7 +31,7 @@ def _tensors(grid: Grid, n: int, k: int) -> tuple[TensorInfo, ...]:
     return words, TensorInfo(shape, "I64", (2,), 16), TensorInfo(scale, "BF16", (n, groups), 2 * n * groups)
 
 
-def typed(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[npt.NDArray[Any]]:
+def typed(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[Array]:
     """Words, shape, bits of BF16 scales of a matrix [n, k]; views."""
     described = zip(stored, ("<i4", "<i8", "<u2"), _tensors(grid, n, k), strict=True)
     return [data.view(dtype).reshape(tensor.shape) for data, dtype, tensor in described]
@@ -57,7 +47,7 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
         shape[:] = matrix.shape
         kernels.quantize_groups(bits, matrix, words, scale, group=group, rounding=rounding)
 
-    def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+    def pack(codes: I8, scales: Array, out: Sequence[Bytes]) -> None:
         words, shape, scale = typed(grid, out, *codes.shape)
         words[:] = packed.pack_words(bits, codes)
         shape[:] = codes.shape
@@ -166,7 +156,7 @@ def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
     scales[:] = f32_to_bf16(np.ascontiguousarray(own))
 
 
-def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
     """Against the source's own numbers where its codes are kept: BF16 would round them."""
     decode = partial(_PACKED.decode, stored, *matrix.shape)
     return differences.error_sums(matrix, decode, source_values)

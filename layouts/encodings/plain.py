@@ -1,6 +1,4 @@
-"""Weights stored as plain numbers. In checkpoints BF16, FP16 or float32; written as BF16, row after row, in panels of
-32 rows, or in kt-kernel's blocks (bytes.md).
-"""
+"""Plain numbers: BF16, FP16 or float32 in checkpoints; as BF16 in rows, panels or kt-kernel's blocks (bytes.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -84,16 +83,12 @@ def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
     return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
-def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    return bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows])
-
-
 PANELS = _encoding(panels.ROWS, "codes")
 ROWS = _encoding(1, "weight")
 BLOCKS = replace(
     PANELS,
     tensors=_block_tensors,
     quantize=lambda matrix, out: kernels.pack_bf16(matrix, out[0].view(np.uint16)),
-    decode=_decode_blocks,
+    decode=lambda stored, n, k, rows: bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows]),
     defects=(bad_number, None),
 )

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, I32
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
@@ -51,7 +51,7 @@ def _columns_per_scale(
     return k // groups
 
 
-def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> npt.NDArray[np.int32] | None:
+def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> I32 | None:
     """The group of each column, by g_idx; None where neighbours share one, or all are -1. InputError: sizes differ."""
     if stored is None:
         return None
@@ -70,10 +70,10 @@ def _require_matrix(codes: TensorInfo) -> None:
         raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
 
 
-def _require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
-    if info is not None and (info.dtype, info.shape) != (dtype, shape):
-        needed = f"by {codes.name!r} and its scales it must be {dtype} of shape {list(shape)}"
+def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int, ...]) -> None:
+    """Raises InputError where there is such a tensor beside the codes and it is not I32 of this shape."""
+    if info is not None and (info.dtype, info.shape) != ("I32", shape):
+        needed = f"by {codes.name!r} and its scales it must be I32 of shape {list(shape)}"
         what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
         raise damaged_tensor(info.name, what, "download both again")
 
@@ -109,8 +109,8 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
             raise missing(codes, "zero points", f"{stem}zero_point")
         if order is None and quantization.ordered == (True,) and group < k:
             raise missing(codes, "an order of its columns (actorder)", f"{stem}g_idx")
-        _require_shape(codes, zeros, "I32", (-(-n * bits // 32), k // group))
-        _require_shape(codes, order, "I32", (k,))
+        _require_shape(codes, zeros, (-(-n * bits // 32), k // group))
+        _require_shape(codes, order, (k,))
         return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
@@ -187,8 +187,8 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
             raise missing(codes, "zero points (sym: false)", f"{stem}qzeros")
         if order is None and True in quantization.ordered and group < k:
             raise missing(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
-        _require_shape(codes, zeros, "I32", (k // group, -(-n * bits // 32)))
-        _require_shape(codes, order, "I32", (k,))
+        _require_shape(codes, zeros, (k // group, -(-n * bits // 32)))
+        _require_shape(codes, order, (k,))
         if zeros is not None and not quantization.format and quantization.symmetric == (False,):
             raise InputError(_which_format(zeros))
         return bits, group, quantization.format, *tensors
@@ -214,9 +214,7 @@ def _of_columns(source: TensorSource, tensors: Tensors, kind: Kind, shape: tuple
     return Matrix(source.view(tensors["qweight"]).view(np.uint32).T, kind, scales, (1, group))
 
 
-def _zeros(
-    source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
-) -> npt.NDArray[np.float32]:
+def _zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization) -> F32:
     """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all are in the middle."""
     for name in [quantization.format] if quantization.format else FORMATS:
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
@@ -280,7 +278,7 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
 def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
     n, k = _awq_shape(tensors, quantization)
     group = group_of_scales(tensors, n, k, quantization)
-    _require_shape(tensors["qweight"], tensors["qzeros"], "I32", (k // group, n // 8))
+    _require_shape(tensors["qweight"], tensors["qzeros"], (k // group, n // 8))
     return 4, group
 
 

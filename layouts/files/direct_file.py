@@ -1,6 +1,4 @@
-"""New files of known size, written past the page cache, and of rows of BF16: activations that are too many for memory;
-and what is said where a disk is full.
-"""
+"""New files of known size, written past the page cache, and of rows of BF16; what is said where a disk is full."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.files.shards import ALIGNMENT
+from ktconvert.native_quant.arrays import U16, Bytes
 
 STAGING_BYTES = 4 << 20
 # Why there is no space -> what to do. The same command goes on where it stopped, or begins where nothing had begun.
@@ -27,9 +25,6 @@ FULL = {
     errno.EDQUOT: "free some space or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
-
-Bytes = npt.NDArray[np.uint8]
-BF16Rows = npt.NDArray[np.uint16]
 
 
 @contextlib.contextmanager
@@ -178,7 +173,7 @@ class RowFile:
             os.close(self._fd)
             raise InputError(f"{path}: has another size than {count} rows of {width}; remove it and resume.")
 
-    def read(self, start: int, stop: int) -> BF16Rows:
+    def read(self, start: int, stop: int) -> U16:
         """Rows start..stop-1, uint16 [stop - start, width]."""
         rows = np.empty((stop - start, self.width), np.uint16)
         view, at = rows.reshape(-1).view(np.uint8).data, 2 * start * self.width
@@ -189,7 +184,7 @@ class RowFile:
             view, at = view[got:], at + got
         return rows
 
-    def write(self, start: int, rows: BF16Rows) -> None:
+    def write(self, start: int, rows: U16) -> None:
         """Put rows, uint16 [n, width], from row `start` on."""
         view, at = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, 2 * start * self.width
         with explained(self.path):

@@ -32,7 +32,6 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def one_line(document: msgspec.Struct) -> bytes:
-    """A document as JSON, and the end of the line."""
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=float), indent=0) + b"\n"
 
 

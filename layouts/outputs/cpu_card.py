@@ -54,7 +54,6 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
 
 
 def launch(base_model: str | None, method: str, numa: str, folder: str = "/path/to/this/folder") -> tuple[str, ...]:
-    """How SGLang with kt-kernel is started with such a folder."""
     return (
         *("```bash", "python -m sglang.launch_server \\"),
         f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
@@ -36,13 +35,8 @@ def is_match(name: str, pattern: str) -> bool:
     """Whether a pattern names this Linear, as compressed-tensors understands it. UsageError: no regular expression."""
     if not pattern.startswith("re:"):
         return pattern == name or pattern in CLASSES
-    return _compiled(pattern).match(name) is not None
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern.removeprefix("re:"))
+        return re.match(pattern.removeprefix("re:"), name) is not None
     except re.error as e:
         raise UsageError(f"--ignore-patterns: {pattern!r} is no regular expression: {e}") from None
 

@@ -81,11 +81,13 @@ class LinearNames:
     templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is
                none, so that nothing can be recognised
     model      the source, while an output is written
+    native     a checkpoint may have such names, too, and other tensors any: only a manifest tells them apart
     """
 
     suffixes: tuple[str, ...]
     templates: tuple[tuple[str, str], ...] = ()
     model: MoeModel | None = None
+    native: bool = False
 
     @cached_property
     def _patterns(self) -> Mapping[str, re.Pattern[str]]:
@@ -111,7 +113,8 @@ class LinearNames:
         return None
 
     def stray(self, name: str) -> str | None:
-        return "quantized, but no routed expert's" if name.endswith(f".{self.suffixes[0]}") else None
+        is_stray = not self.native and name.endswith(f".{self.suffixes[0]}")
+        return "quantized, but no routed expert's" if is_stray else None
 
     def describe(self, place: Place, suffix: str) -> str:
         return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"
@@ -128,17 +131,9 @@ RAWINT4_NAMES = tuple(
 NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
 
 
-@dataclass(frozen=True)
-class NativeNames(LinearNames):
-    """Names that a checkpoint may have, too: only a manifest tells them apart."""
-
-    def stray(self, name: str) -> None:
-        """Other tensors may have any name."""
-
-
-def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NativeNames:
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
     templates = NATIVE_TEMPLATES.get(encoding.name, DEEPSEEK)
-    return NativeNames(suffixes(encoding), templates if facts.get("method") == method else ())
+    return LinearNames(suffixes(encoding), templates if facts.get("method") == method else (), native=True)
 
 
 NATIVE = Arrangement("native", "cpu", "kt", _names, has_numa_count)

@@ -35,8 +35,6 @@ class Measure:
 
 
 class TensorKind(NamedTuple):
-    """What tensors of one layer have in common."""
-
     layer: int
     projection: str
     suffix: str

@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, format_of, loose
-from ktconvert.layouts.outputs.linear_names import NativeNames
+from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
@@ -56,10 +56,9 @@ def is_whole_model(path: Path) -> bool:
 
 
 def _readable_manifest(path: Path) -> Manifest | None:
-    try:
+    with contextlib.suppress(VerificationError):
         return manifest.read(path)
-    except VerificationError:
-        return None
+    return None
 
 
 def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
@@ -92,7 +91,7 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
 
 
 def open_decoded(root: Path) -> Output:
-    return _opened(root, manifest.read(root), _shards(root), {NativeNames(()): ()}, False)
+    return _opened(root, manifest.read(root), _shards(root), {LinearNames((), native=True): ()}, False)
 
 
 def _opened(

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Bytes, Read
+from ktconvert.layouts.encodings.encoding import Read
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import Bytes
 
 AGAIN = "convert it again"
 

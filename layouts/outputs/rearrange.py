@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs.parts import Part
+from ktconvert.native_quant.arrays import F32, F64, I8, Bytes
 from ktconvert.quantizers.differences import sums_of
-from ktconvert.quantizers.reference import F32, I8
 
 Stored = tuple[Part, Sequence[Bytes]]  # a part with its tensors
 
@@ -42,7 +41,7 @@ def rearrange(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) 
             encoding.pack(one, scales, _of_rows(part, stored, rows))
 
 
-def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> npt.NDArray[np.float64]:
+def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> F64:
     """What rearranging by columns changed: sums of x*x, y*y, x*y and (x-y)^2, x the old numbers and y the new ones."""
     sums = np.zeros(4)
     for rows in _row_blocks(encoding, new[0][0].n):

@@ -19,8 +19,9 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.imatrix import I64, Imatrix, Shapes, open_imatrix
+from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
+from ktconvert.native_quant.arrays import I64
 
 COUNTS, KEY = "counts.safetensors", "counts"
 FORM = f"a tensor {KEY!r}, int64 [decoder layers, experts], is needed, as `ktconvert calibrate` writes it"
@@ -75,7 +76,9 @@ class _Listing(msgspec.Struct):
     files: tuple[_File, ...]
 
 
-class _Document(_Listing):
+class Document(_Listing):
+    """statistics.json, as far as we read it."""
+
     model: _Model
     data: _Data
     settings: dict[str, Any]
@@ -89,7 +92,7 @@ class Statistics:
     """What a folder holds. document: statistics.json; counts: int64 [decoder layers, experts]."""
 
     folder: Path
-    document: Mapping[str, Any]
+    document: Document
     counts: I64
 
     def imatrix(self, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
@@ -109,20 +112,20 @@ class Statistics:
         """Raise InputError, naming both, where the statistics are of a model with other layers or experts; where given,
         with another number of layers in all. shapes: of its layers with experts.
         """
-        own = self.document["model"]
-        ours = (own["layers"], *(_each(own[key]) for key in ("experts", "hidden", "intermediate")))
+        own = self.document.model
+        ours = (list(own.layers), *map(_each, (own.experts, own.hidden, own.intermediate)))
         experts, hidden, width = (sorted(set(sizes)) for sizes in zip(*shapes.values(), strict=True))
         theirs = (sorted(shapes), experts, hidden, width)
-        deep = decoder_layers is not None and decoder_layers != own["decoder_layers"]
+        deep = decoder_layers is not None and decoder_layers != own.decoder_layers
         if ours != theirs or deep:
-            whose, has = own["name"] or own["architecture"], _described(own["decoder_layers"] if deep else None, *ours)
+            whose, has = own.name or own.architecture, _described(own.decoder_layers if deep else None, *ours)
             needed = f"{model} has {_described(decoder_layers if deep else None, *theirs)}"
             raise InputError(
                 f"{self.folder}: statistics of {whose}, {has}, and {needed}; give the statistics of this model"
             )
 
     def _sha256s(self) -> dict[str, str]:
-        return {file["name"]: file["sha256"] for file in self.document["files"]}
+        return {file.name: file.sha256 for file in self.document.files}
 
 
 def read_statistics(folder: Path) -> Statistics:
@@ -132,18 +135,16 @@ def read_statistics(folder: Path) -> Statistics:
         data = path.read_bytes()
         if documents.read(data, _Listing).format.version > FORMAT:
             raise InputError(f"{path}: written by a newer ktconvert; update this one.")
-        documents.read(data, _Document)
-        document = documents.parse(data)
-        recorded = {file["name"]: file for file in document["files"]}
-        for name in {IMATRIX: 0, COUNTS: 0} | recorded:
-            size = (folder / name).stat().st_size
-            if name not in recorded or recorded[name]["size"] != size:
-                says = recorded.get(name, {}).get("size", "no")
+        document = documents.read(data, Document)
+        recorded = {file.name: file for file in document.files}
+        for name in dict.fromkeys((IMATRIX, COUNTS, *recorded)):
+            size, says = (folder / name).stat().st_size, recorded[name].size if name in recorded else "no"
+            if size != says:
                 raise InputError(f"{folder / name}: has {size} bytes, and {DOCUMENT} says {says}; {MAKE}")
-        if sha256_file(folder / COUNTS) != recorded[COUNTS]["sha256"]:
+        if sha256_file(folder / COUNTS) != recorded[COUNTS].sha256:
             raise InputError(f"{folder / COUNTS}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
         counts = read_counts(folder / COUNTS)
-        shape = (document["model"]["decoder_layers"], max(_each(document["model"]["experts"])))
+        shape = (document.model.decoder_layers, max(_each(document.model.experts)))
         if counts.shape != shape:
             what = f"is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}"
             raise InputError(f"{folder / COUNTS}: {what}; {MAKE}")
@@ -177,14 +178,14 @@ def counts_of(folder: Path) -> I64:
 
 
 def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
-    """statistics.json, of the entries of _Document. No time stamps, no paths: same input and options, same bytes."""
+    """statistics.json, of the entries of Document. No time stamps, no paths: same input and options, same bytes."""
     header = {"name": "ktconvert-statistics", "version": FORMAT}
     document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **about, "files": list(files)}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def _each(sizes: int | list[int]) -> list[int]:
-    return [sizes] if isinstance(sizes, int) else sizes
+def _each(sizes: int | tuple[int, ...]) -> list[int]:
+    return [sizes] if isinstance(sizes, int) else list(sizes)
 
 
 def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers import gguf
 from ktconvert.layouts.checkpoints.containers.container import opened, read_at, read_unchanged
@@ -27,9 +26,8 @@ from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F32, I64
 
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
 Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width
 
 SUMS, COUNTS = ".in_sum2", ".counts"

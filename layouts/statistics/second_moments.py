@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.container import read_unchanged
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.layouts.statistics.imatrix import I64, Shapes
+from ktconvert.layouts.statistics.imatrix import Shapes
 from ktconvert.layouts.tensors import TensorInfo
-
-F32 = npt.NDArray[np.float32]
+from ktconvert.native_quant.arrays import F32, I64
 
 DAMPING = 0.1  # of the mean of the diagonal, added to it: what calibration did not see counts, too
 PER_COLUMN = 130  # numbers of each column that the search keeps beside it

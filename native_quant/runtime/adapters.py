@@ -28,7 +28,6 @@ class Projection(torch.nn.Module):
         self.weight = torch.empty(0, dtype=torch.bfloat16, device=CPU)  # tells PEFT where its tensors belong
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
         return f"{self.experts} x [{self.out_features}, {self.in_features}]"
 
 
@@ -41,9 +40,7 @@ class Active(NamedTuple):
 
 
 def names_of(model: Any) -> tuple[str, str, str]:
-    """What a model's checkpoints call gate, up and down projections of an expert: also vLLM and SGLang know an adapter
-    by these names.
-    """
+    """What a model's checkpoints, vLLM and SGLang call gate, up and down projections of an expert."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = {}
@@ -67,9 +64,7 @@ def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, in
 
 
 def active(module: torch.nn.Module) -> Active | None:
-    """The active adapters of a layer's experts as one: several side by side, their scalings in B. Raises
-    UnsupportedError where they differ between projections.
-    """
+    """A layer's active adapters as one, scalings of several in B. UnsupportedError: projections' differ."""
     children: list[Any] = [child for child in module.children() if hasattr(child, "parts")]
     parts = [child.parts() for child in children]
     if not any(parts):

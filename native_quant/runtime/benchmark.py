@@ -9,13 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import I64, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.experts import Experts
@@ -28,10 +27,8 @@ SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so th
 CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
-def read_memory(block: npt.NDArray[Any], streams: int) -> int:
-    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side; the
-    exclusive or of the first 8 bytes of each, which depends on every line.
-    """
+def read_memory(block: Array, streams: int) -> int:
+    """Read each cache line of an array, in STREAMS parts side by side; the exclusive or of their first 8 bytes."""
     if streams not in STREAMS:
         raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
     if not block.flags.c_contiguous:
@@ -121,17 +118,17 @@ def read_bandwidth(threads: int) -> dict[int, float]:
     return {streams: threads * part / seconds for streams, seconds in best.items()}
 
 
-def random_bf16(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.uint16]:
+def random_bf16(rng: np.random.Generator, *shape: int) -> U16:
     """Normal numbers, as BF16 bits."""
     return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def random_routing(rng: np.random.Generator, tokens: int, topk: int, experts: int) -> npt.NDArray[np.int64]:
+def random_routing(rng: np.random.Generator, tokens: int, topk: int, experts: int) -> I64:
     """For each token `topk` different experts, all equally likely: int64 [tokens, topk]."""
     return np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].astype(np.int64)
 
 
-def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
+def every_expert(topk: int, experts: int) -> I64:
     """A routing of the fewest tokens that touches every expert: int64 [tokens, topk]."""
     tokens = -(-experts // topk)
     return np.arange(tokens * topk, dtype=np.int64).reshape(tokens, topk) % experts

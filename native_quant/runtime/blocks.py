@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant import machine, placement
+from ktconvert.native_quant.arrays import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64  # a cache line, at which the kernels read fastest
 
@@ -31,9 +30,7 @@ def memory_available() -> int:
 
 
 def binds_memory() -> bool:
-    """Whether blocks are placed on nodes: there are several, no policy of the user, and the kernel permits it (or a
-    warning).
-    """
+    """Whether blocks are placed: several nodes, no policy of the user, and the kernel permits it (or a warning)."""
     if len(machine.memory_nodes()) < 2:
         return False
     if refusal := placement.refusal():

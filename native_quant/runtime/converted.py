@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
@@ -24,13 +22,12 @@ from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.blocks import blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-
-F32 = npt.NDArray[np.float32]
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
@@ -52,12 +49,10 @@ class Converted:
 
     @property
     def layers(self) -> list[int]:
-        """The layers with experts."""
         return sorted(self.measured.shapes)
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json; {} where there is none."""
         return self.output.config
 
     @property
@@ -67,7 +62,6 @@ class Converted:
         return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(missing))]
 
     def shape_of(self, layer: int) -> tuple[int, int, int]:
-        """E, H and I of a layer that has experts."""
         return self.measured.shapes[layer]
 
     def swiglu_of(self, layer: int) -> Swiglu:
@@ -89,13 +83,10 @@ class Converted:
             raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """LayerWeights.linears."""
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes. Raises UnsupportedError where it is not as required, InputError
-        where it is damaged.
-        """
+        """One layer in the memory of the pool's nodes. UnsupportedError: not as required; InputError: damaged."""
         output, measured = self.output, self.measured
         self.require_computable()
         assert measured.fmt is not None
@@ -118,8 +109,7 @@ class Converted:
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.is_roomy or output.loose else "map"
-        arrange = METHODS[fmt.name].arrange
-        if memory == "map" and not output.loose and arrange is None:
+        if memory == "map" and not output.loose and METHODS[fmt.name].arrange is None:
             views = {key: self._view(one) for key, one in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
             warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
@@ -128,8 +118,7 @@ class Converted:
         tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
         arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
-        prepare = functools.partial(self._prepare, fmt.encoding, arrange)
-        weights.in_parallel(lambda item: prepare(*item), packed.arrays.items(), machine.physical_cores())
+        weights.in_parallel(lambda item: self._prepare(fmt, *item), packed.arrays.items(), machine.physical_cores())
         packed.require_whole()
         return packed
 
@@ -164,9 +153,7 @@ class Converted:
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Whether these are the settings that config.json has for the layer. Raises UnsupportedError where they must
-        be.
-        """
+        """Whether config.json has these settings for the layer. Raises UnsupportedError where it has others."""
         configured = in_config(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
             return configured == swiglu
@@ -211,18 +198,13 @@ class Converted:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
-    def _prepare(
-        self,
-        encoding: Encoding,
-        arrange: Callable[[Sequence[Bytes], int, int], None] | None,
-        part: Part,
-        stored: Sequence[Bytes],
-    ) -> None:
+    def _prepare(self, fmt: Format, part: Part, stored: Sequence[Bytes]) -> None:
         """Puts a part into the order of memory. Raises InputError for a scale or a code that the encoding has not."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
             return stored[tensor][start:stop]
 
+        encoding, arrange = fmt.encoding, METHODS[fmt.name].arrange
         of_tensors = list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]
         found = [(tensor.name, defect(read, part.n, part.k)) for tensor, defect in of_tensors if defect is not None]
         try:

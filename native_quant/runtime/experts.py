@@ -7,17 +7,18 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.arrays import F32, I64, U8, U16, Array, Bool
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
@@ -25,10 +26,7 @@ from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Job, Pool, check, shared_pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
-U16 = npt.NDArray[np.uint16]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
+Skip = Bool | U8 | None
 
 _warned: set[tuple[str, int, int]] = set()
 
@@ -176,9 +174,7 @@ class Experts:
         return Job(job[0], packed.require_whole, (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
-        """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
-        Raises ValueError for more experts per token than a forward takes.
-        """
+        """A call by addresses (skip: 0 for none) of checked arrays. ValueError: too many experts per token."""
         if topk > lib.KTQ_MOST_TOPK:
             raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
         cast = ffi.cast
@@ -187,10 +183,7 @@ class Experts:
 
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
-        moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
-        check(lib.ktq_forward(self.pool.pointer, moe, call))
-        packed.require_whole()
-        del used
+        self._run(lib.ktq_forward, call)
 
     @property
     def trainable(self) -> bool:
@@ -199,18 +192,13 @@ class Experts:
 
     def train_call(self, call: Any, lora: Any, kept: Any, gradients: Any = None) -> None:
         """ktq_train_forward, or with gradients ktq_train_backward, for a call of call_at() (training.py)."""
-        moe, packed, _ = used = self._open()
         if gradients is None:
-            check(lib.ktq_train_forward(self.pool.pointer, moe, call, lora, kept))
+            self._run(lib.ktq_train_forward, call, lora, kept)
         else:
-            check(lib.ktq_train_backward(self.pool.pointer, moe, call, lora, kept, gradients))
-        packed.require_whole()
-        del used
+            self._run(lib.ktq_train_backward, call, lora, kept, gradients)
 
     def save(self, folder: Path | str) -> None:
-        """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
-        Raises UnsupportedError for a method without such files.
-        """
+        """Write kt-kernel's loose .kt files to folder/_layer_N, atomically. UnsupportedError: a method without such."""
         packed, root = self.packed, Path(folder)
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
@@ -222,10 +210,7 @@ class Experts:
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
         for part, stored in packed.arrays.items():
-            for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
-                path = partial / str(fmt.loose_path(part, tensor))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish.write_file(path, data.data, sync=False)
+            weights.write_loose(partial, fmt, part, stored)
         packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():
@@ -269,6 +254,12 @@ class Experts:
         if (used := self._in_use) is None:
             raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
         return used
+
+    def _run(self, function: Callable[..., int], *arguments: Any) -> None:
+        moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
+        check(function(self.pool.pointer, moe, *arguments))
+        packed.require_whole()
+        del used
 
     def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
@@ -341,7 +332,7 @@ def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:
+def _address(name: str, array: Array, dtype: type[np.generic], writable: bool = False) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
         actual = f"{array.dtype} with strides {array.strides}"
         raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")

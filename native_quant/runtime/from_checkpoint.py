@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
@@ -27,18 +24,18 @@ from ktconvert.layouts.outputs.format import COUNTS
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
+from ktconvert.native_quant.runtime.blocks import warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stored_parts import StoredPart
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers.reference import bf16_to_f32
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,13 @@ class Checkpoint:
 
     @property
     def layers(self) -> list[int]:
-        """The layers with experts."""
         return list(self.model.layers)
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json; {} where there is none."""
         return self.model.source.config
 
     def shape_of(self, layer: int) -> tuple[int, int, int]:
-        """E, H and I of a layer that has experts."""
         return self.model.shape(layer)
 
     def swiglu_of(self, layer: int) -> Swiglu:
@@ -99,38 +93,33 @@ class Checkpoint:
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
             grid = _grid(self.path, rows, ExpertGrid(layer, h, i), required.parts, len(pool.nodes))
-            weights.check_limits(method.name, grid)
-            sizes = weights.sizes_of(rows, grid, count)
             needed = [0] * grid.numa
-            for (part, _), size in sizes.items():
-                needed[part.numa] += size * len(model.layers)
+            for part in grid.all_parts(range(count)):
+                tensors = rows[part.projection].tensors(part.n, part.k)
+                needed[part.numa] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
             warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
 
-            def one(item: tuple[int, str]) -> None:
-                expert, projection = item
+            def writer(expert: int, projection: str) -> Callable[[Part, Sequence[Bytes]], None]:
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
-                for part in grid.parts(expert, projection):
+
+                def write(part: Part, out: Sequence[Bytes]) -> None:
                     try:
                         of_part = StoredPart(part.of(linear), model.source, stored.one(expert))
-                        rows[projection].put(of_part, arrays[part])
+                        rows[projection].put(of_part, out)
                     except kernels.NonFinite as bad:
                         where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
                         what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
                         raise damaged_tensor(stored.values.name, what, path=path) from None
 
-            with blocks(sizes, grid.numa, pool.nodes) as views:
-                arrays = weights.arrays_of(rows, views)
-                weights.in_parallel(
-                    one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads
-                )
+                return write
+
+            packed = weights.fill(rows, grid, count, writer, pool)
             for info in model.layer_tensors(layer):
                 model.source.release(info)
-            return weights.LayerWeights(rows, grid, count, arrays)
+            return packed
 
     def rows_of(self, layer: int, required: str | None = None) -> dict[str, Method]:
-        """The row, for each projection, of the method that computes a layer's experts as they are stored. Raises
-        UnsupportedError where none does, or another than the required one.
-        """
+        """The method's row for each projection. UnsupportedError: none computes what is stored, or not the required."""
         moe = self.model.moe_layers[layer]
         fitting = next((rows for method in METHODS.values() if (rows := _rows(method, moe)) is not None), None)
         if fitting and required in (None, fitting["gate"].name):

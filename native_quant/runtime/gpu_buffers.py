@@ -7,7 +7,7 @@ A GPU rank gets two weights, each with its scales: its rows of gate, then its ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant._ktq import ffi, lib
@@ -16,19 +16,11 @@ from ktconvert.native_quant.runtime.methods import METHODS, InRows
 from ktconvert.native_quant.runtime.pool import Job, check
 from ktconvert.quantizers import panels
 
-Pointers = Sequence[int]
+BUFFERS = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
+Addresses = Sequence[Sequence[int]]  # of each of these, by rank: memory as large as what is written there
 
 
-class GpuBuffers(NamedTuple):
-    """Addresses by rank, as KTMoEWrapper gets them: of writable memory that is as large as what is written there."""
-
-    w13_weight: Pointers
-    w13_scale: Pointers
-    w2_weight: Pointers
-    w2_scale: Pointers
-
-
-def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job:
+def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     """Starts to write what an expert computes with, after all earlier jobs of its pool; the job's wait() returns then.
 
     Raises NotImplementedError for a method whose weights no GPU reads, ValueError for arguments that do not fit.
@@ -46,7 +38,7 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
         needed = f"must be a multiple of it times {multiple} for {experts.method}"
         raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
     used = ("weight", "scale")[: len(in_rows)]
-    for name, addresses in buffers._asdict().items():
+    for name, addresses in zip(BUFFERS, buffers, strict=True):
         if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
     packed = experts.packed
@@ -66,7 +58,7 @@ def write(experts: Experts, expert: int, ranks: int, buffers: GpuBuffers) -> Job
 
 
 def _of_part(
-    part: Part, of: InRows, source: int, ranks: int, experts: Experts, buffers: GpuBuffers, at: int
+    part: Part, of: InRows, source: int, ranks: int, experts: Experts, buffers: Addresses, at: int
 ) -> Iterator[tuple[Any, ...]]:
     """A ktq_rectangle for what each rank gets of a part's tensor. source: its address; at: its number in the part."""
     width, share = experts.intermediate // ranks, experts.intermediate // experts.parts

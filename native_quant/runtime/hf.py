@@ -66,15 +66,10 @@ class KTConvertConfig(QuantizationConfigMixin):
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
         self.exact, self.threads, self.memory = exact, threads, memory
         self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
-        self.gpu_experts_mask = _plain(gpu_experts_mask)
+        # As a value of JSON, since transformers writes configs as JSON.
+        mask: Any = gpu_experts_mask.tolist() if isinstance(gpu_experts_mask, torch.Tensor) else gpu_experts_mask
+        self.gpu_experts_mask: Any = os.fspath(mask) if isinstance(mask, os.PathLike) else mask
         self.num_gpu_experts = num_gpu_experts
-
-
-def _plain(mask: Any) -> str | list[list[bool]] | None:
-    """The mask as a value of JSON, since transformers writes configs as JSON."""
-    if mask is None or isinstance(mask, list):
-        return mask
-    return os.fspath(mask) if isinstance(mask, str | os.PathLike) else mask.tolist()
 
 
 @register_quantizer(NAME)
@@ -124,7 +119,9 @@ class KTConvertQuantizer(HfQuantizer):
                 block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
                 _put_first(model.get_submodule(name.removeprefix(".")), ours.experts)
-        model._keys_to_ignore_on_load_unexpected.update(_below(model, module) for module in modules)
+        base = f"{model.base_model_prefix}."  # which names in the checkpoint may have, or not
+        below = (re.escape(module.name.removeprefix(base)) for module in modules)
+        model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in below)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
@@ -261,9 +258,3 @@ def _put_first(module: torch.nn.Module, experts: Experts) -> None:
         others = dict(vars(module))
         vars(module).clear()
         vars(module).update({FIRST: experts, **others})
-
-
-def _below(model: Any, module: ExpertModule) -> str:
-    """A pattern for the checkpoint's tensors below a module, with or without the prefix of the base model."""
-    base = f"{model.base_model_prefix}."
-    return rf"^({re.escape(base)})?{re.escape(module.name.removeprefix(base))}\."

@@ -20,10 +20,9 @@ from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
-from ktconvert.native_quant.runtime.training import TrainingPass
+from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
-CPU = torch.device("cpu")
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
@@ -82,8 +81,7 @@ class RoutedExperts(torch.nn.Module):
             skip = None if self.hot is None else self.hot.mask
             self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out))
         if self.zero_ids:
-            identity = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
-            out = (out.float() + identity * rows.float()).to(torch.bfloat16)
+            out = (out.float() + self.identity_share(ids, weights) * rows.float()).to(torch.bfloat16)
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.to(hidden.device, hidden.dtype)
@@ -91,24 +89,18 @@ class RoutedExperts(torch.nn.Module):
     def _adapted(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.Active
     ) -> torch.Tensor:
-        out = training.routed_experts_with_lora(
-            self.experts,
-            hidden,
-            ids,
-            weights,
-            adapter.lora,
-            adapter.scaling,
-            dropout=adapter.dropout,
-            training=self.training,
-        )
+        given, dropout = (hidden, ids, weights, adapter.lora, adapter.scaling), adapter.dropout
+        out = training.routed_experts_with_lora(self.experts, *given, dropout=dropout, training=self.training)
         out = out.to(hidden.device, hidden.dtype)
         if self.zero_ids:
-            identity = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
-            out = out + identity.to(hidden.device, hidden.dtype) * hidden
+            out = out + self.identity_share(ids, weights).to(hidden.device, hidden.dtype) * hidden
         return out
 
+    def identity_share(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What each token has of its own input where zero_ids is set: float32 [T, 1]."""
+        return weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
+
     def extra_repr(self) -> str:
-        """What print(model) shows."""
         x = self.experts
         hot = "" if self.hot is None else f", hot={len(self.hot)} on {self.hot.device}"
         sizes = f"experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}"
@@ -143,7 +135,8 @@ def find_experts(
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
-        if match is not None and all(_is_3d(module, part) for part in ("gate_up_proj", "down_proj")):
+        stacked = (module._parameters.get(part) for part in ("gate_up_proj", "down_proj"))
+        if match is not None and all(parameter is not None and parameter.ndim == 3 for parameter in stacked):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
     prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
     what = type(model).__name__
@@ -172,11 +165,6 @@ def find_experts(
                     " the routing weights on the output; load it without cpu_weights"
                 )
     return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
-
-
-def _is_3d(module: torch.nn.Module, name: str) -> bool:
-    parameter = module._parameters.get(name)
-    return parameter is not None and parameter.ndim == 3
 
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
@@ -229,9 +217,7 @@ _named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.We
 
 
 def register(experts: RoutedExperts, name: str) -> torch.Tensor:
-    """The handle by which the operator calls these RoutedExperts as long as they live. Experts of the same name compute
-    the same.
-    """
+    """The handle by which the operator calls these RoutedExperts while they live; of one name, all compute the same."""
     number = next(number for number in itertools.count() if (name, number) not in _named)
     _named[name, number] = experts
     handle = number.to_bytes(NUMBER_BYTES, "little") + name.encode(errors="surrogateescape")
@@ -254,9 +240,7 @@ def _of(handle: torch.Tensor) -> RoutedExperts:
 
 
 def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the experts can be called without the operator, which would take a tenth of a small layer's time: nobody
-    records what happens, and nobody expects a gradient.
-    """
+    """Whether nobody records what happens or expects a gradient: then the operator, slower by a tenth, is left out."""
     return not (
         torch.compiler.is_compiling()
         or type(hidden) is not torch.Tensor  # torch's fake tensors, for example
@@ -273,9 +257,7 @@ def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
 def routed_experts(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> torch.Tensor:
-    """RoutedExperts.compute of those with this handle; where they are gone, or were loaded in another process, of
-    others with the same name. Raises RuntimeError where none are loaded.
-    """
+    """RoutedExperts.compute of those with this handle, or others of its name. RuntimeError: none are loaded."""
     return _of(handle).compute(hidden, ids, weights)
 
 
@@ -292,10 +274,7 @@ def _like(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle
 def routed_experts_backward(
     gradient: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of hidden and weights; an operator, so that a backward pass can be compiled.
-
-    Raises RuntimeError for hot experts, UnsupportedError for weights without gradients.
-    """
+    """The gradients of hidden and weights. RuntimeError: hot experts; UnsupportedError: weights without gradients."""
     module = _of(handle)
     if module.hot is not None:
         raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
@@ -303,11 +282,10 @@ def routed_experts_backward(
     found = step.backward(step.forward()[1], gradient)
     of_hidden, of_weights = found.hidden.to(hidden.device, hidden.dtype), found.weights
     if module.zero_ids:
-        identity = ids >= module.num_experts
-        share = weights.where(identity, 0).sum(-1, keepdim=True).to(hidden.device)
+        share = module.identity_share(ids, weights).to(hidden.device)
         of_hidden = (of_hidden.float() + share * gradient.float()).to(hidden.dtype)
         product = (gradient.float() * hidden.float()).sum(-1, keepdim=True).to(CPU)
-        of_weights = of_weights.where(~identity, product)
+        of_weights = of_weights.where(ids < module.num_experts, product)
     return of_hidden, of_weights
 
 

@@ -123,9 +123,7 @@ def give_way(config: Any, model: str) -> None:
 
 
 def dequantizer(root: Path) -> Any:
-    """transformers' quantizer that dequantizes a checkpoint's weights as they are loaded; None where experts alone are
-    quantized. Raises UnsupportedError for what it cannot dequantize so.
-    """
+    """transformers' own, which dequantizes as it loads; None: experts alone are quantized. UnsupportedError: others."""
     quantization = read_quantization(root)
     if quantization.method == FP8:
         kind: Any = FineGrainedFP8HfQuantizer

@@ -1,31 +1,27 @@
-"""Hot experts, which torch computes: read from a checkpoint one linear at a time, packed integers as codes and scales,
-other encodings as BF16; on a GPU if there is one.
-"""
+"""Hot experts, which torch computes: read one linear at a time, packed integers as codes and scales, others as BF16."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch.nn.functional import linear, silu
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.native_quant.matrix import INT4, INT8
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime.hot_mask import Mask
+from ktconvert.native_quant.runtime.hot_mask import REMEDY, Mask
 from ktconvert.quantizers.packed import signed_codes
 
-if TYPE_CHECKING:
-    import torch
-
 LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
-REMEDY = "choose fewer hot experts"
 
 
 class HotWeights:
@@ -45,15 +41,11 @@ class HotWeights:
         if (e, h, i) != shape:
             raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
-    def linear(
-        self, layer: int, expert: int, projection: str
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales. Raises
-        InputError.
-        """
+    def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
+        """int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
-        values: npt.NDArray[Any] = signed_codes(linear) if is_packed else kernels.decode(linear)
+        values: Array = signed_codes(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
         if not is_packed:
@@ -86,9 +78,6 @@ class HotExperts:
         """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.
         hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that the CPU never waits for a GPU.
         """
-        import torch
-        from torch.nn.functional import linear, silu
-
         hidden = hidden.to(self.device, torch.bfloat16)
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=self.device)
         order = ids.reshape(-1).argsort(stable=True)  # pairs (token, expert), by expert
@@ -106,16 +95,11 @@ class HotExperts:
 
 
 def device() -> torch.device:
-    """The device of the hot experts."""
-    import torch
-
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.device) -> None:
     """Raises ResourceError where the hot experts of all layers do not fit into free memory."""
-    import torch
-
     count = sum(int(mask.sum()) for mask in masks)
     need = count * 3 * hidden * width * 2
     free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
@@ -126,7 +110,6 @@ def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.d
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
     """The hot experts of one layer, read and unpacked by several threads. No other expert is read."""
-    import torch
 
     def matrix(expert: int, projection: str) -> torch.Tensor:
         """code * scale, rounded to BF16: what compressed-tensors unpacks."""

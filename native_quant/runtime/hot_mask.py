@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.errors import InputError, KtconvertError, UsageError
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
-from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import F64, I64, Array, Bool
 from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 
-Mask = npt.NDArray[np.bool_]
+Mask = Bool
+REMEDY = "choose fewer hot experts"
 KEY = "gpu_experts_mask"
 FORM = f"a safetensors file with a tensor {KEY!r}, bool [decoder layers, experts], is needed"
 
@@ -63,7 +62,7 @@ def per_layer(
                 raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
     where = mask if isinstance(mask, str) else KEY
-    table: npt.NDArray[Any] = read(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
+    table: Array = read(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
     shape = list(table.shape)
     if table.dtype != np.bool_ or table.ndim != 2:
         raise InputError(f"{where}: is {table.dtype} of shape {shape}; bool [decoder layers, experts] is needed")
@@ -79,9 +78,7 @@ def per_layer(
 
 
 def of_each_layer(counts: I64, number: int) -> Mask:
-    """bool [layers, experts]: of each layer that has experts this many, those with the most tokens; of equals the
-    first.
-    """
+    """bool [layers, experts]: of each layer with experts so many, those with the most tokens; of equals the first."""
     if number > counts.shape[1]:
         raise UsageError(f"--num-gpu-experts {number}: a layer has {counts.shape[1]} experts; give at most so many.")
     mask = np.zeros(counts.shape, np.bool_)
@@ -109,7 +106,7 @@ def of_all_layers(counts: I64, number: int) -> Mask:
     return mask
 
 
-def coverage(counts: I64, mask: Mask) -> npt.NDArray[np.float64]:
+def coverage(counts: I64, mask: Mask) -> F64:
     """The part of each layer's routed tokens that go to hot experts, float64 [layers]; NaN for layers without."""
     total = counts.sum(axis=1)
     with np.errstate(invalid="ignore"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.experts import Experts
@@ -13,15 +15,12 @@ from ktconvert.native_quant.runtime.models import Deferred, Member, select
 from ktconvert.native_quant.runtime.pool import Job
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
 
-if TYPE_CHECKING:
-    import torch
+CPU = torch.device("cpu")
 
 
 @dataclass
 class WrappedLayer:
-    """A wrapper's settings. mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a
-    token that a forward may leave to the next layer.
-    """
+    """mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: of a token, to the next layer."""
 
     experts: Experts
     member: Member
@@ -50,22 +49,17 @@ class OnCpu:
     """Forwards of a layer; the caller's thread computes too, unless it only submits."""
 
     def __init__(self, layer: WrappedLayer) -> None:
-        import torch
-
         self._layer = layer
-        self._types = torch.bfloat16, torch.int64, torch.float32
-        self._cpu = torch.device("cpu")
-        self._empty_like = torch.empty_like
         self._submitted: tuple[Job, Deferred | None, torch.Tensor] | None = None
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        previous = layer.member.take(len(hidden), self._cpu) if layer.member.model.pending else None
+        previous = layer.member.take(len(hidden), CPU) if layer.member.model.pending else None
         if previous is not None:
             previous.job.wait()
-        out = self._empty_like(hidden) if previous is None else previous.out
+        out = torch.empty_like(hidden) if previous is None else previous.out
         now, later = layer.split(ids, weights)
         layer.experts.forward_call(layer.call(hidden, now, weights, out, previous is not None))
         if later is not None:
@@ -77,10 +71,10 @@ class OnCpu:
         layer = self._layer
         inputs = self._inputs(hidden_states, topk_ids, topk_weights)
         hidden, ids, weights = (tensor.clone() for tensor in inputs)
-        previous = layer.member.take(len(hidden), self._cpu)
+        previous = layer.member.take(len(hidden), CPU)
         if previous is not None and previous.pool is not layer.experts.pool:
             previous.job.wait()  # only jobs of the same pool run in order
-        out = self._empty_like(hidden) if previous is None else previous.out
+        out = torch.empty_like(hidden) if previous is None else previous.out
         now, later = layer.split(ids, weights)
         call = layer.call(hidden, now, weights, out, previous is not None)
         job = layer.experts.job(call, (hidden, now, weights, out, layer.mask, previous))
@@ -106,21 +100,20 @@ class OnCpu:
         check_shapes(self._layer, hidden, ids, weights)
         if hidden.dim() != 2:
             hidden, ids, weights = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, ids, weights))
-        bf16, int64, float32 = self._types
-        if hidden.dtype is not bf16 or not hidden.is_contiguous():
-            hidden = hidden.to(bf16).contiguous()
-        if ids.dtype is not int64 or not ids.is_cpu or not ids.is_contiguous():
-            ids = ids.to("cpu", int64).contiguous()
-        if weights.dtype is not float32 or not weights.is_cpu or not weights.is_contiguous():
-            weights = weights.to("cpu", float32).contiguous()
+        if hidden.dtype is not torch.bfloat16 or not hidden.is_contiguous():
+            hidden = hidden.to(torch.bfloat16).contiguous()
+        if ids.dtype is not torch.int64 or not ids.is_cpu or not ids.is_contiguous():
+            ids = ids.to(CPU, torch.int64).contiguous()
+        if weights.dtype is not torch.float32 or not weights.is_cpu or not weights.is_contiguous():
+            weights = weights.to(CPU, torch.float32).contiguous()
         return hidden, ids, weights
 
     def _defer(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
         """Start the deferred experts, which the next layer adds. No one else may write to the tensors."""
-        layer, out = self._layer, self._empty_like(hidden)
+        layer, out = self._layer, torch.empty_like(hidden)
         job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
         job.submit()
-        layer.member.leave(Deferred(job, layer.experts.pool, out, self._cpu))
+        layer.member.leave(Deferred(job, layer.experts.pool, out, CPU))
 
 
 def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -134,7 +127,6 @@ def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, w
 
 
 def _like(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """out in the shape and dtype of hidden."""
     if out.dtype is not hidden.dtype:
         out = out.to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)

@@ -8,33 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
-from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings import Tensors, Weight, amx, fp4, fp8, plain
-from ktconvert.layouts.encodings.checkpoint import read_scales
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.encodings import Weight, amx, fp4, fp8, plain
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.matrix import BF16, FP4_E2M1, INT4_WORDS, Matrix
+from ktconvert.native_quant.arrays import Bytes
+from ktconvert.native_quant.runtime import stored_parts
+from ktconvert.native_quant.runtime.stored_parts import StoredPart
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers import panels
-
-NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a panel
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A part of a linear as a checkpoint holds it, whose `origin` is in the whole linear; its tensors by role."""
-
-    part: Matrix
-    source: TensorSource
-    tensors: Tensors
 
 
 @dataclass(frozen=True)
@@ -93,9 +78,8 @@ class Method:
     encoding     of the part in memory, where outputs hold it, too, or tensors are packed on the spot; None: checkpoints
                  alone hold it
     reads        whether it computes with a checkpoint's weight as it is stored; None: with none
-    write        a part of such a weight, and where its tensors are to be written; None: as the encoding does. No number
-                 changes, but for a scale of NVFP4 that divides, of which 1 by it is held, rounded once. Raises
-                 kernels.NonFinite
+    write        a part of such a weight, and where its tensors are to be written (stored_parts.py); None: as its
+                 encoding does. Raises kernels.NonFinite
     arrange      puts the tensors (stored, n, k) of a part as an output holds them into the order of memory, in place;
                  None: they lie in it. Raises ValueError for a code that is none
     in_rows      how its tensors become what a GPU reads, for buffers of prefill; (): no GPU reads them
@@ -121,15 +105,12 @@ class Method:
 
     @property
     def rows(self) -> tuple[Method, ...]:
-        """Those of this name."""
         return self, *self.others
 
     def computes(self, weight: Weight, layer: MoeLayer) -> bool:
-        """Whether it computes with a checkpoint's weight as it is stored."""
         return self.reads is not None and self.reads(weight, layer)
 
     def put(self, stored: StoredPart, out: Sequence[Bytes]) -> None:
-        """Writes the tensors of a part of a checkpoint's weight."""
         if self.write is not None:
             self.write(stored, out)
         else:
@@ -146,7 +127,6 @@ LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
 
 
 def _packed(encoding: Encoding, number: int, weights: str, **more: Any) -> Method:
-    """The method of an encoding that outputs have, too."""
     return Method(encoding.name, number, weights, encoding.multiple, encoding.tensors, encoding, **more)
 
 
@@ -163,65 +143,10 @@ def _stored_as(
     return reads
 
 
-def put_fp8(stored: StoredPart, codes: Bytes) -> None:
-    """Writes codes of FP8 in panels. Raises kernels.NonFinite."""
-    fp8.require_finite(stored.part)
-    n, k = stored.part.shape
-    kernels.reorder_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
-
-
-def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:
-    """What a grid [N, K / columns] of the whole linear holds for the part."""
-    (n, k), (row, column) = part.shape, part.origin
-    return grid[row : row + n, column // columns : (column + k) // columns]
-
-
-def _write_per_channel(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    put_fp8(stored, out[0])
-    assert stored.part.scales is not None
-    first, (n, _) = stored.part.origin[0], stored.part.shape
-    out[1].view(np.float32)[:] = stored.part.scales[first : first + n, 0]
-
-
-def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    put_fp8(stored, out[0])
-    assert stored.part.scales is not None
-    scales = _part_of(stored.part.scales, stored.part, fp4.GROUP).view(np.uint32)
-    exponents = (scales >> 23).astype(np.uint8)  # 2^-127 is subnormal: 0
-    out[1][:] = fp4.exponents_to_panels(exponents).reshape(-1)
-
-
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     """Codes as MXFP4's; by panels the scale of the whole weight, then groups of 16 columns with their 32 rows."""
-    count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
+    count, of_panel = n // panels.ROWS, stored_parts.NVFP4_HEADER + 2 * k
     return fp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
-
-
-def _put_nibbles(part: Matrix, codes: Bytes) -> None:
-    """Writes codes of 4 bits in the order of MXFP4's, whatever they stand for."""
-    n, k = part.shape
-    rows = np.ascontiguousarray(part.values).view(np.uint8) if part.kind == INT4_WORDS else part.values
-    # As MXFP4 with scales of 1, whose codes stay.
-    ones = np.ones((n, k // fp4.GROUP), np.float32)
-    as_mxfp4 = Matrix(rows, FP4_E2M1, ones, (1, fp4.GROUP), skip=part.skip)
-    count = n // panels.ROWS
-    kernels.pack_mxfp4(as_mxfp4, codes.reshape(count, -1), np.empty((count, k), np.uint8))
-
-
-def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    part, tensors = stored.part, stored.tensors
-    n, k = part.shape
-    count, blocks = n // panels.ROWS, k // fp4.GROUP
-    fp8.require_finite(part)
-    _put_nibbles(part, out[0])
-    scales = stored.source.view(tensors["scale"])
-    scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, fp4.NVFP4_GROUP)
-    role = fp4.FACTOR if fp4.FACTOR in tensors else fp4.DIVISOR
-    whole = read_scales(stored.source, tensors[role], (1, 1))
-    held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
-    held[:, :4] = (whole if role == fp4.FACTOR else 1 / whole).view(np.uint8)
-    of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
-    held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
 
 
 def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[TensorInfo, TensorInfo]]:
@@ -250,53 +175,24 @@ def _gptq(group: int, number: int) -> Method:
         return weight.fit()[1] == group and False not in said.symmetric and True not in said.ordered
 
     weights = f"4-bit integers, float32 for each {group} columns of a row"
-    more: dict[str, Any] = {"reads": reads, "write": _write_integers, "swiglu": (LIMIT,), "type": f"groups of {group}"}
+    more: dict[str, Any] = {
+        "reads": reads,
+        "write": stored_parts.write_integers,
+        "swiglu": (LIMIT,),
+        "type": f"groups of {group}",
+    }
     return Method("GPTQ_INT4", number, weights, group, _integer_tensors(group, "F32"), **more)
-
-
-def _write_integers(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    part = stored.part
-    (n, k), group = part.shape, part.block[1]
-    count = n // panels.ROWS
-    if part.zeros is not None and (part.zeros != 8).any():
-        raise _not_plain(stored, "qzeros", "zero points other than 8, though no config says sym: false")
-    if part.group_of is not None:
-        raise _not_plain(stored, "g_idx", "an order of columns, though no config says desc_act: true")
-    fp8.require_finite(part)
-    _put_nibbles(part, out[0])
-    np.bitwise_xor(out[0], 0x88, out=out[0])  # offset binary to two's complement
-    assert part.scales is not None
-    scales = _part_of(part.scales, part, group).reshape(count, panels.ROWS, k // group).transpose(0, 2, 1)
-    if out[1].size == 2 * scales.size:
-        out[1].view(np.uint16).reshape(scales.shape)[:] = scales.view(np.uint32) >> 16
-    else:
-        out[1].view(np.float32).reshape(scales.shape)[:] = scales
-
-
-def _not_plain(stored: StoredPart, role: str, what: str) -> UnsupportedError:
-    info = stored.tensors[role]
-    remedy = "convert the model with `ktconvert cpu`"
-    return UnsupportedError.of_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
-
-
-def _write_blocks(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    kernels.reorder_ggml(stored.part, out[0], out[1])
 
 
 def _write_packed(encoding: Encoding) -> Callable[[StoredPart, Sequence[Bytes]], None]:
     return lambda stored, out: encoding.quantize(stored.part, out)
 
 
-def _write_halves(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    bits = stored.part.values.view(np.uint16)
-    if (infinite := (bits & 0x7C00) == 0x7C00).any():
-        raise kernels.NonFinite(*np.argwhere(infinite)[0].tolist())
-    n, k = bits.shape
-    kernels.pack_bf16(Matrix(bits, BF16), out[0].view(np.uint16).reshape(n // panels.ROWS, panels.ROWS * k))
-
-
 def _of_type(
-    name: str, number: int, weights: str, write: Callable[[StoredPart, Sequence[Bytes]], None] = _write_blocks
+    name: str,
+    number: int,
+    weights: str,
+    write: Callable[[StoredPart, Sequence[Bytes]], None] = stored_parts.write_blocks,
 ) -> Method:
     """LLAMAFILE with weights of a type of ggml."""
 
@@ -316,7 +212,6 @@ GGML_UNIT = 256  # columns of the largest blocks, and kt-kernel's
 
 
 def _by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
-    """The first row of each name, with the others of that name."""
     table: dict[str, Method] = {}
     for row in rows:
         first = table.get(row.name)
@@ -357,7 +252,7 @@ METHODS: dict[str, Method] = _by_name(
         Method(
             *("FP8_PERCHANNEL", lib.KTQ_FORMAT_FP8_PERCHANNEL, "E4M3, one for each row", panels.ROWS, _per_channel),
             reads=_stored_as("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
-            write=_write_per_channel,
+            write=stored_parts.write_per_channel,
             in_rows=(FP8_CODES, InRows(lib.KTQ_IN_ROWS, 1, 0, 4)),
         ),
         Method(
@@ -367,7 +262,7 @@ METHODS: dict[str, Method] = _by_name(
             panels.ROWS,
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
             reads=_stored_as("MXFP8", block=lambda weight: (1, fp4.GROUP)),
-            write=_write_mxfp8,
+            write=stored_parts.write_mxfp8,
             swiglu=(LIMIT, ALPHA),
         ),
         _packed(
@@ -383,7 +278,7 @@ METHODS: dict[str, Method] = _by_name(
             kernels.MXFP4_MULTIPLE,
             _nvfp4_tensors,
             reads=_stored_as("NVFP4"),
-            write=_write_nvfp4,
+            write=stored_parts.write_nvfp4,
         ),
         Method(
             "RAWINT4",
@@ -392,7 +287,7 @@ METHODS: dict[str, Method] = _by_name(
             panels.ROWS,
             _integer_tensors(32, "BF16"),
             reads=_reads_raw,
-            write=_write_integers,
+            write=stored_parts.write_integers,
             in_rows=(InRows(lib.KTQ_PANEL_OFFSET_NIBBLES, 1, 2, 1), InRows(lib.KTQ_PANEL_SCALES, 1, 32, 2)),
             swiglu=(LIMIT,),
         ),
@@ -406,56 +301,9 @@ METHODS: dict[str, Method] = _by_name(
         _of_type("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
         _of_type("MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_packed(fp4.PANELS)),
         _of_type("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_packed(plain.PANELS)),
-        _of_type("F16", lib.KTQ_FORMAT_F16, "FP16", _write_halves),
+        _of_type("F16", lib.KTQ_FORMAT_F16, "FP16", stored_parts.write_halves),
     )
 )
-
-
-# --- kt-kernel 0.7.2's names ----------------------------------------------------------------------
-
-NOT_YET = ("SYCL_GPTQ_INT4",)
-_INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
-TRAINING = (
-    *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),
-    *(f"{name}_SFT_SkipLoRA" for name in ("AMXBF16", *_INTEGERS)),
-)
-SKIP_LORA = "_SFT_SkipLoRA"  # how names of methods without LoRA end
-# Of those, the ones that train, and the method that holds their weights.
-TRAINED = {
-    "AMXBF16_SFT": "BF16",
-    "AMXINT8_SFT": "AMXINT8",
-    "INT8_SFT": "AMXINT8",
-    "AMXINT4_SFT": "AMXINT4",
-    "AMXINT4_KGroup_SFT": "RAWINT4",
-    "RAWINT4_SFT": "RAWINT4",
-    "AMXFP8_SFT": "FP8",
-    "MXFP4_SFT": "MXFP4",
-    f"AMXBF16{SKIP_LORA}": "BF16",
-    f"AMXINT8{SKIP_LORA}": "AMXINT8",
-    f"AMXINT4{SKIP_LORA}": "AMXINT4",
-}
-
-
-def check(mode: str, method: str, swiglu: Swiglu) -> None:
-    """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
-    if mode not in ("inference", "sft"):
-        raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft'.")
-    known = (*METHODS, *NOT_YET) if mode == "inference" else TRAINING
-    if method not in known:
-        raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
-    if mode == "sft":
-        if method not in TRAINED:
-            what = f"method={method!r} is a name that kt-kernel lists and cannot construct"
-            raise NotImplementedError(f"{what}: ktconvert trains {', '.join(TRAINED)}.")
-        if any(swiglu):
-            raise NotImplementedError(
-                f"method={method!r} trains silu(gate) * up alone: leave swiglu_limit and _alpha 0."
-            )
-        return
-    if method not in METHODS:
-        what = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
-        raise NotImplementedError(f"{what}. Convert with `ktconvert cpu --quant-method int4` or another.")
-    check_swiglu(method, swiglu)
 
 
 def check_swiglu(method: str, swiglu: Swiglu) -> None:

@@ -15,13 +15,12 @@ import itertools
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import torch
 
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import BufferCache
-
-if TYPE_CHECKING:
-    import torch
 
 
 def select(
@@ -30,8 +29,6 @@ def select(
     """ids [T, k] as (now, later), each with -1 in place of the other's: now has the `immediate` of largest weight of
     each token, and ids that are of no expert; later is None where nothing is deferred.
     """
-    import torch
-
     topk = ids.shape[-1]
     immediate = max(0, min(immediate, topk))
     if immediate == topk:
@@ -83,7 +80,6 @@ class Member:
 
     @property
     def model(self) -> Model:
-        """The model that this layer belongs to."""
         if self._model is None:
             with self._lock:
                 self._deal(self.path)

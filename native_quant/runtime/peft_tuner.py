@@ -57,11 +57,8 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
             raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the most for this model")
         if config.lora_bias or config.fan_in_fan_out:
             raise UnsupportedError("experts of ktconvert take LoRA without lora_bias and fan_in_fan_out")
-        if self.resolve_lora_variant(config=config) is not None or config.init_lora_weights not in (
-            True,
-            False,
-            "gaussian",
-        ):
+        plain = config.init_lora_weights in (True, False, "gaussian")
+        if not plain or self.resolve_lora_variant(config=config) is not None:
             what = "beside plain LoRA and init_lora_weights True, False or 'gaussian' needs the weights of the experts"
             raise UnsupportedError(f"what LoraConfig asks for {what}, which are packed")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
@@ -91,7 +88,6 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         )
 
     def merge(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises UnsupportedError."""
         raise UnsupportedError(
             "packed experts cannot take up an adapter: `ktconvert merge-adapter` folds it into the BF16 checkpoint, "
             "from which `ktconvert cpu` converts again"
@@ -163,9 +159,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> Any:
-        """Tensors of all experts, from a matrix for each, or from what PEFT has in an unconverted model. Raises
-        InputError for an adapter that does not fit the model.
-        """
+        """Tensors of all experts, from one for each or PEFT's own. InputError: an adapter of another model."""
         found = ((n, m) for n, m in model.named_modules() if isinstance(m, ProjectionLora))
         projections = {name: module for name, module in found if adapter_name in module.lora_A}
         if projections:
@@ -234,11 +228,10 @@ def _split(
     a_side = side == "lora_A"
     if tensor.shape[0 if a_side else 1] % experts:
         raise InputError(f"the adapter is not one of this model: {at}.{side} is {list(tensor.shape)}, of other experts")
-    whole = (
-        tensor.reshape(experts, -1, tensor.shape[-1])
-        if a_side
-        else (tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1))
-    )
+    if a_side:
+        whole = tensor.reshape(experts, -1, tensor.shape[-1])
+    else:
+        whole = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
     if not match["inner"]:
         return {f"{at}.{down}.{side}": whole.contiguous()}
     doubled = whole.shape[1 if a_side else 2] == 2 * r

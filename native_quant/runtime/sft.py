@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import METHODS, SKIP_LORA, TRAINED, StoredPart
+from ktconvert.native_quant.runtime.gradient_window import GradientWindow
+from ktconvert.native_quant.runtime.method_names import SKIP_LORA, TRAINED
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stored_parts import StoredPart
 from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, TrainingPass
 
 Result = TypeVar("Result")
@@ -39,47 +41,6 @@ class RAWINT4ExpertWeights(NamedTuple):
     down_proj: torch.Tensor
     down_scale: torch.Tensor
     group_size: int = GROUP
-
-
-@dataclass
-class _Window:
-    """The gradients of LoRA that an optimizer sees: written by the first backward after it was closed, added to by
-    later ones. It is open while each parameter's .grad is its buffer. Tensors that are no parameters: never open.
-    """
-
-    layer: int
-    tensors: Lora
-    buffers: Lora
-
-    @property
-    def parameters(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        pairs = zip(self.tensors, self.buffers, strict=True)
-        return [(tensor, buffer) for tensor, buffer in pairs if isinstance(tensor, torch.nn.Parameter)]
-
-    @property
-    def is_open(self) -> bool:
-        given = [(parameter.grad, buffer) for parameter, buffer in self.parameters]
-        open_ones = [gradient is buffer for gradient, buffer in given]
-        if any(gradient is not None and gradient is not buffer for gradient, buffer in given):
-            raise RuntimeError(
-                f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
-                "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
-            )
-        if len(set(open_ones)) > 1:
-            raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
-        return bool(open_ones) and open_ones[0]
-
-    def publish(self, gradients: Lora) -> None:
-        """Gradients other than the buffers themselves are added to these."""
-        for buffer, gradient in zip(self.buffers, gradients, strict=True):
-            if gradient is not buffer:
-                buffer.copy_(buffer.float() + gradient)
-        for parameter, buffer in self.parameters:
-            parameter.grad = buffer
-
-    def close(self) -> None:
-        for parameter, _ in self.parameters:
-            parameter.grad = None
 
 
 class SftMoEWrapper:
@@ -136,31 +97,29 @@ class SftMoEWrapper:
         self.share_cache_pool = True  # kt-kernel's; either value means the same here
         self.moe: Experts | None = None
         self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
-        self._window: _Window | None = None
+        self._window: GradientWindow | None = None
         self._saved: tuple[TrainingPass, Kept] | None = None
         self._spare: Kept | None = None  # memory for the next forward
-        self._forward: _Later[tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]] | None = None
-        self._backward: _Later[Gradients] | None = None
+        self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]] | None = None
+        self._backward: Future[Gradients] | None = None
 
     # --- weights ---
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path: converted weights, or a checkpoint that the method reads (Experts.load)."""
-        sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size, self.threadpool_count
-        names = "num_experts", "hidden", "intermediate", "parts"
-        expected = dict(zip(names, sizes, strict=True))
-        order = _order(physical_to_logical_map_cpu)
-        self._install(
-            Experts.load(
-                self.weight_path,
-                self.layer_idx,
-                method=self._holds.name,
-                pool=self._pool,
-                order=order,
-                transposed=self._transposed,
-                **expected,  # type: ignore[arg-type]
-            )
+        experts = Experts.load(
+            self.weight_path,
+            self.layer_idx,
+            method=self._holds.name,
+            num_experts=self.num_experts,
+            hidden=self.hidden_size,
+            intermediate=self.moe_intermediate_size,
+            parts=self.threadpool_count,
+            pool=self._pool,
+            order=_order(physical_to_logical_map_cpu),
+            transposed=self._transposed,
         )
+        self._install(experts)
 
     def load_weights_from_tensors(
         self,
@@ -169,12 +128,10 @@ class SftMoEWrapper:
         down_proj: torch.Tensor,
         physical_to_logical_map_cpu: torch.Tensor | None = None,
     ) -> None:
-        """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count parts; slot p computes with expert map[p].
-        Raises ValueError for tensors that do not fit.
-        """
+        """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count parts; slot p has expert map[p]."""
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
-        gate, up, down = self._linears(gate_proj, up_proj, down_proj)
+        gate, up, down = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
         where = self._holds, self.layer_idx, self.threadpool_count, self._pool
         packed = weights.pack(gate, up, down, *where, transposed=bool(self._transposed))
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
@@ -186,25 +143,20 @@ class SftMoEWrapper:
         if weights_.group_size != GROUP:
             raise ValueError(f"RAWINT4 has a scale for each {GROUP} columns, not {weights_.group_size}")
         linears = {}
-        for name, (n, k) in self._shapes().items():
+        for name, (experts, n, k) in zip(PROJECTIONS, self._shapes, strict=True):
             codes, scales = getattr(weights_, f"{name}_proj"), getattr(weights_, f"{name}_scale")
-            needed = ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP))
-            for tensor, dtype, columns in needed:
-                if tuple(tensor.shape) != (self.num_experts, n, columns) or tensor.dtype != dtype:
-                    shape = (self.num_experts, n, columns)
+            for tensor, dtype, columns in ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP)):
+                if tuple(tensor.shape) != (shape := (experts, n, columns)) or tensor.dtype != dtype:
                     raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
             each = zip(codes.numpy(), scales.float().numpy(), strict=True)
             linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
         grid = ExpertGrid(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
-        put: Any = self._holds.write
-        nowhere: Any = None  # its messages name a checkpoint's tensor, and none can come of these
-        packed = weights.fill(
-            self._holds,
-            grid,
-            linears,
-            lambda part, out: put(StoredPart(part, nowhere, {}), out),
-            self._pool,
-        )
+        nowhere: Any = None  # messages name a checkpoint's tensor, and none can come of these
+
+        def put(part: Matrix, out: Sequence[Bytes]) -> None:
+            self._holds.put(StoredPart(part, nowhere, {}), out)
+
+        packed = weights.fill_with(self._holds, grid, linears, put, self._pool)
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def save_backward_weights_from_tensors(
@@ -215,25 +167,20 @@ class SftMoEWrapper:
         physical_to_logical_map: torch.Tensor | None,
         output_path: str,
     ) -> None:
-        """Write kt-kernel's transposed matrices as loose .kt files into output_path/_layer_N/_numa_P; expert p's are
-        those of the tensors' expert p, as kt-kernel writes them.
-        """
+        """Write kt-kernel's transposed matrices as .kt files to output_path/_layer_N/_numa_P, in the tensors' order."""
         fmt = FORMATS[BACKWARD.get(self._holds.name, self._holds.name)]
         if not fmt.backward:
             raise ValueError(f"method={self.method!r} has no transposed matrices in files")
-        linears = dict(zip(PROJECTIONS, self._linears(gate_proj, up_proj, down_proj), strict=True))
+        bits = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
+        linears = dict(zip(PROJECTIONS, bits, strict=True))
         grid = ExpertGrid(
             self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count, True, forward=False
         )
         folder = Path(output_path) / f"_layer_{self.layer_idx}"
         for part in grid.all_parts(range(self.num_experts)):
-            tensors = fmt.encoding.tensors(part.n, part.k)
-            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in tensors]
+            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(part.n, part.k)]
             fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), arrays)
-            for tensor, data in zip(tensors, arrays, strict=True):
-                path = folder / str(fmt.loose_path(part, tensor))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish.write_file(path, data.data, sync=False)
+            weights.write_loose(folder, fmt, part, arrays)
 
     # --- LoRA ---
 
@@ -253,7 +200,7 @@ class SftMoEWrapper:
                 raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
             if tensor.dtype != torch.bfloat16 or tensor.device != CPU or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be a contiguous BF16 tensor on the CPU")
-        self._window = _Window(self.layer_idx, Lora(*tensors[:6]), Lora(*tensors[6:]))
+        self._window = GradientWindow(self.layer_idx, Lora(*tensors[:6]), Lora(*tensors[6:]))
         self._window.close()
 
     def update_lora_weights(self) -> None:
@@ -307,10 +254,9 @@ class SftMoEWrapper:
             out, kept = step.forward(spare)
             return out, (step, kept) if save_for_backward else None
 
-        self._forward = _Later(compute)
+        self._forward = _in_background(compute)
 
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
-        """The result of submit_forward."""
         if self._forward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
         later, self._forward = self._forward, None
@@ -359,10 +305,9 @@ class SftMoEWrapper:
             self._spare = kept
             return found
 
-        self._device, self._backward = output_device, _Later(compute)
+        self._device, self._backward = output_device, _in_background(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result of submit_backward_async."""
         if self._backward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it")
         later, self._backward = self._backward, None
@@ -376,7 +321,6 @@ class SftMoEWrapper:
 
     @property
     def _transposed(self) -> bool | None:
-        """Experts.load's."""
         return None if self.share_backward_bb is None else not self.share_backward_bb
 
     def _lora(self) -> Lora | None:
@@ -389,16 +333,9 @@ class SftMoEWrapper:
     def _install(self, experts: Experts) -> None:
         self.moe, self._saved = experts, None
 
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        h, i = self.hidden_size, self.moe_intermediate_size
-        return {"gate": (i, h), "up": (i, h), "down": (h, i)}
-
-    def _linears(self, *tensors: torch.Tensor) -> list[Any]:
-        for (name, shape), tensor in zip(self._shapes().items(), tensors, strict=True):
-            if tuple(tensor.shape) != (self.num_experts, *shape):
-                needed = (self.num_experts, *shape)
-                raise ValueError(f"{name}_proj must have shape {needed}, not {tuple(tensor.shape)}")
-        return [tensor.detach().to(CPU, torch.bfloat16).contiguous().view(torch.uint16).numpy() for tensor in tensors]
+    @property
+    def _shapes(self) -> list[weights.Shape]:
+        return weights.shapes_of(self.num_experts, self.hidden_size, self.moe_intermediate_size)
 
 
 class KTMoEFunction(torch.autograd.Function):
@@ -434,22 +371,18 @@ class KTMoEFunction(torch.autograd.Function):
         return of_hidden, None, of_weights, None, None, *[None] * ctx.settings
 
 
-class _Later(Generic[Result]):
-    """What a thread computes meanwhile."""
+def _in_background(compute: Callable[[], Result]) -> Future[Result]:
+    """What a thread of its own computes meanwhile: an executor's would be gone after a fork."""
+    future: Future[Result] = Future()
 
-    def __init__(self, compute: Callable[[], Result]) -> None:
-        self._future: Future[Result] = Future()
-        self._thread = threading.Thread(target=self._run, args=(compute,), daemon=True)
-        self._thread.start()
-
-    def _run(self, compute: Callable[[], Result]) -> None:
+    def run() -> None:
         try:
-            self._future.set_result(compute())
+            future.set_result(compute())
         except BaseException as error:
-            self._future.set_exception(error)
+            future.set_exception(error)
 
-    def result(self) -> Result:
-        return self._future.result()
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _order(physical_to_logical_map: torch.Tensor | None) -> Any:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from ktconvert.native_quant.arrays import F32, F64, I64, U16
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
@@ -26,7 +26,6 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.quantizers.reference import bf16_to_f32
 
-F32 = npt.NDArray[np.float32]
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 
 # Relative L2 distance from the reference: of an expert's outputs, of a panel of rows over all experts, of a token.
@@ -99,7 +98,7 @@ def reference(
     return out
 
 
-def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[np.int64]) -> F32:
+def _forward(experts: Experts, hidden: U16, ids: I64) -> F32:
     """Every hidden state with every row of ids, equal weights: [n, len(ids), H]."""
     rows = np.ascontiguousarray(np.repeat(hidden, len(ids), axis=0))
     tiled = np.ascontiguousarray(np.tile(ids, (len(hidden), 1)))
@@ -107,7 +106,7 @@ def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[
     return bf16_to_f32(out).reshape(len(hidden), len(ids), -1)
 
 
-def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> F64:
     """||outputs - wanted|| / ||wanted|| over these axes, for each index of the other axes; 0 where both are zero."""
     with np.errstate(all="ignore"):
         off = np.square(outputs.astype(np.float64) - expected).sum(axes)

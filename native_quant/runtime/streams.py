@@ -11,13 +11,12 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.pool import Job
-
-if TYPE_CHECKING:
-    import torch
 
 DEPTH = 2  # layers alternate between two sets of buffers: deferred experts may still run during the next layer
 # The addresses of two functions of ktq.h.
@@ -48,8 +47,6 @@ def launch(stream: int, function: int, job: Job) -> None:
 @contextlib.contextmanager
 def current(device: torch.device, stream: Any) -> Iterator[int]:
     """Make a stream (its number, a torch stream, or None for torch's own) torch's current one; yields its number."""
-    import torch
-
     with torch.cuda.device(device):
         own = torch.cuda.current_stream(device).cuda_stream
         number = own if stream is None else int(getattr(stream, "cuda_stream", stream))
@@ -62,20 +59,13 @@ def current(device: torch.device, stream: Any) -> Iterator[int]:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured in this thread."""
-    import torch
-
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: the jobs of a set that were not waited for
-    yet.
-    """
+    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: a set's jobs that were not waited for."""
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
-        import torch
-
         def pinned(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
             pin = torch.cuda.is_available()
             return [torch.zeros((tokens, columns), dtype=dtype, device="cpu", pin_memory=pin) for _ in range(DEPTH)]
@@ -125,8 +115,5 @@ class BufferCache:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all work queued on a GPU."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)

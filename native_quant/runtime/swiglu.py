@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.errors import InputError
-
-F32 = npt.NDArray[np.float32]
+from ktconvert.native_quant.arrays import F32
 
 
 class Swiglu(NamedTuple):

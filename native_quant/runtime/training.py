@@ -26,6 +26,10 @@ class Lora(NamedTuple):
     down_a: torch.Tensor  # [E, r, I]
     down_b: torch.Tensor  # [E, H, r]
 
+    @property
+    def rank(self) -> int:
+        return self.gate_a.shape[1]
+
 
 class Kept(NamedTuple):
     """What backward needs of a forward, BF16, a row for each (token, expert): ktq_kept."""
@@ -55,16 +59,15 @@ def routed_experts_with_lora(
     *,
     dropout: float = 0.0,
     training: bool = True,
-    recompute: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, BF16 [T, H], differentiable in hidden, weights and the six of lora.
 
     hidden [T, H] in any floating-point dtype, ids int64 [T, k], weights [T, k]. scaling: alpha / rank. dropout: of the
-    inputs of LoRA, elementwise, while training. recompute: keep nothing but the inputs, and compute twice.
+    inputs of LoRA, elementwise, while training.
     Raises UnsupportedError for experts that have no gradients, ValueError for tensors that do not fit.
     """
     step = TrainingPass.of(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
-    out: torch.Tensor = _Trained.apply(step, recompute, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Trained.apply(step, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -148,9 +151,8 @@ class TrainingPass:
         return gradients
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Of Kept."""
         rows, x = self.ids.numel(), self.experts
-        low = 0 if self.lora is None else 2 * lib.ktq_low_columns(rank_of(self.lora))
+        low = 0 if self.lora is None else 2 * lib.ktq_low_columns(self.lora.rank)
         return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)]
 
     def _call(self, out: torch.Tensor) -> Any:
@@ -162,22 +164,22 @@ class TrainingPass:
     def _lora(self) -> Any:
         if self.lora is None:
             return ffi.NULL
-        numbers = {"rank": rank_of(self.lora), "scaling": self.scaling, "dropout": self.dropout, "seed": self.seed}
+        numbers = {"rank": self.lora.rank, "scaling": self.scaling, "dropout": self.dropout, "seed": self.seed}
         dtype = self.lora.gate_a.dtype == torch.float32
         return ffi.new("ktq_lora *", {**numbers, "float32": dtype, **_factors(self.lora)})
 
 
 class _Trained(torch.autograd.Function):
-    """TrainingPass as torch differentiates it; the arguments after `recompute` are those with gradients."""
+    """TrainingPass as torch differentiates it; all other arguments are those with gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, step: TrainingPass, recompute: bool, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
+        ctx: Any, step: TrainingPass, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
     ) -> torch.Tensor:
         out, kept = step.forward()
         # All are saved in torch's way, the seed too: a checkpoint computes them again, and may have drawn another one.
         seed = torch.tensor(step.seed)
-        ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *(() if recompute else kept))
+        ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *kept)
         ctx.step, ctx.factors = (step.experts, step.scaling, step.dropout, step.skip), len(lora)
         ctx.kinds = (hidden.dtype, hidden.device), (weights.dtype, weights.device)
         return out.to(hidden.device)
@@ -186,26 +188,20 @@ class _Trained(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, ids, weights, seed, *rest = ctx.saved_tensors
-        lora, kept = Lora(*rest[:6]) if ctx.factors else None, rest[ctx.factors :]
+        lora, kept = Lora(*rest[:6]) if ctx.factors else None, Kept(*rest[ctx.factors :])
         on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
         experts, scaling, dropout, skip = ctx.step
         step = TrainingPass(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
-        found = step.backward(Kept(*kept) if kept else step.forward()[1], gradient)
+        found = step.backward(kept, gradient)
         (dtype, device), (weights_dtype, weights_device) = ctx.kinds
         of_lora = () if lora is None else (one.to(two.device) for one, two in zip(found.lora or (), lora, strict=True))
-        return None, None, found.hidden.to(device, dtype), found.weights.to(weights_device, weights_dtype), *of_lora
-
-
-def rank_of(lora: Lora) -> int:
-    """The rank of LoRA's tensors."""
-    return lora.gate_a.shape[1]
+        return None, found.hidden.to(device, dtype), found.weights.to(weights_device, weights_dtype), *of_lora
 
 
 def check_lora(experts: Experts, lora: Lora) -> None:
     """Raises ValueError where the tensors of LoRA do not fit the experts."""
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
-    rank = lora.gate_a.shape[1] if lora.gate_a.ndim == 3 else 0
-    most = min(h, i, lib.KTQ_MOST_RANK)
+    rank, most = lora.rank if lora.gate_a.ndim == 3 else 0, min(h, i, lib.KTQ_MOST_RANK)
     shapes = (e, rank, h), (e, i, rank), (e, rank, h), (e, i, rank), (e, rank, i), (e, h, rank)
     for name, tensor, shape in zip(Lora._fields, lora, shapes, strict=True):
         if tuple(tensor.shape) != shape or not 1 <= rank <= most:
@@ -214,9 +210,8 @@ def check_lora(experts: Experts, lora: Lora) -> None:
                 f"{list(tensor.shape)}; use an adapter of this model, or another rank"
             )
         if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
-            raise ValueError(
-                f"LoRA of layer {experts.layer}: {name} is {tensor.dtype}; all six must be BF16 or float32"
-            )
+            what = f"{name} is {tensor.dtype}; all six must be BF16 or float32"
+            raise ValueError(f"LoRA of layer {experts.layer}: {what}")
 
 
 def require_trainable(experts: Experts) -> None:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import sigbus
 from ktconvert.native_quant._ktq import lib
+from ktconvert.native_quant.arrays import F32, U16, Bytes
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime.blocks import Bytes, blocks
+from ktconvert.native_quant.runtime.blocks import blocks
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
-F32 = npt.NDArray[np.float32]
-U16 = npt.NDArray[np.uint16]
 Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
 
@@ -48,7 +48,6 @@ class LayerWeights:
 
     @property
     def method(self) -> str:
-        """The name of the method."""
         return self.rows["gate"].name
 
     @property
@@ -58,7 +57,6 @@ class LayerWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and scales."""
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
     def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
@@ -76,6 +74,25 @@ class LayerWeights:
         if file := sigbus.lost((data.__array_interface__["data"][0], data.nbytes) for data in each):
             what = f"became shorter or could not be read after layer {self.grid.layer} was loaded"
             raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
+
+
+Shape = tuple[int, ...]
+
+
+def shapes_of(experts: int, hidden: int, intermediate: int) -> list[Shape]:
+    """Those of a layer's gate and up [E, I, H] and down [E, H, I]."""
+    rows = experts, intermediate, hidden
+    return [rows, rows, (experts, hidden, intermediate)]
+
+
+def bits_of(shapes: Iterable[Shape], *tensors: Any) -> list[U16]:
+    """BF16 bits of torch's gate, up and down, which are rounded. Raises ValueError for other shapes."""
+    import torch
+
+    for name, shape, tensor in zip(PROJECTIONS, shapes, tensors, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}_proj must have shape {shape}, not {tuple(tensor.shape)}")
+    return [x.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy() for x in tensors]
 
 
 def pack(
@@ -101,31 +118,56 @@ def pack(
     linears = {
         name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
     }
-    return fill(method, ExpertGrid(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
+    return fill_with(method, ExpertGrid(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
 
 
 def fill(
+    rows: Mapping[str, Method],
+    grid: ExpertGrid,
+    experts: int,
+    writer: Callable[[int, str], Callable[[Part, Sequence[Bytes]], None]],
+    pool: Pool,
+) -> LayerWeights:
+    """Weights in the memory of the pool's nodes, written by its number of threads. writer: of an expert's projection
+    what writes the tensors of each of its parts. Raises UnsupportedError for sizes that do not fit.
+    """
+    check_limits(rows["gate"].name, grid)
+
+    def one(item: tuple[int, str]) -> None:
+        write = writer(*item)
+        for part in grid.parts(*item):
+            write(part, arrays[part])
+
+    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in grid.all_parts(range(experts))]
+    sizes = {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
+    with blocks(sizes, grid.numa, pool.nodes) as views:
+        arrays = {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts}
+        in_parallel(one, itertools.product(range(experts), PROJECTIONS), pool.threads)
+    return LayerWeights(rows, grid, experts, arrays)
+
+
+def fill_with(
     method: Method,
     grid: ExpertGrid,
     linears: Mapping[str, Sequence[Matrix]],
     put: Callable[[Matrix, Sequence[Bytes]], None],
     pool: Pool,
 ) -> LayerWeights:
-    """Weights of which `put` writes the tensors of each part, by the pool's number of threads and in the memory of its
-    nodes. linears: projection -> a whole linear of each expert. Raises UnsupportedError for sizes that do not fit.
-    """
-    experts, rows = len(linears["gate"]), dict.fromkeys(PROJECTIONS, method)
+    """The same of whole linears, one of each expert by projection, of which `put` writes the tensors of a part."""
     require_legal(FORMATS[method.name], grid.hidden, grid.intermediate, grid.numa)
-    check_limits(method.name, grid)
 
-    def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
-        part, out = item
-        put(part.of(linears[part.projection][part.expert]), out)
+    def writer(expert: int, projection: str) -> Callable[[Part, Sequence[Bytes]], None]:
+        return lambda part, out: put(part.of(linears[projection][expert]), out)
 
-    with blocks(sizes_of(rows, grid, experts), grid.numa, pool.nodes) as views:
-        arrays = arrays_of(rows, views)
-        in_parallel(one, arrays.items(), pool.threads)
-    return LayerWeights(rows, grid, experts, arrays)
+    return fill(dict.fromkeys(PROJECTIONS, method), grid, len(linears["gate"]), writer, pool)
+
+
+def write_loose(folder: Path, fmt: Format, part: Part, stored: Iterable[Bytes]) -> None:
+    """Write the tensors of a part as kt-kernel's .kt files into a layer's folder; not synced."""
+    for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
+        path = folder / str(fmt.loose_path(part, tensor))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish.write_file(path, data.data, sync=False)
 
 
 def check_limits(method: str, grid: ExpertGrid) -> None:
@@ -136,18 +178,6 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
     if max(grid.hidden, *grid.widths) > lib.KTQ_MOST_COLUMNS:
         why = f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}"
         raise UnsupportedError(f"{why}; this runtime cannot compute it.")
-
-
-def sizes_of(rows: Mapping[str, Method], grid: ExpertGrid, experts: int) -> dict[tuple[Part, str], int]:
-    """The bytes of each tensor of a layer, by part and suffix."""
-    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in grid.all_parts(range(experts))]
-    return {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
-
-
-def arrays_of(rows: Mapping[str, Method], views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part, in the order of its projection's row."""
-    parts = {part: rows[part.projection].tensors(part.n, part.k) for part, _ in views}
-    return {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts.items()}
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import gpu_buffers, methods
+from ktconvert.native_quant.runtime import gpu_buffers, method_names, weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.layer_forwards import OnCpu, OnStream, WrappedLayer
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.models import Member, select
 from ktconvert.native_quant.runtime.pool import Job, Pool, checked_nodes, shared_pool
+from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 from ktconvert.native_quant.runtime.swiglu import Swiglu
-
-if TYPE_CHECKING:
-    import torch
 
 _LEFT_OUT: Any = object()  # these have no default in kt-kernel; only gpu_experts_mask may be left out
 
@@ -114,7 +114,6 @@ class KTMoEWrapper:
 
     @property
     def num_gpu_experts(self) -> int:
-        """How many experts are skipped."""
         return int(self._mask.sum())
 
     @property
@@ -161,16 +160,12 @@ class KTMoEWrapper:
         Expert p computes with expert map[p] of the tensors, which files hold in their order (kt-kernel 0.7.2 fills its
         buffers by map[p]). NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
-        if methods.METHODS[self.method].encoding is None:
+        if METHODS[self.method].encoding is None:
             remedy = "call load_weights, or pack the tensors with method='FP8' or another"
             raise NotImplementedError(f"method={self.method!r} is read from checkpoints only: {remedy}")
-        e, i, h = self.num_experts, self.moe_intermediate_size, self.hidden_size
-        shapes = {"gate_proj": (e, i, h), "up_proj": (e, i, h), "down_proj": (e, h, i)}
-        for (name, shape), tensor in zip(shapes.items(), (gate_proj, up_proj, down_proj), strict=True):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+        shapes = weights.shapes_of(self.num_experts, self.hidden_size, self.moe_intermediate_size)
         experts = Experts.from_bf16(
-            *map(_bits, (gate_proj, up_proj, down_proj)),
+            *weights.bits_of(shapes, gate_proj, up_proj, down_proj),
             method=self.method,
             parts=self.threadpool_count,
             layer=self.layer_idx,
@@ -181,7 +176,6 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _computed(self, order: torch.Tensor | None) -> dict[str, Any]:
-        """How the experts are computed, for Experts."""
         of_file = None if order is None else np.asarray(order.cpu(), np.int64)
         swiglu = {"swiglu_limit": self.swiglu_limit, "swiglu_alpha": self.swiglu_alpha}
         return {"pool": self._pool, "exact": self.exact, "order": of_file, **swiglu}
@@ -269,9 +263,9 @@ class KTMoEWrapper:
         Raises gpu_buffers.write's errors, RuntimeError before weights are loaded.
         """
         experts = self._loaded()
-        addresses = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
-        buffers = gpu_buffers.GpuBuffers(*(list(map(int, of_ranks)) for of_ranks in addresses))
-        self._written.append(gpu_buffers.write(experts, int(expert_id), int(gpu_tp_count), buffers))
+        given = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
+        addresses = [list(map(int, of_ranks)) for of_ranks in given]
+        self._written.append(gpu_buffers.write(experts, int(expert_id), int(gpu_tp_count), addresses))
 
     def sync_write_weight_scale_to_buffer(self) -> None:
         """Wait until all that was submitted is written. Raises InputError where a mapped file could not be read."""
@@ -290,7 +284,7 @@ def _check(given: Mapping[str, Any]) -> None:
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
     if missing := [name for name in names if given[name] is _LEFT_OUT]:
         raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
-    methods.check(given["mode"], given["method"], Swiglu(given["swiglu_limit"], given["swiglu_alpha"]))
+    method_names.check(given["mode"], given["method"], Swiglu(given["swiglu_limit"], given["swiglu_alpha"]))
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
     sizes = [given[name] for name in positive]
     if min(sizes) < 1 or given["num_experts_per_tok"] > given["num_experts"]:
@@ -300,9 +294,6 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _training(cls: type[KTMoEWrapper], given: Mapping[str, Any]) -> Any:
-    """The wrapper of mode "sft" with these arguments."""
-    from ktconvert.native_quant.runtime.sft import SftMoEWrapper
-
     _check(given)
     shared = set(inspect.signature(SftMoEWrapper.__init__).parameters) & set(given) - {"self"}
     on_gpu = given["gpu_experts_mask"], given["num_experts"], given["num_gpu_experts"]
@@ -313,8 +304,6 @@ def _training(cls: type[KTMoEWrapper], given: Mapping[str, Any]) -> Any:
 
 def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
     """A copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may write to."""
-    import torch
-
     own = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if mask is _LEFT_OUT:
         own[:on_gpu] = True
@@ -326,15 +315,7 @@ def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
 
 
 def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
-    """The pool for these settings."""
     nodes = machine.numa_nodes()[:count] if numa_nodes is None else checked_nodes(numa_nodes)
     if numa_nodes is not None and len(nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
     return shared_pool(threads, nodes)
-
-
-def _bits(tensor: torch.Tensor) -> Any:
-    """A tensor's values as BF16 bits."""
-    import torch
-
-    return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy()

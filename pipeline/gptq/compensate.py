@@ -181,7 +181,7 @@ class Compensate:
         if metric.errors is not None:
             chosen = descent.choose(weight, metric.errors, scale.float(), grid)
             return chosen, chosen.values
-        values = gptq.compensate(weight, metric.factor, scale, grid.code_range).values
+        values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
         values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
         return descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float()), values
 

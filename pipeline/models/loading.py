@@ -18,7 +18,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, 
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.native_quant.runtime.hot_mask import REMEDY
 from ktconvert.pipeline.models.adapter_loading import with_adapter
 from ktconvert.pipeline.ui.text import first_line
 

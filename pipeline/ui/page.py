@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.statistics.imatrix import I64
+from ktconvert.native_quant.arrays import I64
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.checks import ProjectionErrors

@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import COUNTS, counts_of
-from ktconvert.layouts.statistics.imatrix import I64
+from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.stages.expert_stream import undone

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.encodings import fp4
+from ktconvert.native_quant.arrays import F32, I8, U8, U16
 from ktconvert.native_quant.matrix import GGML, Matrix
 from ktconvert.quantizers import MXFP4_EXPONENTS, packed
 from ktconvert.quantizers.packed import EMPTY_SCALE
-from ktconvert.quantizers.reference import E2M1, E4M3, F32, I8, U8, U16, bf16_to_f32, f32_to_bf16
+from ktconvert.quantizers.reference import E2M1, E4M3, bf16_to_f32, f32_to_bf16
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 PANEL_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers.reference import F32, I8, U16, bf16_to_f32
+from ktconvert.native_quant.arrays import F32, I8, U16
+from ktconvert.quantizers.reference import bf16_to_f32
 from rig.reference import SMALLEST_NORMAL, row_scales
 
 F64 = npt.NDArray[np.float64]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
 from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.arrays import Array
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
@@ -50,7 +52,7 @@ def read_header(path: Path, file: str = "") -> Header:
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
-def read_matrix(path: Path, name: str, dtype: str, form: str) -> npt.NDArray[Any]:
+def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
     """A file's tensor of this name, of rank 2 and INTEGERS. form: what is needed. InputError for anything else."""
     entries = {entry.name: entry for entry in read_header(path).entries}
     entry = entries.get(name)
@@ -115,9 +117,7 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     if type(offsets) is not list or len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
         raise fail("data_offsets must be two non-negative integers")
     start, stop = offsets
-    total = bits
-    for n in shape:
-        total *= n
+    total = bits * math.prod(shape)
     if stop < start or total != (stop - start) * 8:
         raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_bytes(total)}, data_offsets give {stop - start}")
     return TensorInfo(name, dtype, tuple(shape), stop - start, file, data_start + start)
@@ -131,11 +131,8 @@ def _bytes(bits: int) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"{key[:200]!r} appears twice")
-            seen.add(key)
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice[:200]!r} appears twice")
     return tree
 
 
@@ -204,9 +201,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def _inside(shard: str) -> bool:
-    pure = PurePosixPath(shard)
-    plain = shard.isprintable() and "\\" not in shard
-    return plain and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and str(pure) == shard
+    parts, plain = PurePosixPath(shard).parts, shard.isprintable() and "\\" not in shard
+    return plain and bool(parts) and parts[0] != "/" and ".." not in parts and "/".join(parts) == shard
 
 
 def _complete(root: Path, names: list[str]) -> None:

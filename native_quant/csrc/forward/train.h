@@ -1,4 +1,5 @@
-/* The forward and backward of a layer's routed experts for training LoRA (train.c), and its products. */
+/* The forward and backward of a layer's routed experts for training LoRA: its steps (train.c), their slices
+ * (train_slices.c) and memory (train_memory.c), what they multiply (train_products.c, train_lora.c, train_turn.c). */
 #ifndef KT_TRAIN_H
 #define KT_TRAIN_H
 
@@ -78,6 +79,56 @@ struct kt_training {
     } group[KTQ_MOST_PARTS];
     kt_train_scratch *scratch;
 };
+
+static inline int kt_in_int8(const kt_training *t) {
+    return t->pass.gate->arithmetic == &kt_int8_arithmetic;
+}
+
+/* Whether gradients are multiplied in int8. */
+static inline int kt_quantizes_gradients(const kt_training *t) {
+    return t->moe->transposed && kt_in_int8(t);
+}
+
+static inline uint16_t *kt_low_of(const kt_training *t, uint16_t *low, int64_t which, int64_t row) {
+    return low + (which * t->pass.rows + row) * 2 * t->low;
+}
+
+/* train_products.c */
+
+kt_matrix kt_matrix_of(const kt_training *t, int64_t bucket, int64_t part, int projection);
+/* BF16 of c[m][32], of that and the scaled product of LoRA (NULL: none): c, and rows of `out` (NULL: not wanted). */
+void kt_finish(const kt_training *t, int64_t m, float *c, float *of_lora, uint16_t *out, int64_t pitch,
+               const kt_train_scratch *s);
+void kt_quantize_block(const kt_training *t, const kt_slice *block, const uint16_t *rows, int64_t pitch, int64_t k,
+                       const kt_codes8 *to);
+/* A block's rows times some panels of a weight: c[panel][m][32]. codes: the same rows in int8. */
+void kt_multiply_block(const kt_training *t, const kt_slice *block, const kt_matrix *w, int64_t first, int64_t count,
+                       const uint16_t *rows, int64_t pitch, const kt_codes8 *codes, float *c,
+                       const kt_train_scratch *s);
+/* Columns from 32 * first on of a weight, as panels of its transpose, where nothing has packed that. */
+void kt_turn_columns(const kt_training *t, int64_t bucket, int64_t part, int projection, int64_t first, int64_t count,
+                     uint16_t *panels, const kt_train_scratch *s);
+/* A block's rows times them, or times those that were packed. */
+void kt_multiply_turned(const kt_training *t, const kt_slice *block, int64_t part, int projection, int64_t first,
+                        int64_t count, const uint16_t *panels, const uint16_t *rows, int64_t pitch,
+                        const kt_codes8 *codes, float *c, const kt_train_scratch *s);
+/* Rows times the factor `a`, after dropout. column: where a part begins in rows. */
+void kt_narrow_inputs(const kt_training *t, int projection, int64_t expert, int64_t column, int64_t k,
+                      const uint16_t *rows, int64_t pitch, int64_t row, int64_t m, uint16_t *low,
+                      const kt_train_scratch *s);
+
+/* train_slices.c: run a step for all of its slices. */
+
+void kt_run_blocks(ktq_pool *pool, kt_training *t, kt_step *step);
+/* Panels of each part, those of a part by its group first: `panels` of them, or 0: as many as the part has. */
+void kt_run_panels(ktq_pool *pool, kt_training *t, int64_t parts, int64_t panels, kt_step *step);
+void kt_run_tokens(ktq_pool *pool, kt_training *t, kt_step *step);
+void kt_run_factors(ktq_pool *pool, kt_training *t);
+int64_t kt_most_slices(const kt_training *t);
+
+/* train_memory.c */
+
+int kt_sort_and_allocate(ktq_pool *pool, kt_training *t);
 
 /* train_lora.c. Low rows are pairs of BF16 numbers that add up to one: 2 * low columns. */
 
