@@ -205,10 +205,6 @@ class Converted(NamedTuple):
     def theirs(self, name: str) -> Path:
         return self.root / "theirs" / name
 
-    def rounded(self, name: str) -> Path:
-        """What --quant-method RTN makes of the same model: of "qwen3_moe" and "bundled", W4A16."""
-        return self.root / "rounded" / name
-
     def output_of(self, name: str) -> str:
         return (self.root / "log" / name).read_text()
 
@@ -235,9 +231,9 @@ class Converted(NamedTuple):
 
 
 def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None:
-    """Run every conversion that `converted` names. extras: round two models to nearest."""
+    """Run every conversion that `converted` names. extras: round one model to nearest, too."""
     root = converted.root
-    for name in ("models", "ours", "theirs", "log", "rounded"):
+    for name in ("models", "ours", "theirs", "log"):
         (root / name).mkdir()
     models = sources(root / "models")
     samples = {few: data(root, name, lengths) for few, name, lengths in ((False, "texts", TEXTS), (True, "few", FEW))}
@@ -258,9 +254,8 @@ def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None
                 words = arguments(models[case.source], converted.ours(name), *options, threads=threads)
                 assert run(name, *words) == 0, converted.output_of(name)
             if extras:
-                for name in ("qwen3_moe", "bundled"):
-                    where = ("-i", models[name], "-o", converted.rounded(name))
-                    assert run(f"{name} RTN", "gpu", *where, "--quant-method", "RTN", "--quant-type", "W4A16") == 0
+                where = ("-i", models["qwen3_moe"], "-o", root / "rounded")
+                assert run("RTN", "gpu", *where, "--quant-method", "RTN", "--quant-type", "W4A16") == 0
             codes = {
                 name: run(f"{name} verified", "verify", converted.ours(name), "--against", converted.model(name))
                 for name in (*VERIFIED, *VERIFIED_LONG)
