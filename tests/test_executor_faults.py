@@ -77,12 +77,6 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "o" / "out"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path / "cluster") as begun:
-        yield begun
-
-
 def at(cluster: Cluster) -> tuple[str, str]:
     return "--executor", f"dask:{cluster.file}"
 
@@ -241,15 +235,14 @@ def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster:
         assert f"{len(made)} of {UNITS} units are finished" in note["text"]
 
 
-def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) -> None:
-    cluster.start("a", "b", env=setting.stopping(output))
-    coordinator = setting.begin(output, cluster)
-    cluster.wait_until_stopped("a")
-    cluster.wait_until_stopped("b")
-    cluster.send("scheduler", signal.SIGKILL)
-    for name in ("a", "b"):
-        cluster.send(name, signal.SIGCONT)
-    conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
+def test_a_killed_scheduler(setting: Setting, output: Path, tmp_path: Path) -> None:
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", env=setting.stopping(output))
+        coordinator = setting.begin(output, cluster)
+        cluster.wait_until_stopped("a")
+        cluster.send("scheduler", signal.SIGKILL)
+        cluster.send("a", signal.SIGCONT)
+        conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
 
 

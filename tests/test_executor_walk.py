@@ -100,12 +100,6 @@ def servers(shim: Path) -> Iterator[forks.Forks]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def expected(dataset: Path, servers: forks.Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("expected") / "out"
     assert servers.run(words(output, dataset), output.with_suffix(".said")).returncode == 0

@@ -48,12 +48,20 @@ class Cluster(contextlib.AbstractContextManager[Any]):
         self._start("scheduler", ["scheduler", *SCHEDULER, *self._protocol], {})
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
+        self._end([*self._processes])
+
+    def end_workers(self) -> None:
+        """What comes next starts others, under any names."""
+        self._end([name for name in self._processes if name != "scheduler"])
+
+    def _end(self, names: list[str]) -> None:
+        for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ends stopped ones, too, and what a nanny started
-        for name, process in self._processes.items():
-            process.wait()
+                os.killpg(self._processes[name].pid, signal.SIGKILL)  # ends stopped ones, too, and what a nanny started
+        for name in names:
+            self._processes.pop(name).wait()
             print(f"--- {name}: {self.log(name)}")
+        self._nannies.clear()
 
     @property
     def address(self) -> str:
@@ -183,13 +191,14 @@ def other_version(folder: Path, version: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
 @pytest.fixture
-def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster that ends with the test: dask_cluster("a", "b", nanny=True), or dask_cluster(tls=folder)."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(*names: str, nanny: bool = False, **how: Any) -> Cluster:
-            folder = tmp_path / f"cluster{len(list(tmp_path.glob('cluster*')))}"
-            return stack.enter_context(Cluster(folder, **how)).start(*names, nanny=nanny)
-
-        yield begin
+def cluster(scheduler: Cluster) -> Iterator[Cluster]:
+    """A cluster whose workers end with the test; it has none to begin with."""
+    yield scheduler
+    scheduler.end_workers()
