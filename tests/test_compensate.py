@@ -25,6 +25,7 @@ if find_spec("torch") is None:
 
 import torch
 
+from ktconvert.pipeline.walk import bf16
 from ktconvert.quantizers import gptq
 
 FORMS = {4: AMXINT4, 8: AMXINT8}
@@ -80,10 +81,7 @@ def compensated(
         stored[expert, projection] = made
 
     consumer = Compensate(form, 0.01, "float32", sees, floor, nearest, write, numa)
-    weights = {
-        e: ExpertWeights(*(torch.from_numpy(own[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
-        for e, own in enumerate(experts)
-    }
+    weights = {e: ExpertWeights(*(bf16.to_tensor(own[p]) for p in SHAPES)) for e, own in enumerate(experts)}
     group = ExpertGroup(0, np.array(tokens), weights, dict(enumerate(gate_up)), dict(enumerate(down)))
     consumer.take(group)
     return consumer, stored

@@ -1,25 +1,17 @@
 """Pack-quantized experts: names, tensors, config and ignore list are what compressed-tensors and its loaders expect."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_archs import Model
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.encodings import pack_quantized
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
-from ktconvert.layouts.outputs.parts import Part
-from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.stages.expert_files import empty_parts
-from rig import stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
@@ -85,15 +77,6 @@ def test_names(
     assert [name for _, _, name, _, _ in linear_names.linears(model, 1, [2])] == expected[-3:]
     if kind is Separate:
         assert {f"{name}.weight" for name in expected} == model.expert_tensor_names()
-
-
-def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
-    """Words, shape and scales of a linear, rounded to nearest."""
-    n, k = linear.shape
-    [(_, out)] = empty_parts(form, [Part(0, 0, "gate", 0, n, k)])
-    form.quantize(linear, out)
-    packed, shape, scale = out
-    return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
@@ -198,38 +181,3 @@ def test_groups_and_ranks_must_divide_every_row(build: Build) -> None:
     words = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
     with pytest.raises(UnsupportedError, match=words):
         loading_notes(fmt, model, (4,))
-
-
-@pytest.mark.parametrize("source", ["BF16", "FP8"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_a_whole_checkpoint_equals_model_free_ptq(
-    form: Encoding, source: str, example: Path, tmp_path: Path, write_safetensors: Any
-) -> None:
-    """The library's own streaming round to nearest, with our ignore list: same names, same bytes, nothing else packed."""
-    llmcompressor = pytest.importorskip("llmcompressor", reason="llmcompressor is not installed")
-    import torch
-    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-    from safetensors.torch import load_file
-
-    input_path = stored.model(example, tmp_path / "given", source)
-    converter = FP8BlockDequantizer(targets=[r"re:.*_proj$"]) if source == "FP8" else None
-    model = recognise(open_checkpoint(input_path))
-    patterns = ignore.ignore_list(model)
-    where = (str(input_path), str(tmp_path / "theirs"))
-    llmcompressor.model_free_ptq(*where, form.name, ignore=patterns, device="cpu", converter=converter)
-    files = (tmp_path / "theirs").glob("*.safetensors")
-    theirs = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    packed_names = {name for name in theirs if name.rpartition(".")[2] in pack_quantized.SUFFIXES}
-    for layer in model.layers:
-        for expert, projection, name, n, k in linear_names.linears(model, layer):
-            packed, _, scale = rounded(form, model.linear(layer, expert, projection))
-            assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
-            assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()
-            assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
-            packed_names -= {f"{name}.{suffix}" for suffix in pack_quantized.SUFFIXES}
-    assert not packed_names
-    quantization = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
-    (scheme,) = quantization["config_groups"].values()
-    scheme["weights"]["observer"] = None  # how the library found the scales
-    assert not quantization.pop("transform_config")
-    assert quantization | {"config_groups": {"group_0": scheme}} == quantization_config(form.grid, patterns)

@@ -1,5 +1,6 @@
 """Contradictory headers of every quantized encoding in safetensors: they are read, or refused in one sentence."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -19,18 +20,9 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from rig import conversion
+from rig import conversion, mutations
 from rig.encodings import ENCODINGS, PROJECTIONS, write
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
-KEYS = (
-    *("quant_method", "bits", "group_size", "checkpoint_format", "version", "format", "is_marlin_format"),
-    *("dynamic", "weight_block_size", "config_groups", "sym", "desc_act"),
-)
-VALUES = (
-    *(None, 0, 1, -1, 2, 3, 4, 7, 8, 32, 96, 128, 1 << 40, 1.5, True, "4", "gemm", "marlin", "x" * 3000),
-    *([], {}, [128, 128], [0, 1], [1, 32], {"a": {"bits": 8}}, {"group_0": {"weights": 1}}),
-)
 SUFFIXES = (
     *(".weight", ".weight_packed", ".qweight", "_blocks", ".scale", ".weight_scale", ".weight_scale_inv", "_scales"),
     *(".weight_scale_2", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape", ".scales"),
@@ -39,17 +31,10 @@ SUFFIXES = (
 
 
 def change_config(random: Random, config: dict[str, Any]) -> None:
-    """A value of the quantization, or of what compressed-tensors says of a group of weights."""
-    quant = config.get("quantization_config")
-    if not isinstance(quant, dict) or random.random() < 0.1:
-        config["quantization_config"] = random.choice((None, [], "gptq", {"quant_method": random.choice(METHODS)}))
-    elif isinstance(groups := quant.get("config_groups"), dict) and groups and random.random() < 0.5:
-        scheme = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
-        scheme[random.choice((*scheme, "strategy", "block_structure"))] = random.choice(VALUES)
-        quant["config_groups"] = {**groups, "group_1": {"weights": scheme}}
-    else:
-        key = random.choice(KEYS)
-        quant[key] = random.choice((*METHODS, *VALUES) if key == "quant_method" else VALUES)
+    """What it says of the quantization: other values, keys and structure, as far as they are JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        quantization = json.dumps(config.get("quantization_config", {"quant_method": "gptq", "bits": 4})).encode()
+        config["quantization_config"] = json.loads(mutations.of_json(random, quantization))
 
 
 def other(random: Random, info: TensorInfo) -> TensorInfo:

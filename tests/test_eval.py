@@ -35,7 +35,6 @@ METHODS = {
     "int8": ((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
     "int4": ((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
     "W8A16": ((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
-    "W4A16": ((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
 }
 
 
@@ -225,8 +224,8 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
     ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
     ("damaged", CPU, "int8", "text", (), 5, ""),
-    ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
-    ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
+    ("example", GPU, "W8A16", "text", ("--cpu-weights", "int8"), 2, ""),
+    ("example", GPU, "W8A16", "text", ("--exact",), 2, ""),
     ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
     ("example", GPU, "none", "text", (), 5, ""),
     ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),

@@ -181,10 +181,7 @@ NO_SCHEDULERS = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "S
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
-        *(
-            (f"dask:{name}", 2, (name, "is not what `dask scheduler --scheduler-file` writes"))
-            for name in NO_SCHEDULERS
-        ),
+        *((f"dask:{name}", 2, (name, "is not what `dask scheduler")) for name in NO_SCHEDULERS),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
     ],

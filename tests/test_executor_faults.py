@@ -53,9 +53,7 @@ class Setting:
         """Resume by threads, or with the given words, and compare."""
         self.finished(self.run("resume", output, *words), output)
 
-    def stopping(
-        self, output: Path, unit: str = "", call: int = 2, number: signal.Signals = signal.SIGSTOP
-    ) -> dict[str, str]:
+    def stopping(self, output: Path, unit: str = "", call: int = 2, number: int = signal.SIGSTOP) -> dict[str, str]:
         """The environment of a worker that stops, or sends itself another signal, in the middle of a unit."""
         return killpoint.stopping(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
 
@@ -184,9 +182,7 @@ def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) ->
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
     conversion.refused(done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}")
-    [told] = [
-        event["text"] for event in of(conversion.events(done.stderr), "note") if "nothing was heard" in event["text"]
-    ]
+    [told] = [e["text"] for e in of(conversion.events(done.stderr), "note") if "nothing was heard" in e["text"]]
     assert "start one on each host: dask worker" in told and "the command ends in 4.0 s" in told
     cluster.send("b", signal.SIGKILL)
     setting.resumed(output)

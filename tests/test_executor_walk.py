@@ -62,9 +62,7 @@ def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Execu
     events = conversion.Events()
     assert commands.run(plan(case, tmp_path / "away" / "out", dataset), workers, events)
     assert conversion.differing(*(conversion.tree(tmp_path / name) for name in ("away", "here"))) == []
-    begun, done = (
-        {(e["unit"], e.get("pid")) for e in events.told if e["event"] == which} for which in ("start", "done")
-    )
+    begun, done = ({(e["unit"], e.get("pid")) for e in events.told if e["event"] == k} for k in ("start", "done"))
     assert begun == done
     portions = [unit for unit, _ in begun if ".experts-" in unit]
     assert len(portions) == 4  # two of each layer

@@ -219,19 +219,29 @@ def test_every_code_has_its_value(isa: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 6, 20])
-def test_scales_of_mxfp4_at_both_ends(isa: str, m: int) -> None:
+def test_e8m0_scales_at_both_ends(isa: str, m: int) -> None:
     """2^-127 is no normal float32, 2^127 is the largest power of two: results are right wherever they are normal."""
     n, k = 64, 128
     rng = np.random.default_rng(m)
-    codes = rng.integers(0, 16, (n, k), np.uint8)
+    e2m1, e4m3 = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 0x7F, (n, k), np.uint8)
     for small, activation in (((0, 1, 2), 2.0**100), ((254, 253, 252), 2.0**-30), ((0, 127, 254), 2.0**-20)):
         scales = rng.choice(np.array(small, np.uint8), (n, k // 32))
-        weight = floats.mxfp4(codes, scales)
         activations = floats.to_bits(rng.choice([-1.5, 1, 1.25], (m, k)) * activation)
-        out = multiply("MXFP4", activations, weight)
         numbers = floats.from_bits(activations)
-        error = np.abs(out - numbers @ weight.numbers.T)
-        assert (error <= 1e-6 * np.abs(numbers) @ np.abs(weight.numbers.T) + 2.0**-126).all()
+        eighths = np.maximum(scales, 9) - 9  # so that E4M3's largest, 448, times the scale is finite
+        for name, weight in (("MXFP4", floats.mxfp4(e2m1, scales)), ("MXFP8", floats.mxfp8(e4m3, eighths))):
+            error = np.abs(multiply(name, activations, weight) - numbers @ weight.numbers.T)
+            assert (error <= 1e-6 * np.abs(numbers) @ np.abs(weight.numbers.T) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_a_subnormal_scale_of_fp8_counts_0(isa: str, m: int) -> None:
+    """The largest one; 2^-126 is a scale."""
+    codes, activations = np.full((128, 128), 0x38, np.uint8), floats.to_bits(np.full((m, 128), 2.0**40))
+    for least in (2.0**-126, np.nextafter(np.float32(2.0**-126), np.float32(0))):
+        for name, form, shape in (("FP8", floats.fp8, (1, 1)), ("FP8_PERCHANNEL", floats.fp8_perchannel, (128,))):
+            out = multiply(name, activations, form(codes, np.full(shape, least, np.float32)))
+            assert (out == (0 if least < 2.0**-126 else 2.0 ** (40 + 7 - 126))).all(), name
 
 
 def test_codes_that_are_no_number_give_none(isa: str) -> None:

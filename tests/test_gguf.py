@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
+from ktconvert.layouts.checkpoints.containers.gguf import parts_of, read_header
 from ktconvert.layouts.checkpoints.moe_model import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
-from rig import conversion, floats, gguf, golden, killpoint
-from rig.conversion import KTCONVERT
+from rig import conversion, floats, gguf, golden
 from rig.gguf import E, H, I, about, file, info, model, pair, write
 from rig.safetensors import bits_of, read_file, read_folder
 
@@ -61,27 +60,6 @@ def same_weights(one: Path, other: Path) -> None:
     assert ours == theirs and (ours or read_folder(one))
 
 
-def test_sizes_are_those_of_gguf_py() -> None:
-    theirs = {kind.value: (kind.name, *size) for kind, size in library.GGML_QUANT_SIZES.items()}
-    for number, of in GGML_TYPES.items():
-        assert theirs[number] == (of.name, of.columns, of.nbytes)
-
-
-def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
-    """Whole linears, and parts of them that begin inside a block of 256 columns; both orientations."""
-    moe = recognised(all_types)
-    assert set(moe.dtypes) == set(EVERY) and moe.shape(0) == (E, H, I)
-    for (layer, part), experts in values(all_types).items():
-        for expert, bits in enumerate(experts):
-            linear, (n, k) = moe.linear(layer, expert, part), bits.shape
-            assert (kernels.decode(linear) == bits).all(), (layer, part)
-            cut = linear.rows(n // 2, n - 3).columns(64, k - 64)
-            assert (kernels.decode(cut) == bits[n // 2 : n - 3, 64 : k - 64]).all()
-            again = cut.columns(64, k - 128)
-            assert (kernels.decode(again) == bits[n // 2 : n - 3, 128 : k - 64]).all()
-            assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
-
-
 def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
     """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
     plain = in_bf16(all_types, tmp_path / "plain", write_qwen)
@@ -99,9 +77,7 @@ def test_a_missing_decoder_is_a_sentence(all_types: Path, cli: Cli, tmp_path: Pa
     """The extra [gguf] is for types that C does not decode."""
     (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError")
     done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env={"PYTHONPATH": str(tmp_path)})
-    assert re.search(
-        r"weights in \w+ are decoded by gguf, not installed here: pip install 'ktconvert\[gguf\]'$", done.stderr
-    )
+    assert re.search(r"weights in \w+ are decoded by gguf, not installed here: .*'ktconvert\[gguf\]'$", done.stderr)
     assert not (tmp_path / "out").exists()
 
 
@@ -111,10 +87,6 @@ WRITTEN = [path for name, path in golden.files("*.gguf").items() if "imatrix" no
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_files_of_other_programs_are_converted(path: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
-    moe = recognised(path)
-    for (layer, part), experts in values(path).items():
-        for expert, bits in enumerate(experts):
-            assert (kernels.decode(moe.linear(layer, expert, part)) == bits).all()
     for source, out in ((path, "ours"), (in_bf16(path, tmp_path / "plain", write_qwen), "theirs")):
         cli("cpu", "-i", source, "-o", tmp_path / out, "--threadpool-count", 2)
     same_weights(tmp_path / "ours", tmp_path / "theirs")
@@ -413,11 +385,6 @@ def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path,
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
         assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
-
-
-def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
-    command = [*KTCONVERT, "cpu", "-i", all_types, "-q", "--input-type", "gguf", "-o"]
-    killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
 
 
 ARCH = pair("general.architecture", "qwen3moe")

@@ -121,7 +121,6 @@ def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     shape = shape_of(recognise(open_checkpoint(str(example))), samples, bits=bits, **options)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    expected = WalkShape(
-        256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048
-    )
+    sizes = (256, 256, 8, 4, 64, 256)  # hidden, width, experts, heads, samples, length
+    expected = WalkShape(*sizes, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048)
     assert shape == expected

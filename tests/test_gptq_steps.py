@@ -135,9 +135,8 @@ def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) 
 def test_linears_that_share_a_hessian_may_be_one_tall_matrix() -> None:
     factor = gptq.factorize(calibrated(160), 0.01)
     parts = [linear(n, 160, 32, 4, seed=n) for n in (5, 64, 1)]
-    tall = gptq.compensate(
-        torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), CodeRange(-8, 7)
-    ).values
+    weights, scales = map(torch.cat, zip(*parts, strict=True))
+    tall = gptq.compensate(weights, factor, scales, CodeRange(-8, 7)).values
     for part, (weight, scale) in zip(tall.split([5, 64, 1]), parts, strict=True):
         assert torch.equal(part, gptq.compensate(weight, factor, scale, CodeRange(-8, 7)).values)
 

@@ -15,7 +15,7 @@ import pytest
 from ktconvert.quantizers import packed
 from rig import conversion, encodings, reference
 from rig.files import edit_json
-from rig.safetensors import Tensor, edit_file, read_folder
+from rig.safetensors import Tensor, edit_file, read_folder, write_file
 
 Bits = npt.NDArray[Any]
 Tensors = dict[str, tuple[str, Bits]]
@@ -38,17 +38,15 @@ def bf16(rng: np.random.Generator, *shape: int) -> Bits:
 
 
 @pytest.fixture
-def save(tmp_path: Path, write_safetensors: Any) -> Callable[..., Path]:
+def save(tmp_path: Path) -> Callable[..., Path]:
     """A checkpoint from its tensors: save(tensors, model_type=..., ...)."""
 
     def make(tensors: Tensors, **config: Any) -> Path:
-        folder = tmp_path / "source"
-        folder.mkdir()
         document = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "hidden_size": H, "hidden_act": "silu"}
-        (folder / "config.json").write_text(json.dumps(document | config))
-        (folder / "tokenizer.json").write_text("{}")
-        write_safetensors(folder / "model.safetensors", tensors)
-        return folder
+        (tmp_path / "source").mkdir()
+        (tmp_path / "source" / "config.json").write_text(json.dumps(document | config))
+        write_file(tmp_path / "source" / "model.safetensors", tensors)
+        return tmp_path / "source"
 
     return make
 

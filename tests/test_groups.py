@@ -18,6 +18,7 @@ from rig import isas, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
+SHAPES = [(40, 384, 128), (33, 256, 32), (16, 128, 64), (20, 320, 160), (1, 128, 128)]
 RULES = [*((4, rule) for rule in kernels.GROUP_RULES), *((8, rounding) for rounding in kernels.ROUNDINGS)]
 
 
@@ -56,9 +57,7 @@ def assert_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("bits", "rounding"), RULES)
-@pytest.mark.parametrize(
-    ("n", "k", "group"), [(40, 384, 128), (33, 256, 32), (16, 128, 64), (20, 320, 160), (1, 128, 128)]
-)
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_kernels_are_the_definition(bits: int, rounding: str, n: int, k: int, group: int) -> None:
     for bf16 in (ugly(n, k), any_bits(np.random.default_rng(n), (n, k))):
         assert_same(ours(bits, bf16, group=group, rounding=rounding), expected(bits, group, bf16, rounding))

@@ -248,9 +248,7 @@ ENCODINGS: dict[str, Encoding] = {
     "ct MXFP4": Encoding("MXFP4", "mxfp4", mxfp4("U8", ".weight_packed", ".weight_scale", "U8")),
     "blocks": Encoding("MXFP4", "mxfp4", mxfp4("U8", "_blocks", "_scales", "U8"), stacked=True),
     "MXFP8": Encoding("MXFP8", "mxfp8", fp8((1, 32), ".weight_scale_inv", "U8")),
-    "E8M0 of 128x128": Encoding(
-        "MXFP8", "fp8", fp8((128, 128), ".weight_scale_inv", "F8_E8M0"), fp8_config((128, 128))
-    ),
+    "E8M0 of 128x128": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), fp8_config((128, 128))),
     "E8M0 of 128x128, V4": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), v4=True),
     "E8M0 of 32x64": Encoding("MXFP8", "mxfp8", fp8((32, 64), ".weight_scale", "F8_E8M0")),
     "modelopt NVFP4": Encoding("NVFP4", "nvfp4", nvfp4(".weight", ".weight_scale_2", False)),
