@@ -22,15 +22,12 @@ MODEL, OUTPUT = "--model_id", "--output_dir"
 
 # Each is written as in kt-kernel, lines joined.
 PATHS, MNT = "--model_id /path/to/model --output_dir /path/to/output", "/mnt/data/models"
-QWEN, QWEN2 = f"{MNT}/Qwen3-Next-80B-A3B-Instruct", "/mnt/data2/models/Qwen3-Next-80B-A3B-Instruct"
+QWEN = f"{MNT}/Qwen3-Next-80B-A3B-Instruct"
 SAMPLES = "--num_calibration_samples 512 --max_sequence_length 2048"
 EXAMPLES = {
     # kt-kernel/scripts/README.md
-    "gptq": f"{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16",
-    "rtn": f"{PROGRAM} {PATHS} --quant_method RTN --quant_type W4A16",
     "calibration": f"{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16 {SAMPLES} "
     "--dataset HuggingFaceH4/ultrachat_200k --dataset_split train_sft",
-    "memory": f'{PROGRAM} {PATHS} --quant_method GPTQ --quant_type W4A16 --max_gpu_memory "40GiB"',
     "example 1": f"{PROGRAM} --model_id {QWEN} --output_dir {QWEN}-GPTQ-W4A16 --quant_method GPTQ --quant_type W4A16 "
     f'{SAMPLES} --max_gpu_memory "40GiB" --trust_remote_code',
     "example 2": f"{PROGRAM} --model_id {MNT}/DeepSeek-R1-0528-BF16 --output_dir {MNT}/DeepSeek-R1-0528-RTN-W4A16 "
@@ -38,11 +35,6 @@ EXAMPLES = {
     "example 3": f"{PROGRAM} --model_id {MNT}/GLM-4.5-Air --output_dir {MNT}/GLM-4.5-Air-GPTQ-W8A16 --quant_method GPTQ "
     '--quant_type W8A16 --dataset "tatsu-lab/alpaca" --dataset_split "train" --num_calibration_samples 256 '
     '--max_gpu_memory "40GiB" --trust_remote_code',
-    # the text of scripts/convert_gpu_weights.py itself
-    "script gptq": f"python convert_gpu_weights.py --model_id {QWEN2} --output_dir {QWEN2}-GPU-weight "
-    "--quant_method GPTQ --quant_type W4A16",
-    "script rtn": f"python convert_gpu_weights.py --model_id {MNT}/GLM-4.5-Air "
-    f"--output_dir {MNT}/GLM-4.5-Air-GPU-weights-rtn --quant_method RTN --quant_type W4A16",
     # kt-kernel/README.md, which relies on the default method
     "readme": f"{PROGRAM} {PATHS} --quant_type W4A16",
 }
