@@ -60,38 +60,29 @@ def test_names_of_ours_make_room_for_those_of_earlier_conversions(
     cli("verify", out, "--no-load")
 
 
-def text(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("text")
+def text(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text")
 
 
-def unlisted(source: Path) -> None:
-    text(source / "sub" / "vocab.txt")
-    (source / "sub").chmod(0)
-
-
-def renamed_into_a_folder(source: Path) -> None:
-    text(source / "README.md")
-    text(source / "README.source.md" / "text.md")
-
-
-def link_out(source: Path, to: str = "secret.txt") -> None:
+def link_out(source: Path, to: str = "secret.txt", name: str = "notes.txt") -> None:
     text(source.parent / to)
-    (source / "notes.txt").symlink_to(f"../{to}")
-
-
-def linked_config(source: Path) -> None:
-    (source / "config.json").rename(source.parent / "config.json")
-    (source / "config.json").symlink_to("../config.json")
+    if (source / name).exists():
+        (source / name).rename(source.parent / to)
+    (source / name).symlink_to(f"../{to}")
 
 
 SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (lambda source: (source / "tokenizer.json").chmod(0), ("tokenizer.json", "cannot be read (Permission denied)")),
     (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
-    (unlisted, ("model/sub", "cannot be listed (Permission denied)")),
+    (lambda source: (source / "sub").mkdir(0), ("model/sub", "cannot be listed (Permission denied)")),
     (lambda source: text(source / "README.md" / "a.md"), ("README.md/a.md", "the output has a file README.md")),
-    (renamed_into_a_folder, ("README.source.md/text.md", "the output has a file README.source.md")),
-    (linked_config, ("model/config.json", "outside the checkpoint")),
+    (
+        lambda s: text(s / "README.md", s / "README.source.md" / "a.md"),
+        ("README.source.md/a.md", "the output has a file"),
+    ),
+    (lambda source: link_out(source, "config.json", "config.json"), ("model/config.json", "outside the checkpoint")),
     (lambda source: link_out(source, "blobs/secret"), ("notes.txt", "blobs/secret, outside the checkpoint")),
 ]
 

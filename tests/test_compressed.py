@@ -9,9 +9,9 @@ from test_archs import Model
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
-from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
+from ktconvert.layouts.outputs.gpu_card import quantization_config
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
@@ -168,16 +168,3 @@ def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
     for pattern in (*ignore.USUAL_PATTERNS, "re:experts", "re:.*experts", "model.layers.1.mlp.gate"):
         for name in names:
             assert ignore.is_match(name, pattern) == library.match_name(name, pattern)
-
-
-def test_groups_and_ranks_must_divide_every_row(build: Build) -> None:
-    fmt, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
-    for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
-        with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
-            loading_notes(fmt, build("qwen3_moe", style, shape=shape), (1,))
-    model = build("qwen3_moe", style, shape=(E, 128, 768))
-    note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."
-    assert loading_notes(fmt, model, (1, 2)) == (note,)
-    words = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
-    with pytest.raises(UnsupportedError, match=words):
-        loading_notes(fmt, model, (4,))

@@ -1,5 +1,5 @@
-"""Codes with scales of groups, packed integers, FP4, FP8 and blocks of ggml: every kernel equals the definition, which is
-what was packed or gguf-py's values, however codes are laid out and the linear is sliced.
+"""Codes with scales of groups, packed integers, FP4, FP8 and blocks of ggml: every kernel equals the definition, however codes
+are laid out and the linear is sliced. That the definition gives what was packed: test_inputs.py; or gguf-py's values.
 """
 
 from dataclasses import replace
@@ -69,32 +69,6 @@ def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order
     for group in (1, 3, 16, 32, 40, 128, 1000) if kind in PLAIN and not zeros and not order else ():
         for n, k in ((1, 2), (3, 64), (33, 66), (5, 254), (40, 640)):
             same(linear(kind, n, k, group))
-
-
-def test_codes_are_those_that_were_packed() -> None:
-    """The definition itself: known codes, put into words one by one."""
-    rng = np.random.default_rng(3)
-    for bits, kind in ((4, "int4_words"), (8, "int8_words"), (4, "int4_awq")):
-        codes = rng.integers(0, 1 << bits, (16, 24)).astype(np.uint64)
-        each, words = 32 // bits, np.zeros((24 * bits // 32, 16) if kind != "int4_awq" else (24, 2), np.uint64)
-        for (row, column), code in np.ndenumerate(codes):
-            if kind == "int4_awq":
-                words[column, row // 8] |= code << np.uint64(4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8])
-            else:
-                words[column // each, row] |= code << np.uint64(bits * (column % each))
-        matrix = Matrix(words.astype(np.uint32).T, KINDS[kind], np.ones((16, 1), np.float32), (1, 24))
-        assert (packed.codes(matrix) == codes).all()
-        assert (packed.signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
-
-
-def test_zero_points_borrow_from_their_neighbours() -> None:
-    """GPTQ's first format stores each word of zero points less 0x11111111, or 0x01010101, as a whole."""
-    for bits, one in ((4, 0x11111111), (8, 0x01010101)):
-        points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
-        points[:, ::5] = 0
-        words = packed.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
-        assert (packed.gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
-        assert (packed.gptq_zeros(bits, words, less_one=False) == points).all()
 
 
 @pytest.mark.usefixtures("isa")

@@ -71,13 +71,6 @@ def page_of(name: str) -> Path:
     return REFERENCE / "commands" / f"{name}.md"
 
 
-def section(text: str, title: str) -> str:
-    """What stands below a heading of level 2, to the next one."""
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    assert match is not None, f"there is no section '## {title}'"
-    return match[1]
-
-
 def blocks(text: str, language: str) -> Iterator[str]:
     for match in FENCE.finditer(text):
         if match[2] == language:

@@ -65,7 +65,7 @@ def units(a: Any) -> Any:
 
 def by_definition(name: str, activations: Any, weight: Weight, form: str = "pairs") -> Any:
     """Section 5b for numbers whose products and sums are exact in float64."""
-    a, scale = floats.from_bits(activations), scale_of(name, weight)
+    a, scale = floats.from_bits(activations), weight.scale
     weights = weight.numbers / np.repeat(scale, 32, axis=1)
     if name == "F16":  # 128 columns of the first terms, then of the second ones, with the same activations
         upper = floats.from_bits(floats.to_bits(weights))
@@ -95,27 +95,6 @@ def by_definition(name: str, activations: Any, weight: Weight, form: str = "pair
 def in_turn(x: Any, y: Any) -> Any:
     """Of two arrays 128 columns each in turn."""
     return np.stack([z.reshape(len(z), -1, 128) for z in (x, y)], axis=2).reshape(len(x), -1)
-
-
-def scale_of(name: str, weight: Weight) -> Any:
-    """What the unscaled numbers of the weight are multiplied with: [n, k/32]."""
-    n, k = weight.numbers.shape
-    if name == "FP8_PERCHANNEL":
-        return np.repeat(weight.scales.view(np.float32).astype(np.float64)[:, None], k // 32, axis=1)
-    if name == "NVFP4":
-        return np.full((n, k // 32), weight.scales.view(np.float32)[0], np.float64)
-    if name in floats.INTEGERS:
-        size = np.uint16 if name == "RAWINT4" else np.float32
-        held = weight.scales.view(size).reshape(n // 32, -1, 32).transpose(0, 2, 1).reshape(n, -1)
-        values = floats.from_bits(held) if name == "RAWINT4" else held.astype(np.float64)
-        return np.repeat(values, floats.INTEGERS[name] // 32, axis=1)
-    if name in ("MXFP4", "MXFP8"):
-        codes = weight.scales.reshape(n // 32, k // 32, 32).transpose(0, 2, 1).reshape(n, k // 32)
-        return 2.0 ** (codes.astype(np.float64) - 127)
-    if name == "FP8":
-        blocks = weight.scales.view(np.float32).astype(np.float64).reshape(n // 128, k // 128)
-        return np.repeat(np.repeat(blocks, 128, 0), 4, 1)
-    return np.ones((n, k // 32))
 
 
 def multiply(name: str, activations: Any, weight: Weight) -> Any:

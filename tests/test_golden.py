@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import suffixes
-from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import ROW_GRIDS
-from rig import floats, native, reference
+from rig import reference
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, metadata_of, read_file
 
@@ -75,18 +73,3 @@ def test_our_bytes(method: str, kind: str) -> None:
         for made in ((kernels.decode(matrix), weight, scale), (bf16, *reference.quantize_pack(grid.bits, bf16))):
             for name, ours in zip(("bf16", "weight", "scale"), made, strict=True):
                 same(name, ours.reshape(-1), tensors[f"out.{name}"].reshape(-1))
-
-
-def test_rawint4_holds_the_numbers_of_kt_kernels_file() -> None:
-    """Decoded, they give the outputs that were computed from those numbers when it was made."""
-    layer = native.read("RAWINT4_kimi")
-
-    def linear(expert: int, projection: str) -> Any:
-        (stem,) = {name.rpartition(".")[0] for name in layer.tensors if f".experts.{expert}.{projection}_proj." in name}
-        tensors = {each: layer.tensors[f"{stem}.{each}"].bits for each in suffixes(RAWINT4)}
-        tensors["weight_shape"] = tensors["weight_shape"].astype(np.int64)
-        stored = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in tensors.values()]
-        return RAWINT4.decode(stored, 256, 256, slice(None)).astype(np.float64)
-
-    out = floats.forward(linear, layer.hidden, layer.ids, layer.weights)
-    np.testing.assert_allclose(out, layer.truth, rtol=1e-9, atol=1e-12 * np.abs(layer.truth).max())

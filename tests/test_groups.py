@@ -125,20 +125,6 @@ def test_a_slice_of_a_fused_tensor() -> None:
             assert_same(ours(bits, view), expected(bits, 128, np.ascontiguousarray(view), "library"))
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_words_come_back(bits: int) -> None:
-    half = 2 ** (bits - 1)
-    codes = np.random.default_rng(0).integers(-half, half, (5, 256)).astype(np.int8)
-    words = packed.pack_words(bits, codes)
-    assert words.dtype == np.int32 and words.shape == (5, 256 * bits // 32)
-    assert (packed.unpack_words(bits, words) == codes).all()
-    word = int(words[0, 0]) & 0xFFFFFFFF
-    assert [(word >> bits * j & 2 * half - 1) - half for j in range(32 // bits)] == codes[0, : 32 // bits].tolist()
-    scale = np.full((5, 2), 0x3F80, np.uint16)
-    scale[:, 1] = 0x4000
-    assert (packed.dequantize_groups(bits, words, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bits", BITS)
