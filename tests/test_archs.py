@@ -214,9 +214,7 @@ def test_an_unknown_or_contradicting_activation(name: str, called: Any, error: A
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("h, i", [(8, 4), (6, 6), (4, 8), (10, 6)], ids=["H=2I", "H=I", "2H=I", "other"])
 @pytest.mark.parametrize("with_config", [True, False])
-def test_fused_orientation_follows_from_both_shapes(
-    h: int, i: int, turned: bool, with_config: bool, tmp_path: Path
-) -> None:
+def test_fused_orientation_follows_from_shapes(h: int, i: int, turned: bool, with_config: bool, tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-VL-MoE"], FUSED, shape=(E, h, i), turned=turned)
     if not with_config:
         model.config = {"model_type": "qwen3_vl_moe"}

@@ -65,9 +65,7 @@ def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, ex
         (["nonsense"], 2),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
-    arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path
-) -> None:
+def test_refusals_are_one_sentence(arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
     assert done.stdout == ""
     assert done.stderr

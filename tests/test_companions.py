@@ -130,9 +130,7 @@ def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
 
 
 @every_command
-def test_loose_weights_of_a_source_are_no_companions(
-    command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_loose_weights_are_no_companions(command: str, source: Path, plain: Path, tmp_path: Path, cli: Any) -> None:
     for name in ("x.kt", "_layer_0/notes.txt", "sub/_layer_1/_numa_0/y.kt", "sub/z.KT", "old.kt/notes.txt"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"old")

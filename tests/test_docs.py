@@ -275,13 +275,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "plans": [plan for plan in plans if plan["event"] == "plans"],
         "ktconvert status": printed("status", out) + printed("status", folder / "begun"),
         "ktconvert verify": printed("verify", out, "--against", example),
-        "ktconvert inspect": [
-            printed("inspect", *each)[0] for each in ([out], [folder / "begun"], [example, "--columns"])
-        ],
+        "ktconvert inspect": [printed("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
         "ktconvert bench": printed("bench", out, "--tokens", 1),
-        "ktconvert experts": printed(
-            "experts", folder / "counts", "--output", folder / "mask.safetensors", "--total", 4
-        ),
+        "ktconvert experts": printed("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
         "ktconvert eval": printed("eval", example, "--cpu-weights", out, *text),
         "ktconvert doctor": printed("doctor", "--disk", folder),
         "ktconvert version": printed("version"),

@@ -169,9 +169,7 @@ def test_verify_proves_it(way: str, source: Path, imatrix: Path, tmp_path: Path)
 def test_importance_grows_with_the_inputs(source: Path) -> None:
     with open_checkpoint(str(source)) as opened:
         model = moe_model.equalize(moe_model.recognise(opened), (0, 1))
-        known: Any = SimpleNamespace(
-            importance=lambda *_: np.ones(WIDTH, np.float32)
-        )  # each column as well as any other
+        known: Any = SimpleNamespace(importance=lambda *_: np.ones(WIDTH, np.float32))
         of_layer = [importance_of(model, known, layer) for layer in (0, 1)]
         exponents = model.exponents(0, 2)
     assert exponents is not None

@@ -28,7 +28,7 @@ pytest.importorskip("transformers")
 from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 
 WINDOWS, WINDOW = 3, 128
-
+Reports = dict[str, dict[str, Any]]  # by method
 
 # Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer.
 METHODS = {
@@ -68,7 +68,7 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 
 
 @pytest.fixture(scope="module")
-def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
+def reports(converted: dict[str, Path], example: Path, text: Path) -> Reports:
     documents = {}
     for method, weights in converted.items():
         done = run(example, weights, text, "--json", which=which(method))
@@ -86,7 +86,7 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_read_and_what_it_costs(
-    method: str, reports: dict[str, dict[str, Any]], converted: dict[str, Path], example: Path, text: Path
+    method: str, reports: Reports, converted: dict[str, Path], example: Path, text: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -107,9 +107,7 @@ def test_what_was_read_and_what_it_costs(
     assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
 
 
-def test_the_original_is_what_transformers_computes(
-    reports: dict[str, dict[str, Any]], example: Path, text: Path
-) -> None:
+def test_the_original_is_what_transformers_computes(reports: Reports, example: Path, text: Path) -> None:
     """Perplexity by transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -23,9 +23,10 @@ from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import plan_request, run
-from rig import conversion, forks, stored
+from rig import conversion, stored
 from rig.dask_cluster import Cluster, certificates, other_version
 from rig.files import touch
+from rig.forks import Forks
 
 CASES: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "-i", "SMALL", "--max-shard-size", "80KB", "--non-experts", "keep", "--scale", "mse"),
@@ -47,8 +48,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[forks.Forks]:
-    with forks.Forks([], 2, modules=("distributed",)) as started:
+def servers() -> Iterator[Forks]:
+    with Forks([], 2, modules=("distributed",)) as started:
         yield started
 
 
@@ -57,7 +58,7 @@ def request(command: str, source: Path, output: Path, **options: Any) -> Request
 
 
 def test_the_bytes_are_those_of_threads(
-    inputs: dict[str, str], servers: forks.Forks, cluster: Cluster, tmp_path: Path
+    inputs: dict[str, str], servers: Forks, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.start("a", "b")
 
@@ -187,7 +188,7 @@ NO_SCHEDULERS = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "S
     ],
 )
 def test_what_is_no_executor(
-    name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
+    name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: Forks, tmp_path: Path
 ) -> None:
     for file, content in NO_SCHEDULERS.items():
         (tmp_path / file).write_text(content)
@@ -227,13 +228,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "source", layers=2, experts=1)
 
 
-def cpu(servers: forks.Forks, source: Path, output: Path, executor: str) -> Any:
+def cpu(servers: Forks, source: Path, output: Path, executor: str) -> Any:
     log = output.with_name(f"{output.name}.said")
     return servers.run(["cpu", "-i", source, "-o", output, "--executor", executor], log)
 
 
-def test_a_worker_with_another_version_or_a_wrong_setting(
-    source: Path, servers: forks.Forks, cluster: Cluster, tmp_path: Path
+def test_a_worker_with_another_version_or_setting(
+    source: Path, servers: Forks, cluster: Cluster, tmp_path: Path
 ) -> None:
     from ktconvert.pipeline import __version__
 
@@ -246,7 +247,7 @@ def test_a_worker_with_another_version_or_a_wrong_setting(
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
-def test_a_host_without_ktconvert(source: Path, servers: forks.Forks, tmp_path: Path, where: str) -> None:
+def test_a_host_without_ktconvert(source: Path, servers: Forks, tmp_path: Path, where: str) -> None:
     """Only workers need it."""
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "ktconvert.py").write_text("raise ModuleNotFoundError(\"No module named 'ktconvert'\")")
@@ -260,7 +261,7 @@ def test_a_host_without_ktconvert(source: Path, servers: forks.Forks, tmp_path: 
         conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
 
 
-def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_worker_with_another_umask(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", prefix=("sh", "-c", 'umask 077; exec "$@"', "sh"))
     for options in ((), ("--no-merge-safetensor",)):
         modes = []
@@ -282,7 +283,7 @@ ELSEWHERE = {
 }
 
 
-def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_host_that_sees_other_files(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     """It has a mount namespace of its own, where something else lies at the paths of the input or the output."""
     with conversion.Mounts() as mounts:
         if mounts.refusal:
@@ -316,7 +317,7 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, cluste
         assert done.returncode == 0, done.stderr
 
 
-def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, cluster: Cluster, tmp_path: Path) -> None:
+def test_no_worker_that_makes_units(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     said = tmp_path / "out.said"
     with ThreadPoolExecutor(1) as pool:
         cluster.start("other", words=("--resources", "GPU=1"))
@@ -331,7 +332,7 @@ def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, cluster:
     assert done.returncode == 0, done.stderr
 
 
-def test_certificates(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_certificates(source: Path, servers: Forks, tmp_path: Path) -> None:
     """Dask's own settings: whoever has them is let in."""
     with Cluster(tmp_path / "cluster", tls=certificates(tmp_path / "tls")) as cluster, ThreadPoolExecutor(2) as pool:
         cluster.start("a")

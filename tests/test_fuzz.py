@@ -247,9 +247,7 @@ SUBJECTS: Mapping[str, Subject] = {
     "manifest": of("output", MANIFEST, more=lambda p: [["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]]),
     "index": Subject(lambda p: p.source / INDEX, of_json, lambda _, path: read_index(path), of_source),
     "config": Subject(lambda p: p.source / "config.json", of_json, read_architecture, of_source),
-    "header": Subject(
-        lambda p: p.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), of_source
-    ),
+    "header": Subject(lambda p: p.source / FIRST.format(3), of_safetensors, lambda _, p: read_header(p), of_source),
     "GGUF": Subject(lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), of_model),
     "arch file": Subject(
         lambda p: p.arch, of_toml, read_arch, lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]]

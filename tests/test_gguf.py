@@ -254,9 +254,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ("error", "differs", "words"),
     [(error, *row) for error, rows in ((InputError, REFUSED), (UnsupportedError, UNSUPPORTED)) for row in rows],
 )
-def test_metadata_and_tensors_that_do_not_do(
-    error: type[Exception], differs: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_metadata_that_does_not_do(error: type[Exception], differs: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=words):
         recognised(small(tmp_path / "m.gguf", **differs))
 

@@ -134,9 +134,7 @@ def test_kernels_are_the_definition(code_range: CodeRange, kind: str) -> None:
     threads=st.integers(1, 6),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_and_number_of_threads(
-    n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int
-) -> None:
+def test_any_shape_and_threads(n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
     want = definition(code_range, kind, *block)
     for _ in isas.each():

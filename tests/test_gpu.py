@@ -318,9 +318,7 @@ def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: P
         (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
     ],
 )
-def test_verify_sees_a_config_that_loaders_misread(
-    path: tuple[str, ...], value: Any, words: str, converted: Path, cli: Any
-) -> None:
+def test_verify_sees_a_misread_config(path: tuple[str, ...], value: Any, words: str, converted: Path, cli: Any) -> None:
 
     def change(config: Any) -> None:
         functools.reduce(dict.__getitem__, path[:-1], config["quantization_config"])[path[-1]] = value
