@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs tests with the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, whether it has these two or not: in a build, in
 # build/emulated or $OUT, that says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to
-# AVX-512's encoding. AVX-VNNI has kernels of its own for AMXINT4 and AMXINT8 alone. It says nothing about speed. KTCONVERT_CFLAGS are added to what is compiled, and PRELOAD is preloaded, too.
+# AVX-512's encoding. AVX-VNNI has kernels of its own for AMXINT4 and AMXINT8 alone. It says nothing about speed: -O1 compiles sooner. KTCONVERT_CFLAGS are added to what is compiled, and PRELOAD is preloaded, too.
 # Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what multiplies weights)
 set -eu
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ python=$(realpath -s "${1:-.venv/bin/python}")
     -k "(amx or avxvnni or AMXINT) and not (scalar or avx2 or avx512) and not (avxvnni and (bf16 or FP8 or MXFP4))"
 out=${OUT:-build/emulated}
 
-KTCONVERT_CFLAGS="-DKT_EMULATED -g0 ${KTCONVERT_CFLAGS:-}" FIRST=immintrin.h sh tests/build.sh "$out" "$python"
+KTCONVERT_CFLAGS="-DKT_EMULATED -g0 -O1 ${KTCONVERT_CFLAGS:-}" FIRST=immintrin.h sh tests/build.sh "$out" "$python"
 out=$(realpath "$out")
 "${CC:-cc}" -std=gnu11 -mavx2 -mfma -Wall -Wextra ${KTCONVERT_CFLAGS:-} -O3 -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
 

@@ -59,7 +59,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
-    return [Pool(1), Pool(2), Pool(7), grouped(2, 2), grouped(5, 2)]
+    return [Pool(1), Pool(7), grouped(5, 2)]
 
 
 @pytest.mark.usefixtures("isa")

@@ -16,7 +16,8 @@ FORMATS = ("MXFP4", "FP8", "BF16")
 BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
 NEAR = 2.0**-8  # between instruction sets, relative L2
 # Numbers of tokens around every block size of a kernel.
-TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97, 200)
+TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97)
+ALL = 200
 # Rows and columns: one block, several panels, a rest of a panel of 256 columns, and none.
 SHAPES = {
     "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
@@ -118,7 +119,7 @@ def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any =
 
 @functools.cache
 def case(name: str, n: int, k: int, form: str = "pairs") -> tuple[Weight, Any, Any]:
-    weight, activations = floats.random(name, n, k), floats.activations(max(TOKENS), k)
+    weight, activations = floats.random(name, n, k), floats.activations(ALL, k)
     return weight, activations, by_definition(name, activations, weight, form)
 
 
@@ -130,8 +131,10 @@ def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -
     assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < near
     assert distance(expected, case(name, n, k)[2]) < near
     together = multiply(name, activations, weight)
+    if isa in BY_DEFINITION:
+        np.testing.assert_array_equal(together, expected)
+    assert distance(together, expected) <= NEAR
     for m in TOKENS if isa != "scalar" else (1, 13):
-        check(isa, name, activations[:m], weight, expected[:m])
         np.testing.assert_array_equal(multiply(name, activations[:m], weight), together[:m])
         np.testing.assert_array_equal(multiply(name, activations[-m:], weight), together[-m:])
 

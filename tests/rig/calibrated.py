@@ -54,7 +54,6 @@ CASES = {
     "qwen3_moe W8A16": Case("qwen3_moe", "W8A16"),
     "qwen3_moe fused": Case("qwen3_moe fused", oracle=None),
     "qwen3_moe FP8": Case("qwen3_moe FP8", oracle=None),
-    "qwen3_moe decoded": Case("qwen3_moe decoded", oracle=None),
     "qwen3_moe routed": Case("qwen3_moe", options=(*ROUTED, "1"), few=True, oracle={"calibrate_all": False}),
     "qwen3_moe floor": Case("qwen3_moe", options=(*ROUTED, "4"), few=True, oracle=None),
     "qwen3_moe g32": Case("qwen3_moe", options=("--group-size", "32"), few=True, oracle={"group": 32}),
