@@ -183,23 +183,6 @@ def test_weights_lie_anywhere(isa: str, name: str) -> None:
     np.testing.assert_array_equal(gemm_bf16(name, activations, *moved, 128), multiply(name, activations, weight))
 
 
-@pytest.mark.parametrize("m", [1, 5, 30])
-def test_every_code_has_its_value(isa: str, m: int) -> None:
-    """One column at a time: the activations are columns of the unit matrix."""
-    k = 128
-    unit = floats.to_bits(np.eye(m, k))
-    codes = np.arange(128 * k, dtype=np.uint32).reshape(128, k)
-    e4m3 = (codes % 127 + codes // 127 % 2 * 128).astype(np.uint8)
-    patterns: dict[str, Weight] = {
-        "MXFP4": floats.mxfp4((codes % 16).astype(np.uint8), (120 + codes[:, ::32] // 32 % 16).astype(np.uint8)),
-        "FP8": floats.fp8(e4m3, np.array([[0.375]], np.float32)),
-        "BF16": floats.bf16((codes * 3 % 0x7F00 + 0x80).astype(np.uint16)),
-        "RAWINT4": floats.int4("RAWINT4", (codes % 16 - 8).astype(np.int8), np.full((128, 4), -0.375, np.float32)),
-    }
-    for name, weight in patterns.items():
-        np.testing.assert_array_equal(multiply(name, unit, weight), weight.numbers[:, :m].T.astype(np.float32))
-
-
 @pytest.mark.parametrize("m", [1, 6, 20])
 def test_e8m0_scales_at_both_ends(isa: str, m: int) -> None:
     """2^-127 is no normal float32, 2^127 is the largest power of two: results are right wherever they are normal."""

@@ -21,11 +21,6 @@ Bits = npt.NDArray[Any]
 Tensors = dict[str, tuple[str, Bits]]
 E, H, I = 3, 256, 128  # noqa: E741
 BITS = {"W4A16": 4, "W8A16": 8}
-LINEARS = {
-    f"model.layers.1.mlp.experts.{e}.{p}_proj": (H, I) if p == "down" else (I, H)
-    for e in range(E)
-    for p in ("gate", "up", "down")
-}
 
 
 def read(folder: Path) -> Tensors:
