@@ -185,7 +185,7 @@ def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen:
         (3, ("its method is AMXBF16",), ("bench", output)),
         (3, ("AMXBF16 cannot hold", "is not a multiple of 32"), cpu(source, new, 4)),
         (5, ("experts.1.up_proj", "row 45, column 7"), cpu(infinite, new, 2)),
-        (5, ("row 45, column 7",), (*cpu(infinite, new, 2)[:7], "--quant-method", "mxfp4")),
+        (5, ("row 45, column 7",), (*cpu(infinite, new, 2)[:7], "--quant-method", "bf16")),
         (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
     ):
         conversion.refused(conversion.ktconvert(*arguments), code, *words)
