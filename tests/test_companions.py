@@ -108,7 +108,8 @@ def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
 ) -> None:
     """Downloads into a folder were links to blobs of the Hugging Face cache, once; snapshots of it: test_source.py."""
     model = tmp_path / "cache" / "models--org--name"
-    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots").mkdir(parents=True)
+    (model / "blobs").mkdir()
     (model / "blobs" / "hash").write_text("words")
     (source / "vocab.txt").symlink_to(model / "blobs" / "hash")
     (source / "sub").mkdir()
