@@ -246,19 +246,27 @@ def test_a_worker_with_another_version_or_setting(
         cluster.end_workers()
 
 
-@pytest.mark.parametrize("where", ["scheduler", "worker"])
-def test_a_host_without_ktconvert(source: Path, servers: Forks, tmp_path: Path, where: str) -> None:
-    """Only workers need it."""
+@pytest.fixture
+def without(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that finds no ktconvert."""
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "ktconvert.py").write_text("raise ModuleNotFoundError(\"No module named 'ktconvert'\")")
-    env = {"PYTHONPATH": str(tmp_path / "without")}
-    with Cluster(tmp_path / "cluster", env=env if where == "scheduler" else {}) as cluster:
-        cluster.start("a", env={"PYTHONPATH": ""} if where == "scheduler" else env)
+    return {"PYTHONPATH": str(tmp_path / "without")}
+
+
+def test_a_scheduler_without_ktconvert(source: Path, servers: Forks, without: dict[str, str], tmp_path: Path) -> None:
+    with Cluster(tmp_path / "cluster", env=without) as cluster:
+        cluster.start("a", env={"PYTHONPATH": ""})
         done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    if where == "scheduler":
-        assert done.returncode == 0, done.stderr
-    else:
-        conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_without_ktconvert(
+    source: Path, servers: Forks, cluster: Cluster, without: dict[str, str], tmp_path: Path
+) -> None:
+    cluster.start("a", env=without)
+    done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
 
 
 def test_a_worker_with_another_umask(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
