@@ -242,17 +242,18 @@ def test_a_killed_scheduler(setting: Setting, output: Path, tmp_path: Path) -> N
     setting.resumed(output)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(("times", "workers"), [(1, 2), (2, 1)])
+def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int, workers: int) -> None:
     """It goes to all processes that were started there. No unit ends before the others were taken back."""
     gate, address, preload = tmp_path / "gate", tmp_path / "address", tmp_path / "preload.py"
     preload.write_text(f"def dask_setup(scheduler):\n    open({str(address)!r}, 'w').write(scheduler.address)\n")
     env = {**os.environ, "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": str([str(preload)])}
     env["LD_PRELOAD"] = str(shims.waiting(tmp_path, gate))
-    command = [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"]
+    where = ["-i", str(setting.source), "-o", str(output), "--executor", f"dask:local:{workers}"]
+    command = [*conversion.KTCONVERT, "cpu", *where]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     work = output.with_name("out.work")
-    wait(lambda: len(list(work.glob("partial/experts.*"))) == 2)
+    wait(lambda: len(list(work.glob("partial/experts.*"))) == workers)
     assert process.stderr is not None
     said = ""
     for _ in range(times):
@@ -272,7 +273,7 @@ def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, ti
     assert ("stopped at once" in stderr) == (times == 2), stderr
     wait(lambda: not alive(process.pid))
     units = len(of(book(output), "done"))
-    assert units == (2 if times == 1 else 0), stderr
+    assert units == (workers if times == 1 else 0), stderr
     setting.resumed(output)
 
 
