@@ -74,7 +74,7 @@ def test_the_engine_of_the_library(converted: Any) -> None:
 def test_it_verifies_reloads_and_predicts_the_same(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
     converted = request.getfixturevalue(fixture)
     assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
-    source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
+    source = converted.root / "models" / "qwen3_moe decoded" if name.endswith("FP8") else converted.model(name)
     original, _ = calibrated.reloaded(source)
     model, loading = calibrated.reloaded(converted.ours(name))
     assert not any(loading.values()), loading
