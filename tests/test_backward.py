@@ -177,14 +177,15 @@ def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Pat
 
 def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
     new, stacked = tmp_path / "new", random_experts(2, 96, 64)
-    stacked["up"][1, 5, 7] = 0x7F80
+    stacked["up"][1, 45, 7] = 0x7F80  # in the second part
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})
     for code, words, arguments in (
         (3, ("nothing to merge in BF16 files", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
         (3, ("AMXBF16 weights cannot be rearranged",), ("resplit", output, new, "--threadpool-count", "1")),
         (3, ("its method is AMXBF16",), ("bench", output)),
         (3, ("AMXBF16 cannot hold", "is not a multiple of 32"), cpu(source, new, 4)),
-        (5, ("experts.1.up_proj", "row 5, column 7"), cpu(infinite, new, 2)),
+        (5, ("experts.1.up_proj", "row 45, column 7"), cpu(infinite, new, 2)),
+        (5, ("row 45, column 7",), (*cpu(infinite, new, 2)[:7], "--quant-method", "bf16")),
         (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
     ):
         conversion.refused(conversion.ktconvert(*arguments), code, *words)

@@ -77,10 +77,8 @@ def test_the_report_for_people(caches, last, words, output, monkeypatch):
 
 def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    for suffix, begins in ((".png", b"\x89PNG\r"), (".svg", b"<?xml")):
-        picture = tmp_path / f"bench{suffix}"
-        assert run(output, "--tokens", "1,4", "--plot", picture).exception is None
-        assert picture.read_bytes().startswith(begins)
+    assert run(output, "--tokens", "1,4", "--plot", tmp_path / "bench.png").exception is None
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r")
     monkeypatch.setattr("ktconvert.pipeline.ui.plots.find_spec", lambda name: None)
     failure = run(output, "--plot", tmp_path / "b.png").exception
     assert "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in str(failure)

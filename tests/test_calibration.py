@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ MESSAGES = [
     [{"role": "user", "content": " ".join(WORDS[i : i + 5])}, {"role": "assistant", "content": " ".join(WORDS[:i])}]
     for i in range(40)
 ]
-
-Take = Callable[..., list[Ids]]
 
 
 @functools.cache

@@ -60,38 +60,29 @@ def test_names_of_ours_make_room_for_those_of_earlier_conversions(
     cli("verify", out, "--no-load")
 
 
-def text(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("text")
+def text(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text")
 
 
-def unlisted(source: Path) -> None:
-    text(source / "sub" / "vocab.txt")
-    (source / "sub").chmod(0)
-
-
-def renamed_into_a_folder(source: Path) -> None:
-    text(source / "README.md")
-    text(source / "README.source.md" / "text.md")
-
-
-def link_out(source: Path, to: str = "secret.txt") -> None:
+def link_out(source: Path, to: str = "secret.txt", name: str = "notes.txt") -> None:
     text(source.parent / to)
-    (source / "notes.txt").symlink_to(f"../{to}")
-
-
-def linked_config(source: Path) -> None:
-    (source / "config.json").rename(source.parent / "config.json")
-    (source / "config.json").symlink_to("../config.json")
+    if (source / name).exists():
+        (source / name).rename(source.parent / to)
+    (source / name).symlink_to(f"../{to}")
 
 
 SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (lambda source: (source / "tokenizer.json").chmod(0), ("tokenizer.json", "cannot be read (Permission denied)")),
     (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
-    (unlisted, ("model/sub", "cannot be listed (Permission denied)")),
+    (lambda source: (source / "sub").mkdir(0), ("model/sub", "cannot be listed (Permission denied)")),
     (lambda source: text(source / "README.md" / "a.md"), ("README.md/a.md", "the output has a file README.md")),
-    (renamed_into_a_folder, ("README.source.md/text.md", "the output has a file README.source.md")),
-    (linked_config, ("model/config.json", "outside the checkpoint")),
+    (
+        lambda s: text(s / "README.md", s / "README.source.md" / "a.md"),
+        ("README.source.md/a.md", "the output has a file"),
+    ),
+    (lambda source: link_out(source, "config.json", "config.json"), ("model/config.json", "outside the checkpoint")),
     (lambda source: link_out(source, "blobs/secret"), ("notes.txt", "blobs/secret, outside the checkpoint")),
 ]
 
@@ -115,10 +106,10 @@ def test_what_cannot_be_copied_is_refused_before_any_work(
 def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
     command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
 ) -> None:
-    """Snapshots of the Hugging Face cache are links to its blobs; so were downloads into a folder, once."""
+    """Downloads into a folder were links to blobs of the Hugging Face cache, once; snapshots of it: test_source.py."""
     model = tmp_path / "cache" / "models--org--name"
-    (model / "blobs").mkdir(parents=True)
-    (model / "snapshots" / "0").mkdir(parents=True)
+    (model / "snapshots").mkdir(parents=True)
+    (model / "blobs").mkdir()
     (model / "blobs" / "hash").write_text("words")
     (source / "vocab.txt").symlink_to(model / "blobs" / "hash")
     (source / "sub").mkdir()
@@ -128,20 +119,9 @@ def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
     assert (out / "vocab.txt").read_text() == "words" and not (out / "vocab.txt").is_symlink()
     assert (out / "sub" / "same.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
-    shutil.rmtree(out)
-    snapshot = model / "snapshots" / "0"
-    for path in source.iterdir():
-        if path.is_file():
-            shutil.copy(path, model / "blobs" / path.name)
-            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    cli(*words_of(command, snapshot, plain, out))
-    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-
 
 @every_command
-def test_loose_weights_of_a_source_are_no_companions(
-    command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_loose_weights_are_no_companions(command: str, source: Path, plain: Path, tmp_path: Path, cli: Any) -> None:
     for name in ("x.kt", "_layer_0/notes.txt", "sub/_layer_1/_numa_0/y.kt", "sub/z.KT", "old.kt/notes.txt"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"old")

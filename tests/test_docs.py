@@ -71,13 +71,6 @@ def page_of(name: str) -> Path:
     return REFERENCE / "commands" / f"{name}.md"
 
 
-def section(text: str, title: str) -> str:
-    """What stands below a heading of level 2, to the next one."""
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    assert match is not None, f"there is no section '## {title}'"
-    return match[1]
-
-
 def blocks(text: str, language: str) -> Iterator[str]:
     for match in FENCE.finditer(text):
         if match[2] == language:
@@ -282,13 +275,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "plans": [plan for plan in plans if plan["event"] == "plans"],
         "ktconvert status": printed("status", out) + printed("status", folder / "begun"),
         "ktconvert verify": printed("verify", out, "--against", example),
-        "ktconvert inspect": [
-            printed("inspect", *each)[0] for each in ([out], [folder / "begun"], [example, "--columns"])
-        ],
+        "ktconvert inspect": [printed("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
         "ktconvert bench": printed("bench", out, "--tokens", 1),
-        "ktconvert experts": printed(
-            "experts", folder / "counts", "--output", folder / "mask.safetensors", "--total", 4
-        ),
+        "ktconvert experts": printed("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
         "ktconvert eval": printed("eval", example, "--cpu-weights", out, *text),
         "ktconvert doctor": printed("doctor", "--disk", folder),
         "ktconvert version": printed("version"),

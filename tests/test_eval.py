@@ -28,14 +28,13 @@ pytest.importorskip("transformers")
 from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 
 WINDOWS, WINDOW = 3, 128
-
+Reports = dict[str, dict[str, Any]]  # by method
 
 # Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer.
 METHODS = {
     "int8": ((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
     "int4": ((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
     "W8A16": ((0, 0.001), (0.98, 1.01), (0.003, 0.02)),
-    "W4A16": ((0.001, 0.02), (0.9, 0.98), (0.05, 0.15)),
 }
 
 
@@ -69,7 +68,7 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 
 
 @pytest.fixture(scope="module")
-def reports(converted: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
+def reports(converted: dict[str, Path], example: Path, text: Path) -> Reports:
     documents = {}
     for method, weights in converted.items():
         done = run(example, weights, text, "--json", which=which(method))
@@ -87,7 +86,7 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_read_and_what_it_costs(
-    method: str, reports: dict[str, dict[str, Any]], converted: dict[str, Path], example: Path, text: Path
+    method: str, reports: Reports, converted: dict[str, Path], example: Path, text: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -108,9 +107,7 @@ def test_what_was_read_and_what_it_costs(
     assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
 
 
-def test_the_original_is_what_transformers_computes(
-    reports: dict[str, dict[str, Any]], example: Path, text: Path
-) -> None:
+def test_the_original_is_what_transformers_computes(reports: Reports, example: Path, text: Path) -> None:
     """Perplexity by transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -225,8 +222,8 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", CPU, "empty", "text", (), 3, "holds no expert weights"),
     ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
     ("damaged", CPU, "int8", "text", (), 5, ""),
-    ("example", GPU, "W4A16", "text", ("--cpu-weights", "int8"), 2, ""),
-    ("example", GPU, "W4A16", "text", ("--exact",), 2, ""),
+    ("example", GPU, "W8A16", "text", ("--cpu-weights", "int8"), 2, ""),
+    ("example", GPU, "W8A16", "text", ("--exact",), 2, ""),
     ("example", GPU, "example", "text", (), 3, "holds no experts for the GPU"),
     ("example", GPU, "none", "text", (), 5, ""),
     ("example", GPU, "one layer fewer", "text", (), 3, "was made from another model"),

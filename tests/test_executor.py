@@ -23,16 +23,14 @@ from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import plan_request, run
-from rig import conversion, forks, stored
+from rig import conversion, stored
 from rig.dask_cluster import Cluster, certificates, other_version
 from rig.files import touch
+from rig.forks import Forks
 
 CASES: dict[str, tuple[str, ...]] = {
-    "cpu": ("cpu", "-i", "SMALL"),
-    "cpu, cut and kept": ("cpu", "-i", "SMALL", "--max-shard-size", "80KB", "--non-experts", "keep"),
-    "cpu, loose": ("cpu", "-i", "SMALL", "--no-merge-safetensor"),
-    "cpu, backward": ("cpu", "-i", "SMALL", "--quant-method", "int8", "--save-backward-weights"),
-    "cpu, mse": ("cpu", "-i", "SMALL", "--scale", "mse"),
+    "cpu": ("cpu", "-i", "SMALL", "--max-shard-size", "80KB", "--non-experts", "keep", "--scale", "mse"),
+    "cpu, loose": ("cpu", "-i", "SMALL", "--quant-method", "int8", "--save-backward-weights", "--no-merge-safetensor"),
     "gpu": ("gpu", "-i", "SMALL", "--quant-method", "RTN", "--quant-type", "W4A16"),
     "merge": ("merge", "-i", "LOOSE", "--max-tensors", "9"),
     "dequantize": ("dequantize", "-i", "FP8"),
@@ -50,57 +48,35 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[forks.Forks]:
-    with forks.Forks([], 2, modules=("distributed",)) as started:
+def servers() -> Iterator[Forks]:
+    with Forks([], 2, modules=("distributed",)) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
-        yield started.start("a", "b")
 
 
 def request(command: str, source: Path, output: Path, **options: Any) -> Request[ConversionOptions]:
     return commands.request(command, input=source, output=output, cpuinfer_threads=2, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_threads(
-    case: str, inputs: dict[str, str], servers: forks.Forks, cluster: Cluster, tmp_path: Path
+    inputs: dict[str, str], servers: Forks, cluster: Cluster, tmp_path: Path
 ) -> None:
-    def make(name: str, *more: str) -> Any:
-        output = str(tmp_path / name / "out")
-        Path(output).parent.mkdir()
-        words = [inputs.get(word, word) for word in CASES[case]]
-        words = [output if word == "OUTPUT" else word for word in words]
-        words += [] if output in words else ["-o", output]
-        done = servers.run([*words, *more], tmp_path / f"{name}.said")
+    cluster.start("a", "b")
+
+    def make(case: str, name: str, *more: str) -> Any:
+        output = tmp_path / case / name / "out"
+        output.parent.mkdir(parents=True)
+        words = [{**inputs, "OUTPUT": str(output)}.get(word, word) for word in CASES[case]]
+        words += [] if "OUTPUT" in CASES[case] else ["-o", str(output)]
+        done = servers.run([*words, *more], tmp_path / case / f"{name}.said")
         assert done.returncode == 0, done.stderr
-        assert conversion.names(tmp_path / name) == ["out"]
-        return conversion.tree(Path(output))
+        assert conversion.names(output.parent) == ["out"]
+        return conversion.tree(output)
 
     with ThreadPoolExecutor(2) as pool:
-        expected = pool.submit(make, "threads")
-        made = make("dask", "--executor", f"dask:{cluster.file}")
-    assert conversion.differing(made, expected.result()) == []
-
-
-@pytest.mark.parametrize("kind", [ProcessPoolExecutor, ThreadPoolExecutor])
-def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tmp_path: Path) -> None:
-    source = Path(inputs["SMALL"])
-    run(plan_request(request("cpu", source, tmp_path / "threads")))
-    events = conversion.Events()
-    with kind(2) as executor:  # type: ignore[call-arg]
-        run(plan_request(request("cpu", source, tmp_path / "out")), executor, events)
-    threads = conversion.tree(tmp_path / "threads")
-    assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
-    assert conversion.names(tmp_path) == ["out", "threads"]
-    begun, ended = (
-        {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == event}
-        for event in ("start", "done")
-    )
-    assert begun == ended and len(begun) == 3
+        for case in CASES:
+            expected = pool.submit(make, case, "threads")
+            made = make(case, "dask", "--executor", f"dask:{cluster.file}")
+            assert conversion.differing(made, expected.result()) == [], case
 
 
 class Twice(Executor):
@@ -206,16 +182,13 @@ NO_SCHEDULERS = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "S
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
-        *(
-            (f"dask:{name}", 2, (name, "is not what `dask scheduler --scheduler-file` writes"))
-            for name in NO_SCHEDULERS
-        ),
+        *((f"dask:{name}", 2, (name, "is not what `dask scheduler")) for name in NO_SCHEDULERS),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
     ],
 )
 def test_what_is_no_executor(
-    name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
+    name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: Forks, tmp_path: Path
 ) -> None:
     for file, content in NO_SCHEDULERS.items():
         (tmp_path / file).write_text(content)
@@ -255,51 +228,58 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "source", layers=2, experts=1)
 
 
-def cpu(servers: forks.Forks, source: Path, output: Path, executor: str) -> Any:
+def cpu(servers: Forks, source: Path, output: Path, executor: str) -> Any:
     log = output.with_name(f"{output.name}.said")
     return servers.run(["cpu", "-i", source, "-o", output, "--executor", executor], log)
 
 
-def test_a_worker_with_another_version_or_a_wrong_setting(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_a_worker_with_another_version_or_setting(
+    source: Path, servers: Forks, cluster: Cluster, tmp_path: Path
+) -> None:
     from ktconvert.pipeline import __version__
 
     words = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
     old, wrong = other_version(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
     for env, code, said in ((old, 7, words), (wrong, 2, ("host museum: ", "avx9"))):
-        with Cluster(tmp_path / f"cluster{code}") as cluster:
-            cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
-            done = cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}")
-        conversion.refused(done, code, *said)
+        cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
+        conversion.refused(cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}"), code, *said)
+        cluster.end_workers()
 
 
-@pytest.mark.parametrize("where", ["scheduler", "worker"])
-def test_a_host_without_ktconvert(source: Path, servers: forks.Forks, tmp_path: Path, where: str) -> None:
-    """Only workers need it."""
+@pytest.fixture
+def without(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that finds no ktconvert."""
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "ktconvert.py").write_text("raise ModuleNotFoundError(\"No module named 'ktconvert'\")")
-    env = {"PYTHONPATH": str(tmp_path / "without")}
-    with Cluster(tmp_path / "cluster", env=env if where == "scheduler" else {}) as cluster:
-        cluster.start("a", env={"PYTHONPATH": ""} if where == "scheduler" else env)
+    return {"PYTHONPATH": str(tmp_path / "without")}
+
+
+def test_a_scheduler_without_ktconvert(source: Path, servers: Forks, without: dict[str, str], tmp_path: Path) -> None:
+    with Cluster(tmp_path / "cluster", env=without) as cluster:
+        cluster.start("a", env={"PYTHONPATH": ""})
         done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    if where == "scheduler":
-        assert done.returncode == 0, done.stderr
-    else:
-        conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)])
-def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, tmp_path: Path, options: Any) -> None:
-    outputs = {name: tmp_path / name for name in ("threads", "worker")}
-    with Cluster(tmp_path / "cluster") as cluster:
-        cluster.start("a", prefix=("sh", "-c", 'umask 077; exec "$@"', "sh"))
-        for output, executor in zip(outputs.values(), ("threads", f"dask:{cluster.file}"), strict=True):
+def test_a_worker_without_ktconvert(
+    source: Path, servers: Forks, cluster: Cluster, without: dict[str, str], tmp_path: Path
+) -> None:
+    cluster.start("a", env=without)
+    done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+
+
+def test_a_worker_with_another_umask(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start("a", prefix=("sh", "-c", 'umask 077; exec "$@"', "sh"))
+    for options in ((), ("--no-merge-safetensor",)):
+        modes = []
+        for executor in ("threads", f"dask:{cluster.file}"):
+            output = tmp_path / f"{len(options)}{executor[:4]}"
             line = ("cpu", "-i", source, "-o", output, "--executor", executor, *options)
             assert servers.run(line, tmp_path / "said", {}).returncode == 0
-    modes = [
-        {str(path.relative_to(output)): oct(path.stat().st_mode) for path in (output, *output.rglob("*"))}
-        for output in outputs.values()
-    ]
-    assert modes[0] == modes[1]
+            files = (output, *output.rglob("*"))
+            modes.append({str(path.relative_to(output)): oct(path.stat().st_mode) for path in files})
+        assert modes[0] == modes[1]
 
 
 ELSEWHERE = {
@@ -311,9 +291,9 @@ ELSEWHERE = {
 }
 
 
-def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_a_host_that_sees_other_files(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     """It has a mount namespace of its own, where something else lies at the paths of the input or the output."""
-    with conversion.Mounts() as mounts, Cluster(tmp_path / "cluster") as cluster:
+    with conversion.Mounts() as mounts:
         if mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
         folders = {name: tmp_path / name.replace(" ", "-") for name in ELSEWHERE}
@@ -345,9 +325,9 @@ def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_pa
         assert done.returncode == 0, done.stderr
 
 
-def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_no_worker_that_makes_units(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     said = tmp_path / "out.said"
-    with Cluster(tmp_path / "cluster") as cluster, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         cluster.start("other", words=("--resources", "GPU=1"))
         coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
         pause = threading.Event()
@@ -360,7 +340,7 @@ def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path
     assert done.returncode == 0, done.stderr
 
 
-def test_certificates(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_certificates(source: Path, servers: Forks, tmp_path: Path) -> None:
     """Dask's own settings: whoever has them is let in."""
     with Cluster(tmp_path / "cluster", tls=certificates(tmp_path / "tls")) as cluster, ThreadPoolExecutor(2) as pool:
         cluster.start("a")

@@ -53,9 +53,7 @@ class Setting:
         """Resume by threads, or with the given words, and compare."""
         self.finished(self.run("resume", output, *words), output)
 
-    def stopping(
-        self, output: Path, unit: str = "", call: int = 2, number: signal.Signals = signal.SIGSTOP
-    ) -> dict[str, str]:
+    def stopping(self, output: Path, unit: str = "", call: int = 2, number: int = signal.SIGSTOP) -> dict[str, str]:
         """The environment of a worker that stops, or sends itself another signal, in the middle of a unit."""
         return killpoint.stopping(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
 
@@ -75,12 +73,6 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
 def output(tmp_path: Path) -> Path:
     (tmp_path / "o").mkdir()
     return tmp_path / "o" / "out"
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path / "cluster") as begun:
-        yield begun
 
 
 def at(cluster: Cluster) -> tuple[str, str]:
@@ -190,9 +182,7 @@ def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) ->
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
     conversion.refused(done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}")
-    [told] = [
-        event["text"] for event in of(conversion.events(done.stderr), "note") if "nothing was heard" in event["text"]
-    ]
+    [told] = [e["text"] for e in of(conversion.events(done.stderr), "note") if "nothing was heard" in e["text"]]
     assert "start one on each host: dask worker" in told and "the command ends in 4.0 s" in told
     cluster.send("b", signal.SIGKILL)
     setting.resumed(output)
@@ -241,29 +231,29 @@ def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster:
         assert f"{len(made)} of {UNITS} units are finished" in note["text"]
 
 
-def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) -> None:
-    cluster.start("a", "b", env=setting.stopping(output))
-    coordinator = setting.begin(output, cluster)
-    cluster.wait_until_stopped("a")
-    cluster.wait_until_stopped("b")
-    cluster.send("scheduler", signal.SIGKILL)
-    for name in ("a", "b"):
-        cluster.send(name, signal.SIGCONT)
-    conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
+def test_a_killed_scheduler(setting: Setting, output: Path, tmp_path: Path) -> None:
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", env=setting.stopping(output))
+        coordinator = setting.begin(output, cluster)
+        cluster.wait_until_stopped("a")
+        cluster.send("scheduler", signal.SIGKILL)
+        cluster.send("a", signal.SIGCONT)
+        conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(("times", "workers"), [(1, 2), (2, 1)])
+def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int, workers: int) -> None:
     """It goes to all processes that were started there. No unit ends before the others were taken back."""
     gate, address, preload = tmp_path / "gate", tmp_path / "address", tmp_path / "preload.py"
     preload.write_text(f"def dask_setup(scheduler):\n    open({str(address)!r}, 'w').write(scheduler.address)\n")
     env = {**os.environ, "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": str([str(preload)])}
     env["LD_PRELOAD"] = str(shims.waiting(tmp_path, gate))
-    command = [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"]
+    where = ["-i", str(setting.source), "-o", str(output), "--executor", f"dask:local:{workers}"]
+    command = [*conversion.KTCONVERT, "cpu", *where]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     work = output.with_name("out.work")
-    wait(lambda: len(list(work.glob("partial/experts.*"))) == 2)
+    wait(lambda: len(list(work.glob("partial/experts.*"))) == workers)
     assert process.stderr is not None
     said = ""
     for _ in range(times):
@@ -283,7 +273,7 @@ def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, ti
     assert ("stopped at once" in stderr) == (times == 2), stderr
     wait(lambda: not alive(process.pid))
     units = len(of(book(output), "done"))
-    assert units == (2 if times == 1 else 0), stderr
+    assert units == (workers if times == 1 else 0), stderr
     setting.resumed(output)
 
 

@@ -16,8 +16,9 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.pipeline.cli.status import look
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.plans import commands
-from rig import calibrated, conversion, forks, killpoint
+from rig import calibrated, conversion, killpoint
 from rig.dask_cluster import Cluster
+from rig.forks import Forks
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -62,9 +63,7 @@ def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Execu
     events = conversion.Events()
     assert commands.run(plan(case, tmp_path / "away" / "out", dataset), workers, events)
     assert conversion.differing(*(conversion.tree(tmp_path / name) for name in ("away", "here"))) == []
-    begun, done = (
-        {(e["unit"], e.get("pid")) for e in events.told if e["event"] == which} for which in ("start", "done")
-    )
+    begun, done = ({(e["unit"], e.get("pid")) for e in events.told if e["event"] == k} for k in ("start", "done"))
     assert begun == done
     portions = [unit for unit, _ in begun if ".experts-" in unit]
     assert len(portions) == 4  # two of each layer
@@ -94,19 +93,13 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(shim: Path) -> Iterator[forks.Forks]:
-    with forks.Forks([shim], 1, modules=("distributed", *calibrated.MODULES)) as started:
+def servers(shim: Path) -> Iterator[Forks]:
+    with Forks([shim], 1, modules=("distributed", *calibrated.MODULES)) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def expected(dataset: Path, servers: forks.Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expected(dataset: Path, servers: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("expected") / "out"
     assert servers.run(words(output, dataset), output.with_suffix(".said")).returncode == 0
     return conversion.tree(output)
@@ -128,7 +121,7 @@ def finished(done: Any, output: Path, expected: Any) -> None:
 
 
 def test_a_worker_killed_in_the_middle_of_a_portion(
-    dataset: Path, expected: Any, servers: forks.Forks, shim: Path, cluster: Cluster, tmp_path: Path
+    dataset: Path, expected: Any, servers: Forks, shim: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     output = tmp_path / "o" / "out"
     output.parent.mkdir()
@@ -146,9 +139,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
     assert lost == ["gptq.layer-000.experts-000-003"]
 
 
-def test_a_killed_coordinator(
-    dataset: Path, expected: Any, servers: forks.Forks, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_killed_coordinator(dataset: Path, expected: Any, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     """When all portions of a layer were taken, and none was removed: the next one makes none of them again, but threads
     make the layer."""
     cluster.start("c")
@@ -169,7 +160,7 @@ def test_a_killed_coordinator(
     finished(servers.run(["resume", other], tmp_path / "said"), other, expected)
 
 
-def test_a_worker_on_another_machine(dataset: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_a_worker_on_another_machine(dataset: Path, servers: Forks, tmp_path: Path) -> None:
     output = tmp_path / "o" / "out"
     output.parent.mkdir()
     with Cluster(tmp_path / "cluster") as cluster:
@@ -178,7 +169,7 @@ def test_a_worker_on_another_machine(dataset: Path, servers: forks.Forks, tmp_pa
     conversion.refused(done, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
 
 
-def test_the_plan_says_what_lies_on_disk_for_workers(dataset: Path, servers: forks.Forks, tmp_path: Path) -> None:
+def test_the_plan_says_what_lies_on_disk_for_workers(dataset: Path, servers: Forks, tmp_path: Path) -> None:
     def needed(*more: str) -> int:
         given = words(tmp_path / "out", dataset, "--dry-run", "--json", *more)
         shown = servers.run(given, tmp_path / "said", printed=tmp_path / "printed").stdout

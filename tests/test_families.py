@@ -182,9 +182,7 @@ def check_computed(seen: Outcome) -> None:
     assert seen.without > DECISIVE, f"the experts do not decide: {seen}"
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ROWS]
-)
+@pytest.mark.parametrize("model_type", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in ROWS])
 def test_a_family_is_as_its_row_says(model_type: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     installed = version(transformers.__version__)

@@ -1,6 +1,5 @@
 """kt-kernel's native methods, computed from checkpoints: closer to float64 than kt-kernel, or refused in a sentence."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +12,17 @@ import pytest
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
-from rig import encodings, floats, isas, native
+from rig import encodings, floats, native
 from rig.files import rewrite
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors, read_file, write_file
 
-NEAR_FLOAT64 = 2.8e-3  # as in test_forward_bf16.py
+# Relative L2 distance from float64 of the same weights. Rounding h and the output to BF16 gives 2.4e-3; kt-kernel's own
+# outputs of such formats are 3.7e-3 away.
+NEAR_FLOAT64 = 2.8e-3
 
 
 @pytest.fixture(scope="module", params=native.NAMES)
@@ -47,7 +47,7 @@ def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], 
     with Experts.load(path, 0, method=layer.method, parts=parts, pool=pool) as experts:
         out = forward(experts, layer)
     assert experts.parts == parts and experts.method == layer.method
-    assert distance(out, layer.truth) <= distance(layer.kt_kernel, layer.truth)
+    assert distance(out, layer.truth) < min(NEAR_FLOAT64, distance(layer.kt_kernel, layer.truth))
 
 
 def test_memory_is_near_that_of_the_file(golden: tuple[Native, Path]) -> None:
@@ -109,112 +109,30 @@ def test_activations_that_a_method_does_not_have(name: str, swiglu: Any, message
         Experts.load(native.read(name).write(tmp_path), 0, **swiglu)
 
 
-def nvfp4(path: Path, divides: bool) -> Native:
-    """A checkpoint with modelopt's scale of the whole weight, or with compressed-tensors' that divides."""
+def nvfp4(folder: Path) -> tuple[Native, Path]:
+    """A layer under modelopt's names. The scales of whole weights are powers of two: BF16 holds all numbers."""
+
+    def change(tensors: Any, _: Any) -> None:
+        tensors |= {name: ("F32", np.full((), 2.0**-13, np.float32)) for name in tensors if name.endswith("_scale_2")}
+
+    path, _ = encodings.write("modelopt NVFP4", folder, change)
     rng = np.random.default_rng(5)
-    tensors, linears = {}, {}
-    for expert, projection in itertools.product(range(2), ("gate", "up", "down")):
-        n, k = (384, 128) if projection == "down" else (128, 384)
-        codes, numbers = encodings.fp4(rng, n, k)
-        steps = rng.integers(1, 127, (n, k // 16)).astype(np.uint8)
-        whole = np.float32(4e-5 * (1 + rng.random()))
-        linears[expert, projection] = numbers * np.repeat(encodings.E4M3[steps], 16, axis=1) * float(whole)
-        base = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
-        tensors[f"{base}_packed" if divides else base] = ("U8", codes)
-        tensors[f"{base}_scale"] = ("F8_E4M3", steps)
-        stored = np.array(1 / whole if divides else whole, np.float32)
-        tensors[f"{base}_{'global_scale' if divides else 'scale_2'}"] = ("F32", stored)
-    hidden, ids = floats.activations(7, 384), np.stack([rng.permutation(2) for _ in range(7)]).astype(np.int64)
-    weights = rng.random((7, 2)).astype(np.float32)
-    truth = floats.forward(lambda expert, projection: linears[expert, projection], hidden, ids, weights)
-    layer = Native("", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
-    layer.write(path, tensors)
-    return layer
+    ids = np.stack([rng.permutation(2) for _ in range(7)]).astype(np.int64)
+    inputs = floats.activations(7, encodings.H), ids, rng.random((7, 2)).astype(np.float32)
+    layer = Native("NVFP4", read_file(path / "model.safetensors"), *inputs, np.empty(0), np.empty(0, np.uint16))
+    return replace(layer, truth=in_float64(layer, path, 0, 0)), path
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("divides", [False, True])
-def test_nvfp4_is_close_to_float64(divides: bool, parts: int, pool: Pool, tmp_path: Path) -> None:
-    layer = nvfp4(tmp_path, divides)
-    experts = Experts.load(tmp_path, 0, method="NVFP4", parts=parts, pool=pool)
+def test_nvfp4_is_close_to_float64(parts: int, pool: Pool, tmp_path: Path) -> None:
+    layer, path = nvfp4(tmp_path)
+    experts = Experts.load(path, 0, method="NVFP4", parts=parts, pool=pool)
     assert experts.parts == parts and distance(forward(experts, layer), layer.truth) < NEAR_FLOAT64
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("method", ["MXFP4", "MXFP8"])
-def test_the_smallest_e8m0_scales_and_large_ones(method: str, pool: Pool, tmp_path: Path) -> None:
-    """up_proj has 2^-127, which is subnormal, beside 2^-126 to 2^-124; hidden and down_proj make up for them."""
-    layer = native.read({"MXFP4": "MXFP4_v4", "MXFP8": "MXFP8_m3"}[method])
-    rng = np.random.default_rng(7)
-    exponents = {"w1": (88, 90), "w3": (0, 4), "w2": (210, 214)}
-
-    def changed(name: str, tensor: Tensor) -> Tensor:
-        bounds = next(bounds for p, bounds in exponents.items() if f".{p}." in name)
-        drawn = rng.integers(*bounds, tensor.shape).astype(np.uint8)
-        return tensor._replace(data=drawn.tobytes()) if "scale" in name else tensor
-
-    path = layer.write(tmp_path, {name: changed(name, tensor) for name, tensor in layer.tensors.items()})
-    experts = Experts.load(path, 0, method=method, parts=2, pool=pool)
-    layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 2.0**35))
-    assert distance(forward(experts, layer), in_float64(layer, path, 0.0, 0.0)) < NEAR_FLOAT64
-
-
-@pytest.mark.parametrize("name", ["FP8_PERCHANNEL_default", "MXFP8_m3", "RAWINT4_kimi", "GPTQ_INT4_default", "NVFP4"])
-def test_threads_and_batch_change_no_bit(name: str, tmp_path: Path) -> None:
-    """On any instruction set, which are at most 2^-8 apart. The methods that outputs have: test_forward_bf16.py."""
-    layer = nvfp4(tmp_path, False) if name == "NVFP4" else native.read(name)
-    if layer.method:
-        layer.write(tmp_path)
-    pools = [Pool(threads) for threads in (1, 2, 7)]
-    tokens = len(layer.hidden)
-    order = np.random.default_rng(1).permutation(tokens)
-    outs = {}
-    for isa in isas.each():
-        loaded = [Experts.load(tmp_path, 0, method=layer.method or name, parts=2, pool=pool) for pool in pools]
-        outs[isa], *others = (forward(experts, layer) for experts in loaded)
-        for other in others:
-            np.testing.assert_array_equal(other, outs[isa], err_msg=isa)
-        for moe, rows in ((loaded[1], order), *((loaded[2], [t]) for t in (0, tokens - 1))):
-            some = replace(layer, hidden=layer.hidden[rows], ids=layer.ids[rows], weights=layer.weights[rows])
-            np.testing.assert_array_equal(forward(moe, some), outs[isa][rows], err_msg=isa)
-        assert distance(outs[isa], floats.from_bits(outs["scalar"])) <= 2.0**-8, isa
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("name", ["FP8_default", "FP8_PERCHANNEL_default"])
-def test_a_subnormal_scale_of_fp8_counts_0(name: str, pool: Pool, tmp_path: Path) -> None:
-    """The largest one; 2^-126 is a scale. Hidden states make up for them."""
-    layer = native.read(name)
-
-    def with_scales(folder: str, first: float) -> Any:
-        def changed(tensor: Tensor) -> Tensor:
-            return tensor._replace(data=np.full(tensor.shape, first, np.float32).tobytes())
-
-        tensors = {n: changed(t) if "up_proj.weight_scale" in n else t for n, t in layer.tensors.items()}
-        experts = Experts.load(layer.write(tmp_path / folder, tensors), 0, pool=pool)
-        large = floats.to_bits(floats.from_bits(layer.hidden) * 2.0**40)
-        return floats.from_bits(experts.forward(large, layer.ids, layer.weights))
-
-    assert not with_scales("subnormal", float(np.nextafter(np.float32(2.0**-126), np.float32(0)))).any()
-    smallest = with_scales("normal", 2.0**-126)
-    assert np.isfinite(smallest).all() and smallest.any()
 
 
 def renamed(tensors: Tensors, change: Callable[[str], str]) -> Tensors:
     return {change(name): tensor for name, tensor in tensors.items()}
-
-
-def test_experts_stored_together(tmp_path: Path) -> None:
-    """In gate_up_proj [E, 2I, H] and down_proj [E, H, I]: other names are matched as for a conversion (test_archs.py)."""
-    layer, base = native.read("BF16_default"), "model.layers.0.mlp.experts"
-    expected = forward(Experts.load(layer.write(tmp_path / "a"), 0, parts=2), layer)
-    stacked = [np.stack([layer.tensors[f"{base}.{e}.{p}_proj.weight"].bits for e in (0, 1)]) for p in PROJECTIONS]
-    arrays = {"gate_up": np.concatenate(stacked[:2], axis=1), "down": stacked[2]}
-    tensors = {f"{base}.{name}_proj": Tensor("BF16", x.shape, x.tobytes()) for name, x in arrays.items()}
-    np.testing.assert_array_equal(
-        forward(Experts.load(layer.write(tmp_path / "b", tensors), 0, parts=2), layer), expected
-    )
 
 
 UNFIT = [
@@ -238,10 +156,6 @@ def shorter(tensor: Tensor) -> Tensor:
 
 def begins(data: bytes) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor._replace(data=data + tensor.data[len(data) :])
-
-
-def turned(tensor: Tensor) -> Tensor:
-    return tensor._replace(data=tensor.bits[::-1].tobytes())
 
 
 NAN, LARGEST = b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"  # float32
@@ -280,8 +194,8 @@ def test_damaged_tensors_are_refused(
 
 def test_the_scale_of_a_whole_weight_must_not_make_numbers_infinite(tmp_path: Path) -> None:
     """Though its products with the scales of groups are finite: 2^0 times 2^126, and a code 6."""
-    layer, key = nvfp4(tmp_path, divides=False), "model.layers.0.mlp.experts.1.up_proj.weight"
-    tensors = read_file(tmp_path / "model.safetensors")
+    (layer, _), key = nvfp4(tmp_path), "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors = layer.tensors
     ones, large = bytes([0x38]) * len(tensors[f"{key}_scale"].data), np.float32(2.0**126).tobytes()
     changes = {f"{key}_scale": ones, f"{key}_scale_2": large}
     layer.write(tmp_path, {name: t._replace(data=changes.get(name, t.data)) for name, t in tensors.items()})
@@ -297,9 +211,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("family", "config", "message"), OTHERS)
-def test_experts_that_compute_something_else_are_refused(
-    family: str, config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_experts_that_compute_something_else(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
     layer = native.read("BF16_default")
     tensors = layer.tensors
     if family == "llama4":
@@ -348,7 +260,7 @@ def test_each_group_of_gptq(group: int, config: dict[str, Any], tmp_path: Path) 
 
 NO_GPTQ = [
     ("qzeros", begins(b"\x76"), "qzeros' holds zero points other than 8, though no config says sym: false; convert"),
-    ("g_idx", turned, "g_idx' holds an order of columns, though no config says desc_act: true; convert"),
+    ("g_idx", lambda x: x._replace(data=x.bits[::-1].tobytes()), "g_idx' holds an order of columns, though no"),
     ("scales", shorter, r"qzeros' is I32 of shape \[2, 48\]; by .*qweight' and its scales it must be"),
     ("qweight", shorter, "does not fit its zero points and g_idx with codes of 4 bits; check bits"),
 ]
@@ -366,6 +278,7 @@ def test_gptq_that_is_not_what_its_config_says(role: str, change: Any, message: 
 
 
 STORED = {"ct MXFP4": "MXFP4", "blocks": "MXFP4", "E8M0 of 128x128": "FP8", "ct 4": "RAWINT4", "gptq 4": "GPTQ_INT4"}
+STORED["ct NVFP4"] = "NVFP4"
 
 
 @pytest.mark.parametrize("kind", STORED)
@@ -408,9 +321,8 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: st
         ("MXFP8_m3", "MXFP8", 0.0, 1.702),
     ):
         key, path = f"{name}.{limit}.{alpha}", tmp_path / name
-        layer = nvfp4(path, divides=False) if name == "nvfp4" else native.read(name)
-        if name != "nvfp4":
-            layer.write(path)
+        layer, _ = nvfp4(path) if name == "nvfp4" else (native.read(name), native.read(name).write(path))
+        if limit or alpha:
             layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 8))
             layer = replace(layer, truth=in_float64(layer, path, limit, alpha))
         tensors = {"hidden": ("BF16", layer.hidden), "ids": ("I64", layer.ids), "weights": ("F32", layer.weights)}

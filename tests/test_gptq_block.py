@@ -1,4 +1,4 @@
-"""The inner loop of GPTQ: the kernels equal the NumPy definition, and that equals llmcompressor's own loop."""
+"""The inner loop of GPTQ: the kernels equal the NumPy definition. That all of it is llmcompressor's: test_gptq_steps.py."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import compensation
 from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, reference
-from rig import isas
+from rig import group_search, isas
 
 RANGES = {
     "W4A16": CodeRange(-8, 7),
@@ -22,27 +22,13 @@ RANGES = {
     "MXFP4": FLOAT_GRIDS["mxfp4"].code_range,
     "three bits": CodeRange(-112, 112, 3),
 }
-LIBRARY = {RANGES["W4A16"]: 4, RANGES["W8A16"]: 8}
+LIBRARY = (RANGES["W4A16"], RANGES["W8A16"])
 KINDS = ("bf16", "f32")
 NAMES = ("weight", "value", "error")
-with_library = pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 
 
 def to_bf16(x: Any) -> Any:
     return reference.bf16_to_f32(reference.f32_to_bf16(np.ascontiguousarray(x)))
-
-
-def nearest(quotient: Any, code_range: CodeRange) -> Any:
-    """Of codes that are as near the one with even significant bits: by a table of all codes."""
-    least, most, precision = code_range
-    unused = [max(size.bit_length() - precision, 0) if precision else 0 for size in range(129)]
-    sizes = np.array([size for size, bits in enumerate(unused) if size >> bits << bits == size])
-    clipped = np.clip(quotient, least, most)
-    middles, size = (sizes[1:] + sizes[:-1]) / 2, np.abs(clipped)
-    at = np.searchsorted(middles, size)
-    at += (size == middles[np.minimum(at, len(middles) - 1)]) & (at % 2 == 1)
-    found = np.copysign(sizes[np.minimum(at, len(sizes) - 1)], clipped)
-    return np.where(np.isnan(clipped), clipped, found).astype(np.float32)
 
 
 def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> tuple[Any, Any, Any]:
@@ -51,7 +37,7 @@ def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weigh
     value, error = np.empty_like(weight), np.empty_like(weight)
     with np.errstate(all="ignore"):
         for i in range(weight.shape[1]):
-            code = nearest(weight[:, i] / scale[:, i], code_range)
+            code = group_search.nearest(weight[:, i] / scale[:, i], code_range)
             value[:, i] = to_bf16(code * scale[:, i]) if kind == "bf16" else code * scale[:, i]
             error[:, i] = (weight[:, i] - value[:, i]) / inverse[i, i]
             weight[:, i:] -= error[:, i, None] * inverse[i, i:]
@@ -148,9 +134,7 @@ def test_kernels_are_the_definition(code_range: CodeRange, kind: str) -> None:
     threads=st.integers(1, 6),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_and_number_of_threads(
-    n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int
-) -> None:
+def test_any_shape_and_threads(n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
     want = definition(code_range, kind, *block)
     for _ in isas.each():
@@ -196,26 +180,6 @@ def test_wrong_arguments_are_refused() -> None:
             compensation.gptq_block(**{**good, **change})
 
 
-def library_block(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
-    """What the library's eager loop makes of a block: W1, Q1, Err1 and losses1."""
-    import torch
-    from compressed_tensors.quantization import QuantizationArgs
-    from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update
-
-    args = QuantizationArgs(num_bits=LIBRARY[code_range], type="int", symmetric=True, strategy="group", group_size=16)
-    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    width = weight.shape[1]
-    # One group for each column: the block's columns are 3 .. 3 + width - 1 of a matrix.
-    scales = torch.ones(1, len(weight), width + 5, dtype=dtype)
-    scales[0, :, 3 : 3 + width] = torch.from_numpy(scale)
-    others: dict[str, Any] = {"zero_point": None, "global_scale": None, "quant_args": args, "i1": 3}
-    others["g_idx"] = torch.arange(width + 5, dtype=torch.int).expand(1, -1)
-    tensors = [torch.from_numpy(weight.copy())[None]] + [torch.zeros(1, *weight.shape) for _ in range(3)]
-    first, *rest = tensors
-    gptq_block_update(first, torch.from_numpy(inverse)[None], *rest, scale=scales, **others)
-    return [x[0].numpy() for x in tensors]
-
-
 def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
     """What a path that quantizers.gptq takes on a GPU makes of a block, here on the CPU."""
     import torch
@@ -229,21 +193,7 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
     return [x.numpy() for x in (work, value, error)]
 
 
-@with_library
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("code_range", LIBRARY)
-def test_equals_the_librarys_loop(code_range: CodeRange, kind: str) -> None:
-    rng = np.random.default_rng(code_range[1])
-    blocks = [random_block(rng, n, width) for n, width in ((1, 1), (2, 128), (75, 37), (3000, 128))]
-    for block in (*blocks, special_block(True), special_block(False)):
-        want = library_block(code_range, kind, *block)
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(np.square(want[2]), want[3])
-        for _ in isas.each():
-            assert_same(ours(code_range, kind, *block), want[:3])
-
-
-@with_library
+@pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_gpu_computes_with_is_the_definition_too(kind: str) -> None:
     """Run on the CPU, where torch rounds as the definition says."""

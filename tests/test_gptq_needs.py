@@ -64,17 +64,11 @@ def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples
     assert footprint(replace(shape, group=2 * shape.group)).working == estimate.working  # of one expert at a time
 
 
-def test_deepseek_stays_below_one_layer_of_it() -> None:
+def test_what_the_pages_say_of_deepseek_and_of_predictions() -> None:
     """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
-    assert footprint(DEEPSEEK).host < 10 * 10**9
-    on_gpu = footprint(replace(DEEPSEEK, on_gpu=True))
-    assert on_gpu.gpu < 12 * 10**9
-    assert on_gpu.host < footprint(DEEPSEEK).host
-    assert 75 * 10**9 < on_gpu.disk < 76 * 10**9
-
-
-def test_what_predictions_feel_takes_the_head_and_two_metrics() -> None:
-    """And for each expert of a group a metric of gate and up, 1536 x 1536."""
+    here, on_gpu = footprint(DEEPSEEK), footprint(replace(DEEPSEEK, on_gpu=True))
+    assert on_gpu.gpu < 12 * 10**9 and on_gpu.host < here.host < 10 * 10**9 < 75 * 10**9 < on_gpu.disk < 76 * 10**9
+    # What predictions feel takes two metrics, for each expert of a group one of 1536 x 1536, and the head.
     small = replace(QWEN_30B, length=16)  # so that attention is not the peak
     without, wanted = (footprint(replace(small, outputs=on)) for on in (False, True))
     assert wanted.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.group * 1536**2 * 4
@@ -119,7 +113,6 @@ def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     shape = replace(shape_of(recognise(open_checkpoint(str(example))), samples), bits=bits, group=4, on_gpu=True)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    expected = WalkShape(
-        256, 256, 8, 4, 64, 256, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048
-    )
+    sizes = (256, 256, 8, 4, 64, 256)  # hidden, width, experts, heads, samples, length
+    expected = WalkShape(*sizes, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048)
     assert shape == expected

@@ -314,6 +314,17 @@ def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli)
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_the_runtime_computes_with_it(method, source, made, tmp_path):
+    """The same bits as with these experts packed on the spot."""
+    model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
+    stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
+    expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
+    assert ours.method == method.upper()
+    call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
+    np.testing.assert_array_equal(ours.forward(*call), expected.forward(*call))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made, tmp_path):
     out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
     shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()

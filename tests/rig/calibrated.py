@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rig import families, forks, oneshot, stored
+from rig import conversion, families, forks, oneshot, stored
 from rig.safetensors import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,18 +85,13 @@ def sources(folder: Path) -> dict[str, Path]:
         models[name] = make("qwen3_moe", fused, folder / name, num_hidden_layers=3)
     models["bundled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled"))
 
-    def changed(name: str, old: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
-        models[name] = folder / name
-        shutil.copytree(models[old], models[name])
-        path = models[name] / "model.safetensors"
-        save_file(change(load_file(path)), path, metadata={"format": "pt"})
-        return models[name]
-
-    quantized = changed("qwen3_moe FP8", "qwen3_moe", to_fp8)
-    config = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": stored.FP8}))
-    changed("qwen3_moe decoded", "qwen3_moe", lambda tensors: from_fp8(to_fp8(tensors)))
-    changed("bundled scrambled", "bundled", scrambled)
+    models["qwen3_moe FP8"] = stored.model(models["qwen3_moe"], folder / "qwen3_moe FP8", "FP8")
+    models["qwen3_moe decoded"] = folder / "qwen3_moe decoded"
+    done = conversion.here("dequantize", models["qwen3_moe FP8"], models["qwen3_moe decoded"])
+    assert done.exception is None, done.exception
+    models["bundled scrambled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled scrambled"))
+    path = models["bundled scrambled"] / "model.safetensors"
+    save_file(scrambled(load_file(path)), path, metadata={"format": "pt"})
     return models
 
 
@@ -113,21 +108,6 @@ def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
     return model
 
 
-def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Linears as FP8 in blocks of 128 x 128, as DeepSeek and Qwen publish them; sizes are multiples of it."""
-    import torch
-
-    converted = dict(tensors)
-    for name, x in tensors.items():
-        if not name.endswith("_proj.weight"):
-            continue
-        blocks = x.float().unflatten(0, (-1, min(128, x.shape[0]))).unflatten(2, (-1, 128))
-        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-        converted[name] = (blocks / scale).reshape(x.shape).to(torch.float8_e4m3fn)
-        converted[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-    return converted
-
-
 def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
     """Almost the same function, with columns of down_proj of very different sizes in layer 0."""
     import torch
@@ -138,21 +118,6 @@ def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
         up = name.replace("down_proj", "up_proj")
         converted[name] = (tensors[name] * sizes).to(torch.bfloat16)
         converted[up] = (tensors[up] / sizes[:, None]).to(torch.bfloat16)
-    return converted
-
-
-def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    converted: dict[str, Any] = {}
-    for name, x in tensors.items():
-        scale = tensors.get(f"{name}_scale_inv")
-        if scale is not None:
-            rows, columns = (n // m for n, m in zip(x.shape, scale.shape, strict=True))
-            grid = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            converted[name] = (x.float() * grid).to(torch.bfloat16)
-        elif not name.endswith("_scale_inv"):
-            converted[name] = x
     return converted
 
 
@@ -235,7 +200,7 @@ class Converted(NamedTuple):
 
 
 def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None:
-    """Run every conversion that `converted` names. extras: round two models to nearest."""
+    """Run every conversion that `converted` names. extras: round two models to nearest, too."""
     root = converted.root
     for name in ("models", "ours", "theirs", "log", "rounded"):
         (root / name).mkdir()

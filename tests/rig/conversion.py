@@ -236,6 +236,12 @@ def chance() -> random.Random:
     return random.Random(SEED)
 
 
+def seeds(count: int) -> Iterator[int]:
+    """Of mutations: so many, or KTCONVERT_FUZZ times as many. A failing test shows its own in the trace."""
+    draw = chance()
+    return (draw.getrandbits(64) for _ in range(count * int(os.environ.get("KTCONVERT_FUZZ", 1))))
+
+
 def pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:
     """Pairs by chance, no two the same: each names a folder."""
     drawn = chance().sample(range(len(first) * len(second)), count)

@@ -31,29 +31,33 @@ class Cluster(contextlib.AbstractContextManager[Any]):
     env      what every process of this cluster has in its environment, and whoever is to reach it with TLS
     """
 
-    def __init__(
-        self, folder: Path, *, ttl: str | None = None, tls: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
-        """Start the scheduler. ttl: after how long a silent worker is given up; tls: the folder of `certificates`."""
+    def __init__(self, folder: Path, *, tls: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+        """Start the scheduler. tls: the folder of `certificates`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / "scheduler.json"
         self.env = {"DASK_TEMPORARY_DIRECTORY": str(folder), **(env or {})}
         self._protocol = ["--protocol", "tls" if tls else "tcp"]
         self._nannies: set[str] = set()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        if ttl is not None:
-            self.env["DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL"] = ttl
         if tls is not None:
             self.env |= tls_environment(tls)
         self._start("scheduler", ["scheduler", *SCHEDULER, *self._protocol], {})
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
+        self._end([*self._processes])
+
+    def end_workers(self) -> None:
+        """What comes next starts others, under any names."""
+        self._end([name for name in self._processes if name != "scheduler"])
+
+    def _end(self, names: list[str]) -> None:
+        for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ends stopped ones, too, and what a nanny started
-        for name, process in self._processes.items():
-            process.wait()
+                os.killpg(self._processes[name].pid, signal.SIGKILL)  # ends stopped ones, too, and what a nanny started
+        for name in names:
+            self._processes.pop(name).wait()
             print(f"--- {name}: {self.log(name)}")
+        self._nannies.clear()
 
     @property
     def address(self) -> str:
@@ -166,30 +170,20 @@ def tls_environment(folder: Path) -> dict[str, str]:
 
 def other_version(folder: Path, version: str) -> dict[str, str]:
     """The environment of a worker that has this version of ktconvert, whose code is otherwise the one under test."""
-    import ktconvert.pipeline
-
-    packages = Path(str(ktconvert.pipeline.__file__)).resolve().parents[1]
-    place = folder / "ktconvert"
-    (place / "pipeline").mkdir(parents=True)
-    for name in ("layouts", "quantizers", "native_quant"):
-        (place / name).symlink_to(packages / name)
-    for path in (packages / "pipeline").iterdir():
-        if path.name not in ("__init__.py", "__pycache__"):
-            (place / "pipeline" / path.name).symlink_to(path)
-    code = (packages / "pipeline" / "__init__.py").read_text()
-    other = code.replace(ktconvert.pipeline.__version__, version)
-    assert other != code
-    (place / "pipeline" / "__init__.py").write_text(other)
+    folder.mkdir()
+    program = f"import ktconvert.pipeline\nktconvert.pipeline.__version__ = {version!r}\n"
+    (folder / "sitecustomize.py").write_text(program)
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
 @pytest.fixture
-def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster that ends with the test: dask_cluster("a", "b", nanny=True), or dask_cluster(tls=folder)."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(*names: str, nanny: bool = False, **how: Any) -> Cluster:
-            folder = tmp_path / f"cluster{len(list(tmp_path.glob('cluster*')))}"
-            return stack.enter_context(Cluster(folder, **how)).start(*names, nanny=nanny)
-
-        yield begin
+def cluster(scheduler: Cluster) -> Iterator[Cluster]:
+    """A cluster whose workers end with the test; it has none to begin with."""
+    yield scheduler
+    scheduler.end_workers()

@@ -5,8 +5,7 @@ from hypothesis.internal.conjecture import providers
 
 
 def same_everywhere() -> None:
-    """Neither a slow machine nor another draw may fail a run. Fuzzers draw more where they are told to
-    (KTCONVERT_FUZZ)."""
+    """Neither a slow machine nor another draw may fail a run."""
     settings.register_profile(
         "same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -230,11 +230,9 @@ def _ct(bits: int, group: int | None, store: Any, zeros: bool = False, order: bo
     return Encoding(f"INT{bits}", f"int{bits}", integers(bits, group, store, zeros, order), of_config)
 
 
-def _gptq(
-    bits: int, group: int | None, zeros: str, listed: bool = True, order: bool = False, **config: Any
-) -> Encoding:
+def _gptq(bits: int, group: int | None, zeros: str, g_idx: bool = True, order: bool = False, **config: Any) -> Encoding:
     of_config = gptq_config(bits, group or -1, **config)
-    made = integers(bits, group, gptq(zeros, listed), bool(zeros), order)
+    made = integers(bits, group, gptq(zeros, g_idx), bool(zeros), order)
     return Encoding(f"GPTQ_INT{bits}", "gptq", made, of_config)
 
 
@@ -248,9 +246,7 @@ ENCODINGS: dict[str, Encoding] = {
     "ct MXFP4": Encoding("MXFP4", "mxfp4", mxfp4("U8", ".weight_packed", ".weight_scale", "U8")),
     "blocks": Encoding("MXFP4", "mxfp4", mxfp4("U8", "_blocks", "_scales", "U8"), stacked=True),
     "MXFP8": Encoding("MXFP8", "mxfp8", fp8((1, 32), ".weight_scale_inv", "U8")),
-    "E8M0 of 128x128": Encoding(
-        "MXFP8", "fp8", fp8((128, 128), ".weight_scale_inv", "F8_E8M0"), fp8_config((128, 128))
-    ),
+    "E8M0 of 128x128": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), fp8_config((128, 128))),
     "E8M0 of 128x128, V4": Encoding("MXFP8", "fp8", fp8((128, 128), ".scale", "F8_E8M0"), v4=True),
     "E8M0 of 32x64": Encoding("MXFP8", "mxfp8", fp8((32, 64), ".weight_scale", "F8_E8M0")),
     "modelopt NVFP4": Encoding("NVFP4", "nvfp4", nvfp4(".weight", ".weight_scale_2", False)),
@@ -263,9 +259,9 @@ ENCODINGS: dict[str, Encoding] = {
     "ct 4 bytes": _ct(4, 64, compressed(unit="U8", shape="I32")),
     "ct 4 order": _ct(4, 128, compressed(order=True), order=True, actorder="group"),
     "ct W8A8": Encoding("W8A8", "int8", integers(8, None, int8), scheme(8, None, False, "int-quantized")),
-    "gptq 4": _gptq(4, 128, "", listed=False, sym=True),
+    "gptq 4": _gptq(4, 128, "", g_idx=False, sym=True),
     "gptq 4 v1": _gptq(4, 32, "gptq"),
-    "gptq 4 v2": _gptq(4, 128, "gptq_v2", listed=False, **V2),
+    "gptq 4 v2": _gptq(4, 128, "gptq_v2", g_idx=False, **V2),
     "gptq 8 v1": _gptq(8, 64, "gptq"),
     "gptq 4 rows": _gptq(4, None, "gptq"),
     "gptq 4 order": _gptq(4, 128, "gptq", order=True, desc_act=True),

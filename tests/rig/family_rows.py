@@ -41,13 +41,8 @@ VISION: Settings = {
 }
 SECOND = {"mlp_layer_types": ["dense", "sparse"]}  # only the second layer has experts
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-INDEXED = {
-    **_each(2, "indexer_n_heads", "indexer_compress_ratio"),
-    **HYBRID,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 32,
-    "indexer_budget": 64,
-}
+INDEXED = {**HYBRID, **_each(2, "indexer_n_heads", "indexer_compress_ratio"), "indexer_kv_heads": 1}
+INDEXED |= {"indexer_head_dim": 32, "indexer_budget": 64}
 MAMBA = {**HYBRID, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}
 GEMMA = {"enable_moe_block": True, "hidden_size_per_layer_input": 0}

@@ -15,11 +15,18 @@ INTEGERS = {"RAWINT4": 32, "GPTQ_INT4": 128, "GPTQ_INT4_64": 64, "GPTQ_INT4_32":
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight [n, k]: the bytes of its two tensors (BF16 has no scales), and its numbers in float64."""
+    """A weight [n, k]: the bytes of its two tensors (BF16 and F16 have no scales), its numbers in float64, and what the
+    sums of 32 columns are multiplied by, float64 [n, k/32].
+    """
 
     codes: Bytes
     scales: Bytes
     numbers: npt.NDArray[np.float64]
+    scale: npt.NDArray[np.float64]
+
+
+def weight(codes: npt.NDArray[Any], scales: npt.NDArray[Any], values: npt.NDArray[Any], scale: Any) -> Weight:
+    return Weight(as_bytes(codes), as_bytes(scales), values * np.repeat(scale, 32, axis=1), scale)
 
 
 def from_bits(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
@@ -34,8 +41,7 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
-    numbers = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(in_words(codes)), by_panels(scales), numbers)
+    return weight(in_words(codes), by_panels(scales), E2M1[codes], 2.0 ** (scales.astype(np.float64) - 127))
 
 
 def to_panels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -70,44 +76,48 @@ def by_panels(scales: npt.NDArray[Any]) -> Bytes:
 
 def int4(name: str, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]) -> Weight:
     """Integers -8 .. 7 [n, k] with a scale for each row and group of columns, [n, groups]."""
-    numbers = codes * np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1], axis=1)
+    scale = np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1] // 32, axis=1)
     held = to_bits(scales) if name == "RAWINT4" else scales
-    return Weight(as_bytes(in_words(codes.astype(np.uint8) & 15)), by_panels(held), numbers)
+    return weight(in_words(codes.astype(np.uint8) & 15), by_panels(held), codes, scale)
 
 
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
-    numbers = E4M3[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
-    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
+    scale = np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 4, 1)
+    return weight(to_panels(codes), scales, E4M3[codes], scale)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
-    numbers = E4M3[codes] * scales.astype(np.float64)[:, None]
-    return Weight(as_bytes(to_panels(codes)), as_bytes(scales), numbers)
+    scale = np.repeat(scales.astype(np.float64)[:, None], codes.shape[1] // 32, axis=1)
+    return weight(to_panels(codes), scales, E4M3[codes], scale)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
-    numbers = E4M3[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(to_panels(codes)), by_panels(scales), numbers)
+    return weight(to_panels(codes), by_panels(scales), E4M3[codes], 2.0 ** (scales.astype(np.float64) - 127))
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
     """E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, [n, k/16], and a scale for all."""
-    panels_of = len(codes) // 32
-    numbers = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1) * whole
-    header = np.tile(np.array([whole], "<f4").view(np.uint8), (panels_of, 16))
-    held = np.concatenate([header, by_panels(scales).reshape(panels_of, -1)], axis=1)
-    return Weight(as_bytes(in_words(codes)), as_bytes(held), numbers)
+    n, k = codes.shape
+    header = np.tile(np.array([whole], "<f4").view(np.uint8), (n // 32, 16))
+    held = np.concatenate([header, by_panels(scales).reshape(n // 32, -1)], axis=1)
+    values = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1)
+    return weight(in_words(codes), held, values, np.full((n, k // 32), whole))
 
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
-    return Weight(as_bytes(to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
+    return unscaled(bits, from_bits(bits))
 
 
 def f16(halves: npt.NDArray[np.float16]) -> Weight:
-    return Weight(as_bytes(to_panels(halves.view(np.uint16))), np.empty(0, np.uint8), halves.astype(np.float64))
+    return unscaled(halves.view(np.uint16), halves.astype(np.float64))
+
+
+def unscaled(bits: npt.NDArray[np.uint16], values: npt.NDArray[np.float64]) -> Weight:
+    n, k = bits.shape
+    return weight(to_panels(bits), np.empty(0, np.uint8), values, np.ones((n, k // 32)))
 
 
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:

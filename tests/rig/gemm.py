@@ -18,6 +18,7 @@ from ktconvert.native_quant.instruction_sets import raise_error, read_environmen
 
 CSRC = Path(__file__).resolve().parents[2] / "native_quant" / "csrc"
 ARCH = CSRC / "arch" / ("x86" if platform.machine() == "x86_64" else "generic")
+I8, U8 = npt.NDArray[np.int8], npt.NDArray[np.uint8]
 # A format's number in ktq.h, the bits of a code, and the bytes of the scales of a weight [n, k].
 BITS_AND_SCALES: dict[str, tuple[int, Callable[[int, int], int]]] = {
     "MXFP4": (4, lambda n, k: n * k // 32),
@@ -63,9 +64,7 @@ def _at(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def gemm(
-    bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8], n: int, *, tiled_for: int | None = None
-) -> npt.NDArray[np.int32]:
+def gemm(bits: int, activations: I8, weight: U8, n: int, *, tiled_for: int | None = None) -> npt.NDArray[np.int32]:
     """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n]. The activations are
     laid out for `tiled_for` tokens (m by default): in a forward the rows of remainders come on top of those.
     """
@@ -76,14 +75,7 @@ def gemm(
     return out
 
 
-def time_gemm(
-    bits: int,
-    activations: npt.NDArray[np.int8],
-    weights: npt.NDArray[np.uint8],
-    n: int,
-    *,
-    tiled_for: int | None = None,
-) -> float:
+def time_gemm(bits: int, activations: I8, weights: U8, n: int, *, tiled_for: int | None = None) -> float:
     """Seconds of the products of gemm() with each of `count` weights, uint8 [count, n*k*bits/8], in one thread."""
     m, k = activations.shape
     assert weights.shape == (len(weights), n * k * bits // 8) and len(weights)
@@ -94,9 +86,7 @@ def time_gemm(
     return seconds
 
 
-def gemm_bf16(
-    name: str, activations: npt.NDArray[np.uint16], codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], n: int
-) -> npt.NDArray[np.float32]:
+def gemm_bf16(name: str, activations: npt.NDArray[np.uint16], codes: U8, scales: U8, n: int) -> npt.NDArray[np.float32]:
     """Sums of products of BF16 [m, k] with a weight [n, k] (its codes and scales as bytes) in one of the formats of BF16
     arithmetic: float32 [m, n]. Subnormals count as 0. Equations: numerics.md, 5b.
     """
