@@ -140,8 +140,8 @@ def test_the_output_says_what_it_is(models: dict[str, Path], servers: Any, tmp_p
     tokens = statistics.counts[0]
     assert done[1]["stats"]["routed_tokens"]["most"] == tokens.max()
     metadata = read_header(output / "counts.safetensors").metadata
-    assert metadata["architecture"] == statistics.document["model"]["architecture"]
-    assert metadata["source"] == statistics.document["model"]["source"]
+    assert metadata["architecture"] == statistics.document.model.architecture
+    assert metadata["source"] == statistics.document.model.source
     files = ["README.md", "counts.safetensors", "imatrix.gguf", "manifest.json", "statistics.json"]
     assert conversion.names(output) == files
     assert f"| 0 | {tokens.min()} |" in (output / "README.md").read_text()

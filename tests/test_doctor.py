@@ -109,7 +109,11 @@ def test_doctor_plan_and_inspect_count_the_same_nodes(
     counts: tuple[int, int, int], tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools, nodes, present = counts
-    for name, value in (("pool_count", pools), ("numa_nodes", range(nodes)), ("machine_nodes", range(present))):
+    for name, value in (
+        ("pool_count", pools),
+        ("numa_nodes", tuple(range(nodes))),
+        ("machine_nodes", tuple(range(present))),
+    ):
         monkeypatch.setattr(machine, name, lambda *_, value=value: value)
     assert json.loads(here("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
     options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")

@@ -37,7 +37,7 @@ def rounded(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.Chosen
     """By GPTQ alone, with the scales of the largest values. rows: their numbers, which nothing depends on."""
     scale = weight.abs().amax(1, keepdim=True) / GRID.high
     factor = gptq.factorize(gptq.Hessian(metric, 1), 0.01)
-    values = gptq.compensate(weight, factor, scale, GRID.code_range).values
+    values = gptq.compensate(weight, factor, scale, GRID.code_range)
     return descent.Chosen(gptq.codes(values, scale, GRID.code_range), scale)
 
 

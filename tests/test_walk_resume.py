@@ -246,7 +246,7 @@ def test_gptq_leaves_statistics_and_the_same_weights(attempts, servers, tmp_path
         np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(*(each.imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
     np.testing.assert_array_equal(own.counts.sum(1), source.counts.sum(1))
-    assert own.document["settings"]["quant_type"] == "W4A16"
+    assert own.document.settings["quant_type"] == "W4A16"
     assert conversion.names(made / "out.statistics") == ["counts.safetensors", "imatrix.gguf", "statistics.json"]
 
 
