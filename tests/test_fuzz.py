@@ -290,7 +290,7 @@ def test_what_reads_a_file(name: str, paths: Paths) -> None:
     subject = {**SUBJECTS, **OUTPUTS}[name]
     path = subject.file(paths)
     with restored(path) as whole:
-        for seed in conversion.seeds(600 if name in SUBJECTS else 60):
+        for seed in conversion.seeds(400 if name in SUBJECTS else 40):
             path.write_bytes(mutations.damaged(subject.kind, whole, seed))
             with contextlib.suppress(KtconvertError):
                 subject.read(paths, path)
@@ -301,7 +301,7 @@ def test_commands_that_read_a_file(name: str, paths: Paths) -> None:
     subject = {**SUBJECTS, **OUTPUTS}[name]
     path, commands = subject.file(paths), subject.commands(paths)
     with restored(path) as whole:
-        for number, seed in enumerate(conversion.seeds(16)):
+        for number, seed in enumerate(conversion.seeds(12)):
             path.write_bytes(mutations.damaged(subject.kind, whole, seed))
             command(*commands[number % len(commands)])
 
