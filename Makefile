@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(shell find native_quant/csrc -type f)
 
-.PHONY: setup demo test test-fast test-long compat lint types asan emulated numa golden bench accuracy peer docs docs-check figures wheel release-check clean
+.PHONY: setup demo test test-fast test-long compat lint types asan emulated numa golden gpu-bundle bench accuracy peer docs docs-check figures wheel release-check clean
 .DEFAULT_GOAL := setup
 
 define require_tools
@@ -99,6 +99,21 @@ emulated: setup
 # What holds on machines with several NUMA nodes, seen in a guest; skipped where there is neither QEMU nor root to install it.
 numa: setup
 	$(BIN)/python tests/numa/guest.py all
+
+# The wheels that tests/gpu/run.sh installs on a machine with a GPU and no network (tests/gpu/README.md), in the versions
+# of .venv.
+GPU_PYTHON ?= 3.12
+GPU_BUNDLE := cffi pycparser msgspec regex loguru dill multiprocess datasets compressed-tensors llmcompressor gguf \
+	pydantic pydantic_core annotated-types typing-inspection
+EMPTY :=
+
+gpu-bundle: setup
+	rm -rf build/gpu-bundle && mkdir -p build/gpu-bundle
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w build/gpu-bundle .
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+		$(foreach version,_2_34 _2_28 _2_17 2014,--platform manylinux$(version)_x86_64) -d build/gpu-bundle \
+		$$($(BIN)/pip freeze | grep -E '^($(subst $(EMPTY) $(EMPTY),|,$(GPU_BUNDLE)))==')
+	du -sh build/gpu-bundle
 
 bench: setup
 	$(BIN)/python benchmarks/kernels.py

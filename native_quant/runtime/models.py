@@ -38,7 +38,7 @@ def select(
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     first = known.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
     is_now = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
-    is_now[experts] = True
+    is_now[experts:].fill_(True)  # assigning to is_now[experts] copies from the host, which graph capture refuses
     is_now.scatter_(0, first.reshape(-1), True)
     now = is_now[known]
     return ids.masked_fill(~now, -1), ids.masked_fill(now, -1)
