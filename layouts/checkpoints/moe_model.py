@@ -19,6 +19,7 @@ from ktconvert.layouts.checkpoints.archs import (
     GGUF_STYLES,
     HIDDEN_ACT,
     HIDDEN_ACTS,
+    MOST_LAYERS,
     Arch,
     Fused,
     Separate,
@@ -278,6 +279,9 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
         shown = ", ".join(map(repr, prefixes))
         raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
     numbers = sorted(n for _, n in seen.layers)
+    if numbers[-1] >= MOST_LAYERS:
+        name = seen.layers[prefixes[0], numbers[-1]].names[0]
+        raise InputError.of_tensor(name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers")
     if limit is None:
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
