@@ -182,7 +182,7 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
 
 def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
     arch = _row(source, archs)
-    notes: list[str] = []
+    notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)

@@ -36,6 +36,8 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
+    if options.calibrated and options.engine == "oneshot":
+        source.require_one_reading()
     model = recognise(source, checkpoint.rows_for(options.arch_row))
     fmt = formats_of("gpu")[options.quant_type].configured(
         {"rounding": options.rounding, "group_size": options.group_size}

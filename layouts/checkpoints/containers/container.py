@@ -28,11 +28,18 @@ class Header:
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a directory that make up a checkpoint; an index, tensor -> file; files that do not belong to it."""
+    """The files of a directory that make up a checkpoint.
+
+    index    tensor -> file, where there is an index
+    decider  the file that decides which files count: an index, or the only file of weights; "": their names do
+    ignored  files that do not belong to it; note: a sentence where they may be a second set of weights
+    """
 
     names: list[str]
     index: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()
+    decider: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
