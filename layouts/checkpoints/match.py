@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
@@ -29,10 +29,13 @@ SUFFIXES = {
     **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
     **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
     **dict.fromkeys((".qweight", ".qzeros"), "GPTQ or AWQ"),
+    ".Qidxs": "QuIP#",
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
 FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F4": "FP4"}
+INDICES = "I64"
+INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", INDICES)
+DTYPES = dict.fromkeys(INTEGERS, "packed") | {"I8": "INT8", "F4": "FP4"}
 DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
@@ -41,12 +44,29 @@ def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
 
-def unread_format(info: TensorInfo) -> str | None:
-    """The format of a tensor outside the experts, if no loader of a BF16 output would understand it; else None."""
-    by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
-    if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
-        return DTYPES.get(info.dtype)
-    return by_name
+def unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> Iterator[tuple[TensorInfo, str]]:
+    """Find those of these tensors, outside the experts, that no loader of a BF16 output would understand, each with its
+    format. Integers are a weight where they are called so, and where a module has a matrix of them beside other
+    numbers, its scales, and no matrix of other numbers as its weight. But I64 is torch's type of indices.
+    """
+    unclaimed: list[TensorInfo] = []
+    for info in map(tensors.__getitem__, names):
+        by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
+        if by_name is None and (info.name.endswith(".weight") or (len(info.shape) == 3 and info.dtype != INDICES)):
+            by_name = DTYPES.get(info.dtype)
+        if by_name is not None:
+            yield info, by_name
+        elif info.dtype in INTEGERS and info.dtype != INDICES and sum(n > 1 for n in info.shape) > 1:
+            unclaimed.append(info)
+    if unclaimed:
+        floats = [info for info in tensors.values() if info.dtype not in (*INTEGERS, "BOOL")]
+        with_floats = {info.name.rpartition(".")[0] for info in floats}
+        with_weight = {
+            i.name.removesuffix(".weight") for i in floats if i.name.endswith(".weight") and len(i.shape) > 1
+        }
+        for info in unclaimed:
+            if info.name.rpartition(".")[0] in with_floats - with_weight:
+                yield info, f"a matrix of integers ({info.dtype}) beside its scales"
 
 
 def no_input(name: str, what: str) -> UnsupportedError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import UNUSED, unread_format
+from ktconvert.layouts.checkpoints.match import UNUSED, unread_formats
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -47,11 +47,10 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
-    for name in names:
-        if name not in dropped and (what := unread_format(source.tensors[name])) is not None:
-            where = ", and stands outside the routed experts" if taken else ""
-            path, remedy = source.path(source.tensors[name]), "use the model's BF16 or FP8 (E4M3) release."
-            raise UnsupportedError(f"{path}: tensor {name!r} is {what}{where}; that is not an input yet: {remedy}")
+    for info, what in unread_formats(source.tensors, (name for name in names if name not in dropped)):
+        where = ", and stands outside the routed experts" if taken else ""
+        path, remedy = source.path(info), "use the model's BF16 or FP8 (E4M3) release."
+        raise UnsupportedError(f"{path}: tensor {info.name!r} is {what}{where}; that is not an input yet: {remedy}")
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:

@@ -68,7 +68,8 @@ def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) ->
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
-    if not count and (quantization.method or card.unquantized(source.config) != source.config):
+    mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
+    if not count and (quantization.method or mlx or card.unquantized(source.config) != source.config):
         raise UnsupportedError(
             f"{source.root}: its {CONFIG} says that it is quantized ({quantization.method or 'by an unnamed method'}), "
             "but no tensor has the names of a format that can be read; use the model's BF16 or FP8 (E4M3) release."

@@ -11,6 +11,7 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
+from ktconvert.layouts.checkpoints.match import unread_formats
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
@@ -290,6 +291,8 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     planned = output.facts.get("tensors")
     if planned != len(output.others):
         problems.append(f"{len(output.others)} tensors are here, the plan had {planned}")
+    stored = unread_formats(output.others, output.others)
+    problems += [f"{info.name} in {info.file} is {what}, and was not decoded" for info, what in stored]
     return Check("tensors", f"{len(output.others)} tensors, as planned", problems)
 
 
