@@ -78,6 +78,7 @@ BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 ROUTER = re.compile(
     r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.|\.ffn_gate_inp\."
 )
@@ -237,6 +238,14 @@ def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tu
     for pattern, role, unread in known:
         names.setdefault(encodings.spelled(pattern, template), (role, unread))
     return names
+
+
+def is_of_mtp(name: str, layers: int | None) -> bool:
+    """Whether a tensor is of the MTP part: of a block called so, or of a layer beyond the number of layers."""
+    if MTP.search(name):
+        return True
+    layer = LAYER.search(name)
+    return layer is not None and layers is not None and int(layer[1]) >= layers
 
 
 def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:

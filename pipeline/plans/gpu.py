@@ -114,7 +114,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
 
 
 def _notes(model: MoeModel, rest: OtherTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
-    notes = list(model.common_notes)
+    notes = [*model.common_notes, *rest.notes]
     weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
     decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
     for title in encodings.quantized(model.dtypes):
