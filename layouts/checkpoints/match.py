@@ -32,6 +32,12 @@ SUFFIXES = {
     ".Qidxs": "QuIP#",
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
+# Among the experts: what else changes what they compute.
+CHANGES = {
+    r"[._]input\.weight": "a matrix that inputs are multiplied by, without which the weight beside it is another",
+    r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it is another",
+    r"\.\w*norm\w*(\.weight)?": "a norm, without which the experts compute something else",
+}
 FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 INDICES = "I64"
 INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", INDICES)
@@ -67,6 +73,12 @@ def unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> I
         for info in unclaimed:
             if info.name.rpartition(".")[0] in with_floats - with_weight:
                 yield info, f"a matrix of integers ({info.dtype}) beside its scales"
+
+
+def stray_kind(name: str) -> str:
+    """Return what a tensor is that stands among the experts and is none of their parts; "" if that is unknown."""
+    by_name = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "")
+    return by_name or next((kind for pattern, kind in CHANGES.items() if re.search(rf"{pattern}\Z", name)), "")
 
 
 def no_input(name: str, what: str) -> UnsupportedError:
@@ -193,7 +205,9 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
         return
     stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
     if stored.style != rule.style:
-        raise InputError.of_tensor(name, f": layer {layer} is stored in two ways; remove the one that does not belong")
+        other = next(iter(stored.names), "")
+        what = f": layer {layer} is stored in two ways, also as {other!r}"
+        raise InputError.of_tensor(name, what, "use a release that stores it once")
     if rule.role == ASIDE:
         stored.aside.append(name)
         return

@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, damaged_file
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, damaged_file, unreadable_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
@@ -327,7 +327,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         tree = documents.parse(path.read_bytes())
         documents.require_plain(tree)
     except OSError as e:
-        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
+        raise unreadable_file(path, e) from None
     except ValueError:
         raise damaged_file(path, "not valid JSON") from None
     if not isinstance(tree, dict):

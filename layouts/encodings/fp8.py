@@ -69,7 +69,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
     fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
-    remedy = "check weight_block_size in config.json, or download both again"
+    remedy = "check weight_block_size in config.json, or use another release"
     return damaged_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
 
 

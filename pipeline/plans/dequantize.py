@@ -40,7 +40,12 @@ def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | No
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
-    notes = (*source.notes, *everything.notes, *more, *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None))
+    notes = (
+        *source.notes,
+        *everything.notes,
+        *more,
+        *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None),
+    )
     base = checkpoint.base_model(source)
     return Plan(
         request=request,

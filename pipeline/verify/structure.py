@@ -38,7 +38,9 @@ def check_files(output: Output, _measure: Measure) -> Check:
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *present} if LOOSE.search(name))
-        problems += [f"{name} is a file of loose weights, in an output of safetensors: remove it" for name in stale]
+        problems += [
+            f"{name} is a file of loose weights, in an output of safetensors: move it elsewhere" for name in stale
+        ]
         present = [name for name in present if name not in stale]
     if output.manifest is not None:
         strange = [name for name in present if LEFT_BEHIND.search(name)]
@@ -49,7 +51,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         known = "there is no manifest, as in kt-kernel's own outputs"
         notes.append(f"{known}: contents can be checked with --against SOURCE only")
         strange = _strange_without_manifest(output)
-    problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
+    problems += [f"{name} does not belong here, and kt-kernel may load it: move it elsewhere" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
     return Check("files", f"{number}, none too many", problems, notes)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
-from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file, damaged_tensor
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file, damaged_tensor, unreadable_file
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 
@@ -224,7 +224,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
             raise damaged_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
         tree = json.loads(data.decode("utf-8"))
     except OSError as e:
-        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
+        raise unreadable_file(path, e) from None
     except (ValueError, RecursionError):
         raise damaged_file(path, "not valid JSON") from None
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
@@ -261,4 +261,6 @@ def _complete(root: Path, names: list[str]) -> None:
         # Stops at the first gap: the total is what a file's name claims, and may be anything.
         missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
         if missing is not None:
-            raise damaged_file(root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it again")
+            raise damaged_file(
+                root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it, or give one of the files"
+            )
