@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.plans.commands import plan_request, request, run
 from ktconvert.pipeline.ui.progress import Reporter
@@ -335,6 +335,24 @@ def test_integers_that_no_rule_reads_are_never_copied_as_weights(tensors, config
     with pytest.raises(UnsupportedError) as refused:
         plan_request(request("dequantize", input=source, output=tmp_path / "out"))
     assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mtp.0.e_proj.weight", "model.layers.2.eh_proj.weight"])
+def test_fp8_of_the_mtp_part_without_scales_is_taken_as_it_is(name, tmp_path):
+    """As DeepSeek-V4-Flash-FP8 is released; elsewhere the scale was lost."""
+    codes = np.arange(256, dtype=np.uint8)[np.arange(256) & 0x7F != 0x7F][None]
+    stored: dict[str, Any] = {"model.norm.weight": PLAIN, name: ("F8_E4M3", codes)}
+    sign, exponent, fraction = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
+    size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
+    bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    source = written(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
+    plan = plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+    assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
+    assert (dequantized(source, tmp_path / "out")[name].bits == bits).all()
+    lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
+    source = written(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
+    with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
+        plan_request(request("dequantize", input=source, output=tmp_path / "no"))
 
 
 def test_tables_of_integers_are_copied(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, read_header
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from rig import conversion
 from rig.safetensors import encode
 
 Header = dict[str, Any]
@@ -351,6 +352,16 @@ def test_weights_that_transformers_would_not_read_are_named(sharded):
     assert source.notes == (f"{FIRST} is read here, and transformers would read pytorch_model.bin",)
     with pytest.raises(InputError, match="give a directory that holds only one of them"):
         source.require_one_reading()
+
+
+@pytest.mark.parametrize("name", [FIRST, INDEX])
+def test_a_file_without_permission_is_not_to_be_downloaded_again(name, sharded):
+    (sharded / name).chmod(0)
+    anyone = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    done = conversion.ktconvert("inspect", sharded, prefix=anyone)
+    assert done.returncode == 5 and "download" not in done.stderr, done.stderr
+    assert f"{sharded / name}: cannot be" in done.stderr
+    assert "(Permission denied); change its permissions, so that you can read it" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["pytorch_model-00001-TP-00{}.safetensors", "model{}-mp2.safetensors"])
