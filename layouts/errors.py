@@ -6,7 +6,11 @@ import copy
 from pathlib import Path
 from typing import Self
 
+# What to do about a file that is damaged, about one that the user may not read, about something that is missing or does
+# not fit, which may be so in the release itself.
 REMEDY = "download that file again"
+PERMISSION = "change its permissions, so that you can read it"
+INCOMPLETE = "check that the download is complete, or use another release"
 
 
 class KtconvertError(Exception):
@@ -72,7 +76,7 @@ class WorkerLostError(KtconvertError):
 
 
 def damaged_tensor(
-    name: str, what: str, remedy: str = "download it again", path: Path | str | None = None
+    name: str, what: str, remedy: str = "download it again, or use another release", path: Path | str | None = None
 ) -> InputError:
     """The error of a tensor; `what` follows its name."""
     return InputError.of_tensor(name, what, remedy, path)
@@ -81,3 +85,9 @@ def damaged_tensor(
 def damaged_file(path: Path | str, what: str, remedy: str = REMEDY) -> InputError:
     """The error of a file; `what` follows its path."""
     return InputError(what, remedy, path=path)
+
+
+def unreadable_file(path: Path | str, error: OSError, what: str = "cannot be read", remedy: str = REMEDY) -> InputError:
+    """Return the error of a file that the system does not open or read, with a remedy for its reason."""
+    denied = isinstance(error, PermissionError)
+    return damaged_file(path, f"{what} ({error.strerror})", PERMISSION if denied else remedy)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.plans.commands import plan_request, request, run
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
 from rig.conversion import KTCONVERT, edit, tree
-from rig.safetensors import Tensor, Tensors, header_of, read_file, read_folder, write_file
+from rig.safetensors import Tensor, Tensors, edit_header, header_of, read_file, read_folder, write_file
 
 H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
 
@@ -294,7 +295,7 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         source = written(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
         done = cli("dequantize", source, tmp_path / "out", code=code)
         assert says in done.stderr and "routed experts" not in done.stderr, done.stderr
-    both: dict[str, Any] = {"a.weight": ("I64", np.zeros((4, 8), np.int64))}
+    both: dict[str, Any] = {"a.weight": ("F64", np.zeros((4, 8), np.float64))}
     pack = encodings.integers(4, 8, encodings.compressed("BF16"), zeros=False)
     both |= {f"a{end}": tensor for end, tensor in pack(np.random.default_rng(0), 4, 8)[0].items()}
     packed = np.zeros((32, 192), np.int32)
@@ -308,3 +309,61 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         assert says in cli("dequantize", source, tmp_path / "out", code=code).stderr
     (source / "config.json").unlink()
     assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr
+
+
+MLX = {"quantization": {"group_size": 64, "bits": 4}}  # all that releases before 2025 say
+HALVES = ("F16", np.ones((4, 1), np.uint16))
+PLAIN = ("BF16", np.ones((4, 4), np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "words"),
+    [
+        ({"a.weight": ("U32", np.ones((4, 4), np.uint32)), "a.scales": HALVES, "a.biases": HALVES}, MLX, "is packed;"),
+        ({"a.trellis": ("I16", np.ones((2, 2, 16), np.int16)), "a.suh": HALVES}, {}, "'a.trellis' is packed;"),
+        (
+            {"a.W_q": ("U8", np.ones((4, 4), np.uint8)), "a.scale": HALVES},
+            {},
+            "is a matrix of integers (U8) beside its",
+        ),
+        ({"a.weight": PLAIN}, MLX, "config.json says that it is quantized (by an unnamed method), but no tensor"),
+    ],
+    ids=["MLX", "EXL3", "HQQ", "only by config.json"],
+)
+def test_integers_that_no_rule_reads_are_never_copied_as_weights(tensors, config, words, tmp_path):
+    source = written(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
+    with pytest.raises(UnsupportedError) as refused:
+        plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+    assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mtp.0.e_proj.weight", "model.layers.2.eh_proj.weight"])
+def test_fp8_of_the_mtp_part_without_scales_is_taken_as_it_is(name, tmp_path):
+    """As DeepSeek-V4-Flash-FP8 is released; elsewhere the scale was lost."""
+    codes = np.arange(256, dtype=np.uint8)[np.arange(256) & 0x7F != 0x7F][None]
+    stored: dict[str, Any] = {"model.norm.weight": PLAIN, name: ("F8_E4M3", codes)}
+    sign, exponent, fraction = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
+    size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
+    bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    source = written(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
+    plan = plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+    assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
+    assert (dequantized(source, tmp_path / "out")[name].bits == bits).all()
+    lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
+    source = written(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
+    with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
+        plan_request(request("dequantize", input=source, output=tmp_path / "no"))
+
+
+def test_tables_of_integers_are_copied(tmp_path: Path) -> None:
+    """Which are no weights; verify finds what an earlier version copied as one."""
+    table = ("I64", np.arange(16).reshape(4, 4))
+    tensors: dict[str, Any] = {"gate.weight": PLAIN, "gate.tid2eid": table, "vision.position_ids": table}
+    tensors |= {"vision.relative_position_index": table, "vision.relative_position_bias_table": PLAIN}
+    source = written(tmp_path / "model", tensors, {"model_type": "qwen3"})
+    out = tmp_path / "out"
+    assert dequantized(source, out) == read_file(source / "model.safetensors")
+    (shard,) = out.glob("*.safetensors")
+    edit_header(shard, lambda header: header["gate.weight"].update(dtype="U32", shape=[4, 2]))
+    report = verify(VerifyOptions(output=out), Reporter(verbosity=-1))
+    assert f"gate.weight in {shard.name} is packed, and was not decoded" in report.problems

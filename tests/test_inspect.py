@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.cli.inspect import inspect
+from rig.conversion import here
+from rig.safetensors import write_file
 
 BF16_NAN = 0x7FC0
 
@@ -126,3 +129,43 @@ def test_an_unfinished_conversion(tmp_path, write_qwen, random_experts, cli):
     report = look(output)
     assert report["units"] is None and report["units_done"] == 1 and str(source) in report["source_problem"]
     assert "1 finished" in cli("inspect", output).stdout
+
+
+BF16 = ("BF16", np.zeros((64, 64), np.uint16))
+BYTES = ("I8", np.zeros(8, np.int8))
+# Names of a tensor, a loose file or a part of a split that imply more layers, experts or parts than fit memory.
+HUGE = {
+    "blk.0.ffn_up_exps.65535.numa.1023.weight": "imply 67108864 parts of experts; most of them are missing, or a name",
+    "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, an expert or a NUMA part of this number",
+    "blk.0.ffn_up_exps.99999999999.numa.0.weight": "no model has a layer, an expert or a NUMA part of this number",
+    "blk.99999999999.ffn_up_exps.0.numa.0.weight": "no model has a layer, an expert or a NUMA part of this number",
+    "_layer_0/_numa_1023/INT4_down_65535_8Byte_quant_.kt": "imply 67108864 parts of experts",
+    "_layer_99999999999/_numa_99999999999/INT4_down_0_8Byte_quant_.kt": "no model has a layer, an expert or",
+    "model.layers.999999998.mlp.experts.0.gate_proj.weight": "is of layer 999999998, and no model has more than 10000",
+    "m-{:05d}-of-99999.gguf": "m-00100-of-99999.gguf: missing, one of 99999 files",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["verify", "--run"]], ids=" ".join)
+def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
+    """In time and memory, whatever a file of a few bytes is called."""
+    if name.endswith(".gguf"):
+        for number in range(1, 100):
+            (tmp_path / name.format(number)).write_bytes(b"GGUF")
+    elif name.endswith(".kt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(8))
+    elif name.startswith("blk"):
+        tensors = {name: BYTES, "blk.0.ffn_up_exps.0.numa.0.scale": ("F32", np.zeros(2, np.float32))}
+        write_file(tmp_path / "model.safetensors", tensors)
+    else:
+        parts = {name.replace("gate", part): BF16 for part in ("gate", "up", "down")}
+        write_file(tmp_path / "model.safetensors", parts)
+        (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 999999999}')
+    done = here(*command, tmp_path, "--json")
+    assert isinstance(done.exception, SystemExit | KtconvertError | None), done.exception
+    said = f"{done.output}{done.exception}"
+    is_checkpoint = name.startswith("m")
+    assert HUGE[name] in said or (is_checkpoint and command == ["verify"] and "holds no expert weights" in said), said

@@ -16,6 +16,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, read_header
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from rig import conversion
 from rig.safetensors import encode
 
 Header = dict[str, Any]
@@ -197,7 +198,12 @@ BILLION = "model-00001-of-999999999.safetensors"
             "several checkpoints",
         ),
         (lambda root: (only(root, "x"), save(root / BILLION, "z")), r"model-00002-of-999999999.* is missing"),
-        (lambda root: save(shard(root, 2), "c", "a"), "tensor 'a' is also in model-00001"),
+        (
+            lambda root: (save(shard(root, 2), "c", "a"), (root / INDEX).unlink()),
+            "tensor 'a' is in model-00001.* and in model-00002.*, and no index says which one counts; give one",
+        ),
+        (lambda root: several_indexes(root), f"several indexes .a.*, b.*; copy the one to convert to {INDEX}"),
+        (lambda root: name_weights(root, "../x.safetensors"), "config.json: names '../x.* in transformers_weights"),
         (lambda root: shard(root, 1).write_text(POINTER), "Git LFS pointer"),
         (lambda root: (root / INDEX).write_text(POINTER), "Git LFS pointer, not the index"),
         (lambda root: only(root, "x"), r"holds no \.safetensors"),
@@ -219,25 +225,151 @@ def test_other_formats(sharded, name, what):
             open_checkpoint(path)
 
 
-OUTSIDE = ("/etc/passwd", "../model", "sub/../../model", "./model-00001-of-00002", "x\0y", "a\\b")
+OUTSIDE = ("/etc/passwd", "../model", "sub/../../model", "x\0y", "a\\b")
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"d": "model-00002-of-00002.safetensors"}, "tensor 'd' should be here by the index, but no file has it"),
-        ({"a": "model-00002-of-00002.safetensors"}, "tensor 'a' should be here by the index, but model-00001"),
-        ({"b": None}, "tensor 'b' is missing from the index"),
         *(({"a": f"{name}.safetensors"}, "outside this directory") for name in OUTSIDE),
         *(({"a": name}, "outside this directory") for name in ("", 7, ["x"])),
         ({"a": "config.json"}, "not a .safetensors file"),
+        ({"d": "model-00003-of-00003.safetensors"}, "which is missing; download the missing file, or the index of the"),
     ],
 )
-def test_index_and_files_disagree(sharded, changed, words):
+def test_an_index_cannot_lead_elsewhere(sharded, changed, words):
     edit_index(sharded, **changed)
     with pytest.raises(InputError) as failure:
         open_checkpoint(sharded)
     assert words in str(failure.value) and str(sharded) in str(failure.value)
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"d": SECOND}, f"names 1 tensor that no file holds, such as d ({SECOND})"),
+        ({"a": SECOND}, f"names 1 tensor in other files than those that hold them, such as a ({SECOND})"),
+        ({"b": None}, "does not name 1 tensor of its files, such as b"),
+        ({"a": f"./{FIRST}", "b": f".//{FIRST}"}, None),
+    ],
+)
+def test_headers_decide_where_an_index_differs(sharded, changed, words):
+    """All that is there is read, with a note: loaders go by the headers, too."""
+    edit_index(sharded, **changed)
+    source = open_checkpoint(sharded)
+    assert sorted(source.tensors) == ["a", "b", "c"] and source.tensors["a"].file == FIRST
+    assert list(source.notes) == [f"{INDEX} {words}"] * (words is not None) and source.conflict is None
+
+
+@pytest.mark.parametrize("overlay", ["model-overlay.safetensors", "a-overlay.safetensors"])
+def test_the_index_decides_among_copies(sharded, overlay):
+    """transformers takes the copy in the last file by name: where that is another, a note says so, and what computes
+    with both readers refuses."""
+    safetensors.numpy.save_file({"a": np.full((2, 3), 7, np.float32)}, sharded / overlay)
+    edit_index(sharded, a=overlay)
+    source = open_checkpoint(sharded)
+    assert source.array("a")[0, 0] == 7 and source.array("b")[0, 0] == ord("b")
+    chosen = f"chooses among copies of 1 tensor in several files: a is read from {overlay}, not from {FIRST}"
+    assert source.notes[0] == f"{INDEX} {chosen}"
+    merged: dict[str, Any] = {}
+    for name in sorted(path.name for path in sharded.glob("*.safetensors")):  # as transformers merges them
+        merged |= safetensors.numpy.load_file(sharded / name)
+    agrees = bool(merged["a"][0, 0] == 7)
+    assert agrees == overlay.startswith("model") == (len(source.notes) == 1)
+    if agrees:
+        source.require_one_reading()
+    else:
+        with pytest.raises(
+            InputError, match=f"'a' is read from {overlay}, .* transformers would read its copy in {FIRST}"
+        ):
+            source.require_one_reading()
+
+
+def several_indexes(root: Path) -> None:
+    for name in ("a", "b"):
+        (root / f"{name}.safetensors.index.json").write_bytes((root / INDEX).read_bytes())
+    (root / INDEX).unlink()
+
+
+def name_weights(root: Path, name: str) -> None:
+    (root / "config.json").write_text(json.dumps({"transformers_weights": name}))
+
+
+SINGLE = "model.safetensors"
+# What is done to a sharded directory -> the files that are read, and the note.
+SETS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "a later save": (
+        lambda root: save(root / SINGLE, "a"),
+        [SINGLE],
+        "model.safetensors is read, as in transformers; ",
+    ),
+    "a later save, and shards gone": (
+        lambda root: (save(root / SINGLE, "a"), shard(root, 1).unlink(), shard(root, 2).unlink()),
+        [SINGLE],
+        f"model.safetensors is read, as in transformers; {INDEX} is left aside",
+    ),
+    "an index that names it": (
+        lambda root: (save(root / SINGLE, "d"), edit_index(root, d=SINGLE)),
+        [FIRST, SECOND, SINGLE],
+        "",
+    ),
+    "a damaged index": (
+        lambda root: (save(root / SINGLE, "a"), (root / INDEX).write_text("{")),
+        [SINGLE],
+        f"model.safetensors is read, as in transformers; {FIRST} (and 2 more) is left aside",
+    ),
+    "another precision": (lambda root: save(root / "model.fp16.safetensors", "a"), [FIRST, SECOND], f"{FIRST} (and 1 "),
+    "named by config.json": (
+        lambda root: (save(root / SINGLE, "a"), name_weights(root, SECOND)),
+        [SECOND],
+        f"{SECOND} is read, as in transformers; {FIRST} (and 2 more) is left aside",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_files_that_count_are_those_of_transformers(name, sharded):
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    change, expected, note = SETS[name]
+    change(sharded)
+    source = open_checkpoint(sharded)
+    assert [each.name for each in source.shards] == expected and source.conflict is None
+    assert source.notes[:1] == () if not note else source.notes[0].startswith(note)
+    named = source.config.get("transformers_weights")
+    theirs, _ = modeling._get_resolved_checkpoint_files(str(sharded), None, None, None, None, False, named)
+    assert {Path(file).name for file in theirs} <= {*expected}
+
+
+def test_weights_that_transformers_would_not_read_are_named(sharded):
+    """Without an index and without model.safetensors it takes PyTorch's files, whatever else lies there."""
+    (sharded / INDEX).unlink()
+    assert open_checkpoint(sharded).conflict is None
+    (sharded / "pytorch_model.bin").write_bytes(b"PK")
+    source = open_checkpoint(sharded)
+    assert source.notes == (f"{FIRST} is read here, and transformers would read pytorch_model.bin",)
+    with pytest.raises(InputError, match="give a directory that holds only one of them"):
+        source.require_one_reading()
+
+
+@pytest.mark.parametrize("name", [FIRST, INDEX])
+def test_a_file_without_permission_is_not_to_be_downloaded_again(name, sharded):
+    (sharded / name).chmod(0)
+    anyone = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    done = conversion.ktconvert("inspect", sharded, prefix=anyone)
+    assert done.returncode == 5 and "download" not in done.stderr, done.stderr
+    assert f"{sharded / name}: cannot be" in done.stderr
+    assert "(Permission denied); change its permissions, so that you can read it" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["pytorch_model-00001-TP-00{}.safetensors", "model{}-mp2.safetensors"])
+def test_slices_of_tensors_are_refused(name, tmp_path):
+    for rank in range(2):
+        save(tmp_path / name.format(rank), "a")
+    with pytest.raises(UnsupportedError, match=r"slices of tensors, one file for each GPU .*; use a release"):
+        open_checkpoint(tmp_path)
 
 
 DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"

@@ -259,6 +259,24 @@ def test_every_file_says_what_it_is():
     none([str(p.relative_to(ROOT)) for p, tree in trees().items() if p.stat().st_size and not ast.get_docstring(tree)])
 
 
+# Where the result of a removal is known: files of a work directory, which are made again; a pattern of an option.
+MAY_REMOVE = {"pipeline/engine/part.py", "pipeline/engine/existing.py", "layouts/files/direct_file.py"}
+MAY_REMOVE |= {"layouts/outputs/ignore.py"}
+
+
+def test_no_message_advises_to_remove_a_file_or_a_tensor():
+    """Without it the rest may be another model, or nothing of it was wrong."""
+    advice = re.compile(r"(?:[;:,] |\bor |^)(?:remove|delete|keep one)(?: \w|,| $|\Z)")
+    found = [
+        f"{path.relative_to(ROOT)}: {node.value}"
+        for path, tree in trees().items()
+        if str(path.relative_to(ROOT)) not in MAY_REMOVE and "cli" not in path.parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and advice.search(node.value)
+    ]
+    none(found)
+
+
 def test_the_core_of_an_encoding_is_small():
     members = [field.name for field in dataclasses.fields(Encoding)]
     members += [name for name, value in vars(Encoding).items() if callable(value) and not name.startswith("_")]

@@ -21,6 +21,8 @@ NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
 DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # families whose config has one width for all
 HIDDEN = ("routed_expert_hidden_size", "hidden_size", "dim")
+# No model has more layers, or experts in a layer: a file that names more is damaged, and a list of all fills memory.
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
 
 @dataclass(frozen=True)

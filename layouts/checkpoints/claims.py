@@ -67,7 +67,7 @@ def moe_layers(config: Config) -> list[int] | None:
     limit = num_layers(config)
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None
-    return [layer for layer in range(min(limit[1], 10_000)) if _dense_by(config, layer) is None]
+    return [layer for layer in range(min(limit[1], archs.MOST_LAYERS)) if _dense_by(config, layer) is None]
 
 
 # What a weight file states, under config.json's name -> the keys of a config.json that may hold the same number.

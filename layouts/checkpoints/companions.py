@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import PERMISSION, REMEDY, InputError
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".kt"}
 WEIGHT_SUFFIXES |= {".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite", ".ot"}
@@ -45,14 +45,14 @@ def require_copyable(root: Path, name: str) -> None:
             file.read(1)
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         reason = error.strerror if isinstance(error, OSError) else error
+        remedy = PERMISSION if isinstance(error, PermissionError) else REMEDY
         raise InputError(
-            f"{path}: cannot be read ({reason}), and would be copied beside the weights; "
-            "change its permissions, download it again, or move it out of the checkpoint."
+            f"{path}: cannot be read ({reason}), and would be copied beside the weights; {remedy}"
         ) from None
     model = real.parent.parent
     is_blob = real.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
     if not real.is_relative_to(root.resolve()) and not is_blob:
         raise InputError(
             f"{path}: is a link to {real}, outside the checkpoint, and is not followed; "
-            "put a copy of the file in its place, or remove the link."
+            "put a copy of the file in its place."
         )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ktconvert.layouts.checkpoints.containers import CONTAINERS
+from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.checkpoints.containers.gguf import parts_of
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
@@ -95,15 +94,14 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 
 def complete(folder: Path) -> bool:
-    """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
+    """Whether a snapshot has its config and every weight file of the checkpoint."""
     if not _has_config(folder):
         return False
-    if (index := next(folder.glob("*.safetensors.index.json"), None)) is None:
-        return any(path.exists() for path in folder.glob("*.safetensors"))
     try:
-        return all((folder / shard).exists() for shard in {*json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        chosen = SAFETENSORS.select(folder, sorted(path.name for path in folder.iterdir()))
+    except KtconvertError:
         return False
+    return chosen is not None and all((folder / name).exists() for name in chosen.names)
 
 
 def _has_config(folder: Path) -> bool:

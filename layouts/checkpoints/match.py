@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
@@ -29,10 +29,19 @@ SUFFIXES = {
     **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
     **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
     **dict.fromkeys((".qweight", ".qzeros"), "GPTQ or AWQ"),
+    ".Qidxs": "QuIP#",
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
+# Among the experts: what else changes what they compute.
+CHANGES = {
+    r"[._]input\.weight": "a matrix that inputs are multiplied by, without which the weight beside it is another",
+    r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it is another",
+    r"\.\w*norm\w*(\.weight)?": "a norm, without which the experts compute something else",
+}
 FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F4": "FP4"}
+INDICES = "I64"
+INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", INDICES)
+DTYPES = dict.fromkeys(INTEGERS, "packed") | {"I8": "INT8", "F4": "FP4"}
 DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
@@ -41,12 +50,35 @@ def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
 
-def unread_format(info: TensorInfo) -> str | None:
-    """The format of a tensor outside the experts, if no loader of a BF16 output would understand it; else None."""
-    by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
-    if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
-        return DTYPES.get(info.dtype)
-    return by_name
+def unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> Iterator[tuple[TensorInfo, str]]:
+    """Find those of these tensors, outside the experts, that no loader of a BF16 output would understand, each with its
+    format. Integers are a weight where they are called so, and where a module has a matrix of them beside other
+    numbers, its scales, and no matrix of other numbers as its weight. But I64 is torch's type of indices.
+    """
+    unclaimed: list[TensorInfo] = []
+    for info in map(tensors.__getitem__, names):
+        by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
+        if by_name is None and (info.name.endswith(".weight") or (len(info.shape) == 3 and info.dtype != INDICES)):
+            by_name = DTYPES.get(info.dtype)
+        if by_name is not None:
+            yield info, by_name
+        elif info.dtype in INTEGERS and info.dtype != INDICES and sum(n > 1 for n in info.shape) > 1:
+            unclaimed.append(info)
+    if unclaimed:
+        floats = [info for info in tensors.values() if info.dtype not in (*INTEGERS, "BOOL")]
+        with_floats = {info.name.rpartition(".")[0] for info in floats}
+        with_weight = {
+            i.name.removesuffix(".weight") for i in floats if i.name.endswith(".weight") and len(i.shape) > 1
+        }
+        for info in unclaimed:
+            if info.name.rpartition(".")[0] in with_floats - with_weight:
+                yield info, f"a matrix of integers ({info.dtype}) beside its scales"
+
+
+def stray_kind(name: str) -> str:
+    """Return what a tensor is that stands among the experts and is none of their parts; "" if that is unknown."""
+    by_name = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "")
+    return by_name or next((kind for pattern, kind in CHANGES.items() if re.search(rf"{pattern}\Z", name)), "")
 
 
 def no_input(name: str, what: str) -> UnsupportedError:
@@ -58,6 +90,7 @@ BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 ROUTER = re.compile(
     r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.|\.ffn_gate_inp\."
 )
@@ -172,7 +205,9 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
         return
     stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
     if stored.style != rule.style:
-        raise InputError.of_tensor(name, f": layer {layer} is stored in two ways; remove the one that does not belong")
+        other = next(iter(stored.names), "")
+        what = f": layer {layer} is stored in two ways, also as {other!r}"
+        raise InputError.of_tensor(name, what, "use a release that stores it once")
     if rule.role == ASIDE:
         stored.aside.append(name)
         return
@@ -217,6 +252,14 @@ def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tu
     for pattern, role, unread in known:
         names.setdefault(encodings.spelled(pattern, template), (role, unread))
     return names
+
+
+def is_of_mtp(name: str, layers: int | None) -> bool:
+    """Whether a tensor is of the MTP part: of a block called so, or of a layer beyond the number of layers."""
+    if MTP.search(name):
+        return True
+    layer = LAYER.search(name)
+    return layer is not None and layers is not None and int(layer[1]) >= layers
 
 
 def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:

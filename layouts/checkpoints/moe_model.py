@@ -19,17 +19,18 @@ from ktconvert.layouts.checkpoints.archs import (
     GGUF_STYLES,
     HIDDEN_ACT,
     HIDDEN_ACTS,
+    MOST_LAYERS,
     Arch,
     Fused,
     Separate,
     Style,
 )
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import NUMBER, SHARED, Scan, name_of, no_input, scan
+from ktconvert.layouts.checkpoints.match import NUMBER, SHARED, Scan, name_of, no_input, scan, stray_kind
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import BF16, Matrix, decode
 from ktconvert.quantizers import equalizing
@@ -181,7 +182,7 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
 
 def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
     arch = _row(source, archs)
-    notes: list[str] = []
+    notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)
@@ -278,6 +279,9 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
         shown = ", ".join(map(repr, prefixes))
         raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
     numbers = sorted(n for _, n in seen.layers)
+    if numbers[-1] >= MOST_LAYERS:
+        name = seen.layers[prefixes[0], numbers[-1]].names[0]
+        raise InputError.of_tensor(name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers")
     if limit is None:
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
@@ -339,12 +343,13 @@ def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) ->
 
 
 def _refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
-    """Names among the experts of a converted layer that are none of their parts. Raises InputError."""
+    """Raise UnsupportedError for a name among the experts of a converted layer that is none of their parts."""
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
     for name in seen.strays:
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
-            what = "stands among the experts but is none of their parts"
-            raise InputError.of_tensor(name, what, "remove it, or describe this model with --arch-file")
+            kind = stray_kind(name)
+            what = f"stands among the experts but is none of their parts{kind and f': it is {kind}'}"
+            raise UnsupportedError.of_tensor(name, what, "it cannot be read: use another release of the model")
 
 
 def _refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
@@ -356,6 +361,6 @@ def _refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int],
             continue
         name = name_of(style, prefix, style.parts[0], n, 0)
         if (prefix, n) in seen.routers:
-            raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", "download the model again")
+            raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", INCOMPLETE)
         if n > min(layers) and (prefix, n) not in seen.present:
-            raise InputError(f"layer {n} is missing ({name!r} and all else)", "download the model again")
+            raise InputError(f"layer {n} is missing ({name!r} and all else)", INCOMPLETE)

@@ -6,20 +6,24 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ktconvert.layouts import encodings
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import UNUSED, unread_format
+from ktconvert.layouts.checkpoints.match import UNUSED, is_of_mtp, unread_formats
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings import Weight
+from ktconvert.layouts.encodings import Weight, fp8
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """Tensors that are copied, weights that become BF16, by names in a BF16 release; dropped: scales of these."""
+    """Tensors that are copied, weights that become BF16, by names in a BF16 release; dropped: scales of these; notes:
+    sentences on weights that need one.
+    """
 
     tensors: Mapping[str, TensorInfo | Weight]
     dropped: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def other_tensors(source: TensorSource, taken: Collection[str], quantization: Quantization) -> OtherTensors:
@@ -47,19 +51,24 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
-    for name in names:
-        if name not in dropped and (what := unread_format(source.tensors[name])) is not None:
-            where = ", and stands outside the routed experts" if taken else ""
-            path, remedy = source.path(source.tensors[name]), "use the model's BF16 or FP8 (E4M3) release."
-            raise UnsupportedError(f"{path}: tensor {name!r} is {what}{where}; that is not an input yet: {remedy}")
+    for info, what in unread_formats(source.tensors, (name for name in names if name not in dropped)):
+        where = ", and stands outside the routed experts" if taken else ""
+        path, remedy = source.path(info), "use the model's BF16 or FP8 (E4M3) release."
+        raise UnsupportedError(f"{path}: tensor {info.name!r} is {what}{where}; that is not an input yet: {remedy}")
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:
             key, stored = decoded.get(name, (name, source.tensors[name]))
             if key in tensors:
-                raise InputError(f"{source.root}: {key!r} is stored twice; remove the tensor that does not belong")
+                what = f"is stored twice, also as {name!r}"
+                raise InputError.of_tensor(key, what, "use a release that stores it once", source.root)
             tensors[key] = stored
-    return OtherTensors(tensors, tuple(sorted(dropped - decoded.keys())))
+    notes = [
+        f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
+        for name, (_, weight) in decoded.items()
+        if weight.encoding == fp8.UNSCALED
+    ]
+    return OtherTensors(tensors, tuple(sorted(dropped - decoded.keys())), tuple(notes))
 
 
 def _weight(
@@ -71,6 +80,10 @@ def _weight(
         row = encodings.of_tensors(tensors, quantization)
         if row is None or not row.quantized or tensors[row.values] is not info:
             continue
+        if tensors.keys() == {row.values} and info.dtype in fp8.UNSCALED.dtypes and len(info.shape) == 2:
+            limit = claims.num_layers(source.config)
+            # Loaders of the MTP part copy such a weight into one of BF16.
+            row = fp8.UNSCALED if is_of_mtp(info.name, limit and limit[1]) else row
         for role in row.tensors:
             several = candidates.get(role, [])
             if len(several) > 1:

@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, no_input, of_values
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
-from ktconvert.layouts.errors import InputError, damaged_tensor
+from ktconvert.layouts.errors import INCOMPLETE, InputError, damaged_tensor
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
 Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -1 where one holds all experts
@@ -53,7 +53,7 @@ def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, 
                 pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # or unused tensors alone
                 name = encodings.spelled(pattern, name_of(style, prefix, part, n, expert))
                 what = f"is missing, though layer {n} has other expert tensors"
-                raise damaged_tensor(name, what, "download the model again")
+                raise damaged_tensor(name, what, INCOMPLETE)
     first = weights[style.parts[0], 0 if separate else -1]
     count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
@@ -103,7 +103,7 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
         for role in other.tensors.keys() - weight.tensors.keys():
             lost = encodings.spelled(weight.encoding.tensors[role][0], name_of(style, prefix, part, n, expert))
             what = f": {lost} is missing, and {other.tensors[role].name!r} is there"
-            raise damaged_tensor(weight.name, what, "download again")
+            raise damaged_tensor(weight.name, what, INCOMPLETE)
 
 
 def _unread(name: str, tensors: encodings.Tensors) -> Exception:
@@ -112,14 +112,14 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensors]
     if unscaled and "scale" not in tensors:
         info, scale = held[0][1], encodings.spelled(unscaled[0].tensors["scale"][0], name)
-        return damaged_tensor(info.name, f"is {info.dtype}, and its scales ({scale}) are missing")
+        return damaged_tensor(info.name, f"is {info.dtype}, and its scales ({scale}) are missing", INCOMPLETE)
     if held:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
     rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensors]
     row = next((row for row in rows if tensors.keys() <= row.tensors.keys()), rows[0])
     values = encodings.spelled(row.tensors[row.values][0], name)
-    return damaged_tensor(info.name, f"is a scale whose weight {values!r} is missing")
+    return damaged_tensor(info.name, f"is a scale whose weight {values!r} is missing", INCOMPLETE)
 
 
 def _count(weights: Weights, recorded: Recorded, most: int) -> int:
@@ -157,7 +157,7 @@ def _fused(weights: Weights) -> tuple[int, int, bool]:
             return d, c, True
     two = f"{gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)}"
     what = f"tensors {two} are neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]"
-    raise InputError(what, "download the model again", tensor=gate_up.name)
+    raise InputError(what, INCOMPLETE, tensor=gate_up.name)
 
 
 def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import numpy as np
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
+from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
-from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, UsageError, damaged_file, damaged_tensor
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, damaged_file, unreadable_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
@@ -24,6 +25,8 @@ from ktconvert.native_quant.arrays import Array
 
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD = 128 << 10
+
+PYTORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # which transformers reads without safetensors
 
 # NumPy types of tensors; dtypes that NumPy lacks are unsigned integers of the same width.
 VIEWS: dict[str, type[np.generic]] = {
@@ -67,6 +70,8 @@ class TensorSource:
               themselves; {} where neither does
     ignored   files of the same kind in the directory that are not of the checkpoint
     alone     it was named as a file, not as a directory
+    notes     sentences on files that do not agree: a second set of weights, an index and headers
+    conflict  the error that transformers would read other weights of this directory; None where it reads the same
     companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
     """
 
@@ -80,6 +85,8 @@ class TensorSource:
     alone: bool = False
     container: Container = SAFETENSORS
     declared: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    conflict: InputError | None = None
 
     def __post_init__(self) -> None:
         self._by_name = {shard.name: shard for shard in self.shards}
@@ -135,6 +142,11 @@ class TensorSource:
     def close(self) -> None:
         self._maps.close()
 
+    def require_one_reading(self) -> None:
+        """Raise InputError where transformers, which loads the rest of a model, would read other weights here."""
+        if self.conflict is not None:
+            raise self.conflict
+
     def __enter__(self) -> TensorSource:
         return self
 
@@ -161,16 +173,16 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     headers = read_headers(root, chosen.names, container)
     shards: list[Shard] = []
-    tensors: dict[str, TensorInfo] = {}
+    copies: dict[str, list[TensorInfo]] = {}
     for name, header in headers.items():
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
         for info in header.entries:
-            if info.name in tensors:
-                where = f"{root / name}: tensor {info.name!r} is also in {tensors[info.name].file}"
-                raise InputError(f"{where}; remove the file that does not belong")
-            tensors[info.name] = info
-    if chosen.index is not None:
-        _agree(root, chosen.index, tensors)
+            copies.setdefault(info.name, []).append(info)
+    tensors = {name: _copy_that_counts(root, chosen, infos) for name, infos in copies.items()}
+    notes = [note for note in (chosen.note, *_disagreements(chosen, copies)) if note]
+    conflict = None if alone or container.experts_only else _conflict(root, chosen, copies, tensors)
+    if conflict is not None:
+        notes.append(conflict.problem)
     container.check(root, chosen.names, tuple(headers.values()))
     declared = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
@@ -179,7 +191,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
     own = read_config(companion_root) or declared
     shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
-    return TensorSource(root, *shown, chosen.ignored, alone, container, declared)
+    return TensorSource(root, *shown, chosen.ignored, alone, container, declared, tuple(notes), conflict)
 
 
 def read_headers(
@@ -210,6 +222,9 @@ def _select(root: Path) -> tuple[Container, Selection]:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:
         raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
+    named = _named(root)
+    if named is not None and (chosen := safetensors.select(root, files, named)) is not None:
+        return SAFETENSORS, chosen
     for container in CONTAINERS:
         if (chosen := container.select(root, files)) is not None:
             return container, chosen
@@ -220,15 +235,70 @@ def _select(root: Path) -> tuple[Container, Selection]:
     raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
-def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    for name, shard in index.items():
-        info = tensors.get(name)
-        if info is None or info.file != shard:
-            has = "no file" if info is None else info.file
-            raise damaged_tensor(name, f"should be here by the index, but {has} has it", REMEDY, root / shard)
-    for name, info in tensors.items():
-        if name not in index:
-            raise damaged_tensor(name, "is missing from the index", "download the index again", root / info.file)
+def _named(root: Path) -> str | None:
+    """Return the file of weights, or index, that config.json names for transformers, if it names one."""
+    with contextlib.suppress(InputError):
+        if isinstance(named := read_config(root).get("transformers_weights"), str):
+            return named
+    return None
+
+
+def _copy_that_counts(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
+    """Return the copy of a tensor that the index names, or its only one. InputError for several without a name."""
+    shard = (chosen.index or {}).get(infos[0].name)
+    for info in infos:
+        if info.file == shard or len(infos) == 1:
+            return info
+    what = f"is in {infos[0].file} and in {infos[1].file}, and no index says which one counts"
+    remedy = "give one of the files, or download the index"
+    raise InputError.of_tensor(infos[0].name, what, remedy, root)
+
+
+def _disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
+    """A sentence for each way in which an index and the headers of its files differ."""
+    if chosen.index is None:
+        return
+    index, files = chosen.index, {name: [info.file for info in infos] for name, infos in copies.items()}
+    kinds = {
+        "that no file holds": [name for name in index if name not in files],
+        "in other files than those that hold them": [n for n, f in files.items() if n in index and index[n] not in f],
+    }
+    for where, names in kinds.items():
+        if names:
+            yield f"{chosen.decider} names {_count(names)} {where}, such as {names[0]} ({index[names[0]]})"
+    if unnamed := [name for name in files if name not in index]:
+        yield f"{chosen.decider} does not name {_count(unnamed)} of its files, such as {unnamed[0]}"
+    if several := [name for name, held in files.items() if len(held) > 1]:
+        kept = index[several[0]]
+        others = ", ".join(file for file in files[several[0]] if file != kept)
+        what = f"{_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
+        yield f"{chosen.decider} chooses among copies of {what}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
+
+
+def _conflict(
+    root: Path, chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]], tensors: Mapping[str, TensorInfo]
+) -> InputError | None:
+    """Return the error that transformers would read other weights than these, if it would. Of copies of a tensor it
+    takes the one in the last file by name, whatever an index says.
+    """
+    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _named(root)):
+        other = next((name for name in PYTORCH if (root / name).is_file()), None)
+        if other is None:
+            return None
+        what = f"{chosen.names[0]} is read here, and transformers would read {other}"
+        return InputError(what, "give a directory that holds only one of them", path=root)
+    theirs = (SINGLE,) if SINGLE in chosen.names else chosen.names
+    for name, infos in copies.items():
+        last = [info.file for info in infos if info.file in theirs][-1:]
+        if len(infos) > 1 and last and last[0] != (ours := tensors[name].file):
+            what = f"is read from {ours}, as {chosen.decider} says, and transformers would read its copy in {last[0]}"
+            remedy = f"`ktconvert dequantize {root} OUT` writes a model with one copy of each tensor"
+            return InputError.of_tensor(name, what, remedy, root)
+    return None
 
 
 def read_config(root: Path) -> dict[str, Any]:
@@ -257,7 +327,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         tree = documents.parse(path.read_bytes())
         documents.require_plain(tree)
     except OSError as e:
-        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
+        raise unreadable_file(path, e) from None
     except ValueError:
         raise damaged_file(path, "not valid JSON") from None
     if not isinstance(tree, dict):

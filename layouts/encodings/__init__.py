@@ -14,7 +14,7 @@ from ktconvert.layouts.encodings import fp4, fp8, ggml, plain, words
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
 from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
 from ktconvert.layouts.encodings.checkpoint import Weight as Weight
-from ktconvert.layouts.errors import InputError, damaged_tensor
+from ktconvert.layouts.errors import INCOMPLETE, InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
 CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
@@ -61,7 +61,7 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
     for role, patterns in row.tensors.items():
         if role not in tensors and role not in row.optional:
             lost = spelled(patterns[0], template)
-            raise damaged_tensor(values.name, f"is {row.title} but {lost} is missing", "download again")
+            raise damaged_tensor(values.name, f"is {row.title} but {lost} is missing", INCOMPLETE)
     ordered = {role: tensors[role] for role in row.tensors if role in tensors}
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)
 

@@ -150,7 +150,7 @@ def finite(source: TensorSource, scale: TensorInfo, values: F32) -> F32:
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         what = f": scale [{row}, {column}] is {values[row, column]}"
-        raise damaged_tensor(scale.name, what, "download it again", source.path(scale))
+        raise damaged_tensor(scale.name, what, path=source.path(scale))
     return values
 
 

@@ -67,7 +67,7 @@ def _row(
         if k % group or scale.shape != (*rows, k // group):
             fits = f"which is {list(logical)} with a scale for each {group} columns of a row"
             what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {fits}"
-            raise damaged_tensor(scale.name, what, "download both again")
+            raise damaged_tensor(scale.name, what)
         stack, one = logical[:-2], tensors[whole] if whole else None
         if one and (one.dtype not in FLOATS or one.shape[: len(stack)] != stack or prod(one.shape) != prod(stack)):
             what = f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight of {codes.name!r}"
@@ -93,7 +93,7 @@ def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tup
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:
         info = tensors[whole]
-        raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
+        raise damaged_tensor(info.name, "divides scales and is 0", path=source.path(info))
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
     return finite(source, tensors["scale"], scales)
 

@@ -69,7 +69,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
     fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
-    remedy = "check weight_block_size in config.json, or download both again"
+    remedy = "check weight_block_size in config.json, or use another release"
     return damaged_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
 
 
@@ -99,6 +99,18 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
     return CheckpointEncoding(
         name, title, names, ("F8_E4M3",), FP8_E4M3, matrix, fit=_fit, claims=claims, input_types=types
     )
+
+
+def _unscaled(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+    values = source.view(tensors["weight"])
+    n, k = values.shape
+    return Matrix(values, FP8_E4M3, np.ones((1, 1), np.float32), (n, k))
+
+
+# No row of the table: a scale that is missing elsewhere was lost.
+UNSCALED = CheckpointEncoding(
+    "F8_E4M3 without scales", "FP8 without scales", {"weight": ("{t}",)}, ("F8_E4M3",), FP8_E4M3, _unscaled
+)
 
 
 def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:

@@ -47,7 +47,7 @@ def _columns_per_scale(
     if not groups or (groups > 1 and quantization.groups and not named):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
         what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}"
-        raise damaged_tensor(scale.name, what, "check group_size in config.json, or download both again")
+        raise damaged_tensor(scale.name, what, "check group_size in config.json, or use another release")
     return k // groups
 
 
@@ -61,7 +61,7 @@ def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: in
         return None
     if not (np.sort(order) == plain).all():
         what = f"must name each of {order.size // group} groups for {group} columns"
-        raise damaged_tensor(stored.name, what, "download it again", source.path(stored))
+        raise damaged_tensor(stored.name, what, path=source.path(stored))
     return order
 
 
@@ -75,7 +75,7 @@ def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int,
     if info is not None and (info.dtype, info.shape) != ("I32", shape):
         needed = f"by {codes.name!r} and its scales it must be I32 of shape {list(shape)}"
         what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
-        raise damaged_tensor(info.name, what, "download both again")
+        raise damaged_tensor(info.name, what)
 
 
 # --- pack-quantized -------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
         about, zeros = tensors["shape"], tensors.get("zero_point")
         if (recorded := np.array(source.view(about)).tolist()) != [n, k]:
             what = f"says {recorded}, its codes are for {[n, k]}"
-            raise damaged_tensor(about.name, what, "download it again", source.path(about))
+            raise damaged_tensor(about.name, what, path=source.path(about))
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
         points = None
@@ -173,7 +173,7 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
             named = " or ".join(map(str, quantization.bits)) or "4 or 8"
             what = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {named} bits"
-            raise damaged_tensor(codes.name, what, "check bits in config.json, or download them again")
+            raise damaged_tensor(codes.name, what, "check bits in config.json, or use another release")
         if width != bits:
             raise UnsupportedError.of_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
         return codes.shape[1], codes.shape[0] * 32 // bits

@@ -189,6 +189,6 @@ def read(folder: Path) -> Manifest | None:
                 raise ValueError("a file's name is too long")
     except ValueError as error:
         raise VerificationError(
-            f"{path}: not a manifest that can be understood ({error}); convert again with --overwrite --delete-others."
+            f"{path}: not a manifest that can be understood ({error}); convert again into a new directory."
         ) from error
     return manifest

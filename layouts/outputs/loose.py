@@ -49,4 +49,4 @@ def require_plain_numbers(root: Path) -> None:
     for folder in sorted((*root.glob("_layer_*"), *root.glob("_layer_*/_numa_*"))):
         if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
             what = "not a name that kt-kernel reads (no zeros before a number)"
-            raise InputError(f"{folder}: {what}; rename the folder, or move it away.")
+            raise InputError(f"{folder}: {what}; rename the folder, or convert again.")

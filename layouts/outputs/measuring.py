@@ -47,20 +47,21 @@ def measure(output: Output, hidden: int = 0) -> Measure:
     """Format, T, E, H, I, as most of the tensors have them. hidden: of the source, where tensors do not show it."""
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
-    kinds: Counter[TensorKind] = Counter()
+    kinds: dict[int, Counter[TensorKind]] = {}  # by layer
     for (place, suffix), s in output.tensors.items():
         numa, backward = max(numa, place.numa + 1), backward or place.backward
         experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
         if place.backward != formats[0].forward:
-            kinds[TensorKind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
+            kind = TensorKind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)
+            kinds.setdefault(place.layer, Counter())[kind] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
     hidden = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
     sizes: dict[int, tuple[int, int]] = {}
     by_layer: dict[int, Format] = {}
     known = True
     of_layers = mixed.formats_said(output)
-    for layers in [[layer] for layer in sorted(experts)] if of_layers else [sorted(experts)]:
-        here = {kind: count for kind, count in kinds.items() if kind.layer in layers}
+    for layers in [[layer] for layer in sorted(experts)] if of_layers and experts else [sorted(experts)]:
+        here = {kind: count for layer in layers for kind, count in kinds.get(layer, {}).items()}
         best, fits, found = _best(of_layers or formats, here, layers, hidden)
         sizes |= found
         known = known and fits

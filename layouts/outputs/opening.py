@@ -22,6 +22,7 @@ from ktconvert.layouts.tensors import TensorInfo
 WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 FOREIGN_NAME = "not a name that kt-kernel reads"
+IMPOSSIBLE = "no model has a layer, an expert or a NUMA part of this number"
 
 Item = TypeVar("Item")
 
@@ -122,6 +123,8 @@ def _opened(
             if recognised is None:
                 why = names.stray(entry.name)
                 _add(output, output.others, entry.name, entry)
+            elif not recognised[0].is_possible:
+                why = IMPOSSIBLE
             else:
                 why = None if names.key(*recognised) == entry.name else FOREIGN_NAME  # numbers with leading zeros
                 _add(output, output.tensors, recognised, entry)
@@ -185,6 +188,9 @@ def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
                 output.damaged[name] = f"{name}: holds {size} bytes where its name says {match['nbytes']}"
             output.prefixes.add(match["prefix"])
             place = Place(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
+            if not place.is_possible:
+                output.strays.append((path.name, name, IMPOSSIBLE))
+                continue
             tensor = loose.tensor(match["what"], size)
             _add(output, output.tensors, (place, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == before:

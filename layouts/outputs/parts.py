@@ -14,11 +14,13 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS, MOST_LAYERS
 from ktconvert.quantizers import Matrix
 
 Item = TypeVar("Item", bound=np.generic)
 
 PROJECTIONS = ("gate", "up", "down")
+MOST_PARTS = 1 << 10  # the NUMA nodes that Linux knows
 
 
 class Place(NamedTuple):
@@ -29,6 +31,11 @@ class Place(NamedTuple):
     projection: str
     backward: bool
     numa: int
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a model and a machine may have it: a damaged name may hold any number."""
+        return self.layer < MOST_LAYERS and self.expert < MOST_EXPERTS and self.numa < MOST_PARTS
 
 
 class Names(Protocol):

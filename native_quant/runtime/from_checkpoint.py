@@ -252,7 +252,9 @@ def open_stored(path: Path) -> Checkpoint:
 
 @functools.lru_cache(maxsize=4)
 def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> MoeModel:
-    model = recognise(open_checkpoint(path))
+    source = open_checkpoint(path)
+    source.require_one_reading()
+    model = recognise(source)
     if _facts(path) is not None:
         open_converted(path).require_manifest()
     return model

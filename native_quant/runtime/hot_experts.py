@@ -29,6 +29,7 @@ class HotWeights:
 
     def __init__(self, where: str | Path) -> None:
         self._source = open_checkpoint(where)
+        self._source.require_one_reading()
         self.root = self._source.root
         self.model: MoeModel = recognise(self._source)
 

@@ -16,7 +16,7 @@ import click
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import KtconvertError, UnsupportedError, UsageError
@@ -131,7 +131,7 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
     mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
     limit = cfg.number(source.config, model.arch.layers)
-    every = range(limit[1]) if limit is not None and limit[1] < 100_000 else range(max(model.layers) + 1)
+    every = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
     moe = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]
 

@@ -14,7 +14,14 @@ from typing import Any
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.encodings.pack_quantized import METHOD
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import (
+    INCOMPLETE,
+    InputError,
+    KtconvertError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
@@ -241,7 +248,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
-            f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"
+            f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; {INCOMPLETE}"
         )
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)

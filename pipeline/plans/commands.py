@@ -100,7 +100,7 @@ def outputs_of(request: Request[Any]) -> list[Request[Any]]:
                 raise UsageError(f"{given} adds to the name of the output, and {request.output} has none.")
             outputs = [request.output.with_name(f"{request.output.name}-{word}") for word in words]
             if len({os.path.realpath(output) for output in outputs}) < len(outputs):
-                raise UsageError(f"{given}: a link makes one folder of {outputs[0]} and others; remove it.")
+                raise UsageError(f"{given}: a link makes one folder of {outputs[0]} and others; give another --output.")
             values = ({"output": output, leaf.name: word} for word, output in zip(words, outputs, strict=True))
             return [replace(request, options=with_values(options, **each)) for each in values]
     return [request]

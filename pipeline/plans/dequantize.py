@@ -40,7 +40,12 @@ def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | No
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
-    notes = (*more, *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None))
+    notes = (
+        *source.notes,
+        *everything.notes,
+        *more,
+        *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None),
+    )
     base = checkpoint.base_model(source)
     return Plan(
         request=request,
@@ -68,7 +73,8 @@ def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) ->
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
-    if not count and (quantization.method or card.unquantized(source.config) != source.config):
+    mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
+    if not count and (quantization.method or mlx or card.unquantized(source.config) != source.config):
         raise UnsupportedError(
             f"{source.root}: its {CONFIG} says that it is quantized ({quantization.method or 'by an unnamed method'}), "
             "but no tensor has the names of a format that can be read; use the model's BF16 or FP8 (E4M3) release."

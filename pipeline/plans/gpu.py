@@ -36,6 +36,8 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
+    if options.calibrated and options.engine == "oneshot":
+        source.require_one_reading()
     model = recognise(source, checkpoint.rows_for(options.arch_row))
     fmt = formats_of("gpu")[options.quant_type].configured(
         {"rounding": options.rounding, "group_size": options.group_size}
@@ -112,7 +114,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
 
 
 def _notes(model: MoeModel, rest: OtherTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
-    notes = list(model.common_notes)
+    notes = [*model.common_notes, *rest.notes]
     weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
     decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
     for title in encodings.quantized(model.dtypes):

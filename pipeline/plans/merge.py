@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ktconvert.layouts.checkpoints import claims
+from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
@@ -38,7 +39,6 @@ KEPT_FACTS = (
     *("too_few_tokens", "equalized", "resplit_from"),
 )
 SIZES = ("experts", "hidden", "intermediate")  # as a manifest calls them
-MOST_LAYERS = 10_000  # more is no model
 CHOOSE = "convert it again, or if they are left out on purpose, name those to merge with --layers"
 
 

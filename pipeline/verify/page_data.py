@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings import fp8, pack_quantized
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
@@ -28,7 +29,6 @@ from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.stages.expert_stream import undone
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import Inputs
-from ktconvert.pipeline.verify.structure import MOST_EXPERTS
 from ktconvert.quantizers import SIGNED_GRIDS
 from ktconvert.quantizers.differences import source_values
 

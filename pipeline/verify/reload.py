@@ -187,6 +187,8 @@ def check_predictions(
     own, or random tokens without a tokenizer. InputError for a text that is too short. What cannot be loaded here, for
     its size or for its source, is reported, and is no fault.
     """
+    if model.source.conflict is not None:
+        return not_compared(model.source.conflict.problem), None
     try:
         _require_memory(output)
         ids, expected, noisy = _read_source(model.source.root, BOUNDS[bits][0], text, threads)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
+from ktconvert.layouts.checkpoints.match import unread_formats
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
@@ -20,7 +23,9 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Place
 from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.checks import Check
 
-MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
+# Parts of experts that names and manifest may imply for each tensor, and in any case: a whole output has three tensors
+# or more for a part, and to list all that a damaged name implies would fill memory.
+PARTS_PER_TENSOR, PARTS_AT_LEAST = 4, 4096
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
@@ -33,7 +38,9 @@ def check_files(output: Output, _measure: Measure) -> Check:
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *present} if LOOSE.search(name))
-        problems += [f"{name} is a file of loose weights, in an output of safetensors: remove it" for name in stale]
+        problems += [
+            f"{name} is a file of loose weights, in an output of safetensors: move it elsewhere" for name in stale
+        ]
         present = [name for name in present if name not in stale]
     if output.manifest is not None:
         strange = [name for name in present if LEFT_BEHIND.search(name)]
@@ -44,7 +51,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         known = "there is no manifest, as in kt-kernel's own outputs"
         notes.append(f"{known}: contents can be checked with --against SOURCE only")
         strange = _strange_without_manifest(output)
-    problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
+    problems += [f"{name} does not belong here, and kt-kernel may load it: move it elsewhere" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
     return Check("files", f"{number}, none too many", problems, notes)
 
@@ -140,10 +147,13 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
     fmt = measure.fmt or formats_by_names(output)[0]
     used: set[tuple[Place, str]] = set()
-    for grid, experts in expected_layers(output, measure):
-        if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
-            problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
-            break
+    expected = list(expected_layers(output, measure))
+    implied, here = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
+    if implied > PARTS_AT_LEAST + PARTS_PER_TENSOR * here:
+        most = f"most of them are missing, or a name is damaged: {max(s.name for s in output.tensors.values())}"
+        problems.append(f"the names of {plural(here, 'tensor')} imply {implied} parts of experts; {most}")
+        return Check("tensors", "", problems)
+    for grid, experts in expected:
         own = fmt.of_layer(grid.layer)
         for part in grid.all_parts(range(experts)):
             for tensor in own.encoding.tensors(part.n, part.k):
@@ -242,7 +252,7 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         # Neither the checkpoint itself nor the user named the layers, so that the config decides.
         problems += claims.layer_problems(config, list(measure.shapes))
     limit = claims.num_layers(config) if output.manifest is None and measure.shapes else None
-    absent = [n for n in range(limit[1]) if n not in measure.shapes] if limit is not None else []
+    absent = [n for n in range(min(limit[1], MOST_LAYERS)) if n not in measure.shapes] if limit is not None else []
     if limit is not None and absent:
         notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
     if measure.fmt is not None and not output.whole:
@@ -283,6 +293,8 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     planned = output.facts.get("tensors")
     if planned != len(output.others):
         problems.append(f"{len(output.others)} tensors are here, the plan had {planned}")
+    stored = unread_formats(output.others, output.others)
+    problems += [f"{info.name} in {info.file} is {what}, and was not decoded" for info, what in stored]
     return Check("tensors", f"{len(output.others)} tensors, as planned", problems)
 
 
@@ -307,8 +319,8 @@ def check_structure(output: Output, measure: Measure) -> list[Check]:
 
 
 def _usual(measure: Measure) -> tuple[int, int, int]:
-    shapes = list(measure.shapes.values())
-    return max(shapes, key=shapes.count, default=(0, 0, 0))
+    shapes = Counter(measure.shapes.values())
+    return max(shapes, key=shapes.__getitem__, default=(0, 0, 0))
 
 
 def _by_layer(output: Output, fact: str) -> bool:

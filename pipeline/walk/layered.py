@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.models.loading import auto_class
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
 from ktconvert.pipeline.ui.text import first_line
@@ -150,7 +150,7 @@ class LayeredModel:
         del stored
         if lacks := sorted(needed & loading.missing_keys):
             raise InputError(
-                f"{self.source.root}: lacks {len(lacks)} tensors of its model, such as {lacks[0]}; download it again."
+                f"{self.source.root}: lacks {len(lacks)} tensors of its model, such as {lacks[0]}; {INCOMPLETE}."
             )
         try:
             yield

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import REMEDY, InputError, damaged_file
+from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, unreadable_file
 from ktconvert.layouts.tensors import TensorInfo
 
 
@@ -28,11 +28,18 @@ class Header:
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a directory that make up a checkpoint; an index, tensor -> file; files that do not belong to it."""
+    """The files of a directory that make up a checkpoint.
+
+    index    tensor -> file, where there is an index
+    decider  the file that decides which files count: an index, or the only file of weights; "": their names do
+    ignored  files that do not belong to it; note: a sentence where they may be a second set of weights
+    """
 
     names: list[str]
     index: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()
+    decider: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def opened(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
         # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
-        raise damaged_file(path, f"cannot be opened ({e.strerror})") from None
+        raise unreadable_file(path, e, "cannot be opened") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -100,5 +107,5 @@ def read_at(fd: int, start: int, count: int, path: Path) -> bytes:
             start += len(part)
             count -= len(part)
     except OSError as e:
-        raise damaged_file(path, f"cannot be read ({e.strerror})", f"check the disk, or {REMEDY}") from None
+        raise unreadable_file(path, e, remedy=f"check the disk, or {REMEDY}") from None
     return b"".join(parts)

@@ -301,10 +301,10 @@ def select(root: Path, files: list[str]) -> Selection | None:
     if not present:
         return None
     main = [f for f in present if not OTHER.search(f)] or present
-    first = {parts[0]: parts for parts in map(parts_of, main)}
-    if len(first) > 1:
-        raise InputError(f"{root}: holds several GGUF models ({', '.join(first)}); name one of these files")
-    (parts,) = first.values()
+    models = dict.fromkeys(parts_of(name, 1)[0] for name in main)
+    if len(models) > 1:
+        raise InputError(f"{root}: holds several GGUF models ({', '.join(models)}); name one of these files")
+    parts = parts_of(*models)
     _complete(root, parts)
     return Selection(parts, None, tuple(f for f in present if f not in parts))
 
@@ -316,12 +316,12 @@ def of_file(path: Path) -> Selection:
     return Selection(parts)
 
 
-def parts_of(name: str) -> list[str]:
-    """All names of the split that a file is of, in their order."""
+def parts_of(name: str, most: int | None = None) -> list[str]:
+    """Return all names of the split that a file is of, in their order, or the first `most` of them."""
     part = PART.fullmatch(name)
     if part is None or not 1 <= int(part[2]) <= int(part[3]):
         return [name]
-    return [f"{part[1]}-{number:05d}-of-{part[3]}.gguf" for number in range(1, int(part[3]) + 1)]
+    return [f"{part[1]}-{number:05d}-of-{part[3]}.gguf" for number in range(1, int(part[3]) + 1)[:most]]
 
 
 def _complete(root: Path, parts: Sequence[str]) -> None:

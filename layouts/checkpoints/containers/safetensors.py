@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
-from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file, damaged_tensor, unreadable_file
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 
@@ -149,30 +151,69 @@ def _short(e: BaseException) -> str:
     return str(e).splitlines()[0][:300] if str(e) else type(e).__name__
 
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUFFIXES = (".safetensors", ".safetensors.index.json")
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
+# Names of Grok-2's files and of those that DeepSeek's scripts write: each holds a slice of every tensor, for one GPU.
+SLICE = re.compile(r".*-TP-\d+\.safetensors|model\d+-mp(?!1\.)\d+\.safetensors")
 
 
-def select(root: Path, files: list[str]) -> Selection | None:
-    """The safetensors files that are a checkpoint. InputError where one is missing, or there are several sets."""
+def select(root: Path, files: list[str], named: str | None = None) -> Selection | None:
+    """Choose the safetensors files that are a checkpoint, in the order in which transformers looks for them: what the
+    config names (`named`), model.safetensors, the files of an index. InputError where one is missing, or several sets
+    remain; UnsupportedError for slices of tensors.
+    """
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
-    if indexes and INDEX not in indexes and len(indexes) > 1:
-        raise InputError(f"{root}: several indexes ({', '.join(indexes)}); keep one, named {INDEX}")
-    if indexes:
-        chosen = INDEX if INDEX in indexes else indexes[0]
-        index, _ = read_index(root / chosen)
+    if named is not None and not (_inside(named) and named.endswith(SUFFIXES) and (root / named).is_file()):
+        what = f"names {named!r} in transformers_weights, which is not a file of safetensors here"
+        raise InputError(what, "correct that name", path=root / "config.json")
+    if slices := [f for f in present if SLICE.fullmatch(f)]:
+        what = f"holds slices of tensors, one file for each GPU ({slices[0]}), which are not an input"
+        raise UnsupportedError(f"{root}: {what}; use a release whose tensors are whole, or a GGUF")
+    if named is None and INDEX not in indexes and SINGLE not in present and len(indexes) > 1:
+        remedy = f"copy the one to convert to {INDEX}, which loaders read"
+        raise InputError(f"{root}: several indexes ({', '.join(indexes)}); {remedy}")
+    decider = named or (INDEX if INDEX in indexes else "".join(indexes))
+    if named is None and SINGLE in present and not (decider and _names(root / decider, SINGLE)):
+        decider = SINGLE
+    if decider.endswith(".json"):
+        index, _ = read_index(root / decider)
         names = sorted(set(index.values()))
         for name in names:
             if not (root / name).exists():
-                raise damaged_file(root / chosen, f"names {name}, which is missing")
-        return Selection(names, index, tuple(f for f in present if f not in names))
+                remedy = "download the missing file, or the index of the files that are here"
+                raise damaged_file(root / decider, f"names {name}, which is missing", remedy)
+        return _selection(names, decider, [f for f in present if f not in names], index)
+    if decider:
+        return _selection([decider], decider, [f for f in (*present, *indexes) if f != decider])
     if not present:
         return None
     # Mistral releases hold the same weights twice, as model-* and as consolidated*.
     main = [f for f in present if not f.startswith("consolidated")] or present
     _complete(root, main)
-    return Selection(main, None, tuple(f for f in present if f not in main))
+    return _selection(main, "", [f for f in present if f not in main])
+
+
+def _selection(
+    names: list[str], decider: str, ignored: Sequence[str], index: dict[str, str] | None = None
+) -> Selection:
+    note = ""
+    if ignored:
+        by = f", as {decider} says" if index is not None else ", as in transformers" if decider else ""
+        note = f"{_and_more(names)} is read{by}; {_and_more(ignored)} is left aside"
+    return Selection(names, index, tuple(ignored), decider, note)
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _names(index: Path, shard: str) -> bool:
+    """Whether an index can be read and places tensors in this shard."""
+    with contextlib.suppress(InputError):
+        return shard in read_index(index)[0].values()
+    return False
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:
@@ -183,7 +224,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
             raise damaged_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
         tree = json.loads(data.decode("utf-8"))
     except OSError as e:
-        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
+        raise unreadable_file(path, e) from None
     except (ValueError, RecursionError):
         raise damaged_file(path, "not valid JSON") from None
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
@@ -195,6 +236,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
             raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if not shard.endswith(".safetensors"):
             raise damaged_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
+    plain = {shard: "/".join(PurePosixPath(shard).parts) for shard in shards}  # without "./"
+    weight_map = {name: plain[shard] for name, shard in weight_map.items()}
     about = tree.get("metadata")
     total = about.get("total_size") if isinstance(about, dict) else None
     return weight_map, total if isinstance(total, int) else None
@@ -202,7 +245,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 def _inside(shard: str) -> bool:
     parts, plain = PurePosixPath(shard).parts, shard.isprintable() and "\\" not in shard
-    return plain and bool(parts) and parts[0] != "/" and ".." not in parts and "/".join(parts) == shard
+    return plain and bool(parts) and parts[0] != "/" and ".." not in parts
 
 
 def _complete(root: Path, names: list[str]) -> None:
@@ -213,9 +256,11 @@ def _complete(root: Path, names: list[str]) -> None:
             sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if len(sets) > 1:
         totals = ", ".join(f"{stem}-*-of-{total}" for stem, total in sorted(sets))
-        raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); keep one set")
+        raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); give a directory with one set")
     for (stem, total), numbers in sets.items():
         # Stops at the first gap: the total is what a file's name claims, and may be anything.
         missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
         if missing is not None:
-            raise damaged_file(root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it again")
+            raise damaged_file(
+                root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it, or give one of the files"
+            )
