@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 SAID = [{"role": "user", "content": "import os"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS_TO_COMPILE = "{{ 9**(9**9) }}"  # a constant
 LARGE = "{{ messages[0].content * 10**10 }}"
 LONG = "{{ messages[0].content * (10**7 // 3) }}"
 LIMITED = "it takes more than 0.5 seconds of a CPU, 2 GiB of memory or 16777216 characters"
@@ -45,12 +46,11 @@ def test_a_template_is_rendered_as_transformers_does(process):
     assert asyncio.run(process.find_variables(template)) == {"bos_token", "messages", "tools"}
 
 
-@pytest.mark.parametrize("template", [ENDLESS, LARGE, LONG, "{{ 'x' * 10**10 }}", "{{ 9**9**9 }}"])
+@pytest.mark.parametrize("template", [ENDLESS, LARGE, LONG, "{{ 'x' * 10**10 }}", ENDLESS_TO_COMPILE])
 def test_a_template_ends_at_its_limits(template, process):
-    """Also one that is never finished compiling, since constants are computed then."""
     with pytest.raises(TemplateError, match=LIMITED):
         render(process, template)
-    if "messages" not in template and "range" not in template:
+    if template == ENDLESS_TO_COMPILE:
         with pytest.raises(TemplateError, match=LIMITED):
             asyncio.run(process.find_variables(template))
     assert render(process, "{{ messages[0].content }}") == "import os"

@@ -12,7 +12,8 @@ from transformers.utils import chat_template_utils
 
 from ktconvert.pipeline.models.serving.template_process import job_to_render, the_process
 
-_render = chat_template_utils.render_jinja_template
+_render, _find_variables = chat_template_utils.render_jinja_template, chat_template_utils._get_template_variables
+_variables: dict[str, frozenset[str]] = {}  # of templates that were compiled in the process
 # What `apply_chat_template` gets in place of a rendered chat, in the context in which this is set.
 _in_place: ContextVar[Callable[[dict[str, Any]], str] | None] = ContextVar("in_place", default=None)
 
@@ -22,8 +23,13 @@ def _render_or_replace(*chats: Any, **arguments: Any) -> Any:
     return _render(*chats, **arguments) if replace is None else ([replace(arguments)], [[]])
 
 
-for module in (tokenization_utils_base, processing_utils):
-    module.render_jinja_template = _render_or_replace  # type: ignore[attr-defined]
+def _known_variables(template: str) -> frozenset[str]:
+    return _variables.get(template) or _find_variables(template)
+
+
+theirs: Any = processing_utils
+theirs.render_jinja_template = tokenization_utils_base.render_jinja_template = _render_or_replace
+theirs._get_template_variables = _known_variables  # which would compile it here
 
 
 @contextmanager
@@ -44,16 +50,15 @@ class ChatTemplate:
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        self._variables: dict[str, frozenset[str]] = {}
 
     async def find_variables(self, tools: Any) -> frozenset[str]:
         """Return what the template for a chat with these tools reads. Raises TemplateError."""
         template = self.processor.chat_template
         if isinstance(template, dict):
             template = template["tool_use" if tools and "tool_use" in template else "default"]
-        if template not in self._variables:
-            self._variables[template] = await the_process().find_variables(template)
-        return self._variables[template]
+        if template not in _variables:
+            _variables[template] = await the_process().find_variables(template)
+        return _variables[template]
 
     async def render(self, job: bytes | str) -> str:
         """Return the text of a chat; job: of `prepare`. Raises TemplateError."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 5  # of a CPU, for one job
-MEMORY = 2 << 30  # bytes of its address space
+MEMORY = 2 << 30  # bytes of an address space, of the process too: what could be compiled in a fork can be there
 LONGEST = 1 << 24  # characters of a text
 PROGRAM = "ktconvert.pipeline.models.serving.template_process"
 DONE, FAILED = b"+", b"-"  # how a reply begins
@@ -49,7 +49,7 @@ class TemplateProcess:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "USE_TORCH": "0"},
+                env={**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1"},
             )
 
     async def find_variables(self, template: str) -> frozenset[str]:
@@ -116,6 +116,7 @@ def main() -> None:
 
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while True:
         where, connections, _, _ = socket.recv_fds(control, 1, 1)
         if not where:
@@ -125,16 +126,12 @@ def main() -> None:
                 _do_job(connection, [find_variables])
             elif os.fork() == 0:
                 control.close()
-                _limit(float(sys.argv[2]))
+                signal.signal(signal.SIGPROF, signal.SIG_DFL)
+                signal.setitimer(
+                    signal.ITIMER_PROF, float(sys.argv[2])
+                )  # the kernel ends it then, whatever it is doing
                 _do_job(connection, [find_variables, render])
                 os._exit(0)
-
-
-def _limit(seconds: float) -> None:
-    """Have the kernel end this process after its time, whatever it is doing."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def _do_job(connection: socket.socket, tasks: list[Callable[..., str]]) -> None:
