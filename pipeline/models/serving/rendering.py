@@ -41,7 +41,7 @@ def _rendering(replace: Callable[[dict[str, Any]], str]) -> Any:
         _in_place.reset(token)
 
 
-class _Wanted(Exception):
+class _RenderRequest(Exception):
     """The rendering that `apply_chat_template` came to."""
 
 
@@ -68,13 +68,13 @@ class ChatTemplate:
         """Return what is to be rendered, or the text where the tokenizer has its own way without a template."""
 
         def stop(arguments: dict[str, Any]) -> str:
-            raise _Wanted(job_to_render(arguments))
+            raise _RenderRequest(job_to_render(arguments))
 
         with _rendering(stop):
             try:
                 return str(self._apply(messages, tools, settings, tokenize=False))
-            except _Wanted as wanted:
-                job: bytes = wanted.args[0]
+            except _RenderRequest as request:
+                job: bytes = request.args[0]
                 return job
 
     def tokenize(self, text: str, messages: Any, tools: Any, settings: Mapping[str, Any]) -> Any:
