@@ -22,6 +22,7 @@ RANKS = {
     "FP8_default": (1, 2),  # blocks of 128 columns
     "FP8_PERCHANNEL_default": (1, 2, 4),
     "MXFP4_v4": (1, 2, 4),
+    "MXFP8_m3": (1, 2, 4),
     "RAWINT4_kimi": (1, 2, 4),
 }
 GOLDEN = native.GOLDEN / "gpu_buffers.json"
@@ -81,6 +82,22 @@ def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> 
     assert found == json.loads(GOLDEN.read_text())
 
 
+@pytest.mark.parametrize("ranks", RANKS["MXFP8_m3"])
+def test_mxfp8_is_written_as_the_checkpoint_stores_it(ranks: int, tmp_path: Path) -> None:
+    layer = native.read("MXFP8_m3")
+    moe = wrapper(layer.write(tmp_path), "MXFP8", parts=2)
+    moe.load_weights()
+    for expert, of_expert in enumerate(written(moe, ranks)):
+        for at, what in enumerate(("weight", "weight_scale_inv")):
+            ends = [f"experts.{expert}.{linear}.{what}" for linear in ("w1", "w3", "w2")]
+            stored = [tensor.bits for end in ends for name, tensor in layer.tensors.items() if name.endswith(end)]
+            w1, w3, w2 = (np.split(bits, ranks, axis) for bits, axis in zip(stored, (0, 0, 1), strict=True))
+            for rank in range(ranks):
+                for kind, rows in ((at, np.concatenate([w1[rank], w3[rank]])), (2 + at, w2[rank])):
+                    expected = np.frombuffer(rows.tobytes(), np.uint8)
+                    np.testing.assert_array_equal(of_expert[kind, rank, : len(expected)], expected)
+
+
 def test_an_expert_is_what_it_computes_with(tmp_path: Path) -> None:
     """By the map, as in kt-kernel; from tensors, too."""
     layer = native.read("BF16_default")
@@ -123,10 +140,10 @@ def test_what_cannot_be_written(arguments: Sequence[int], message: str, tmp_path
 
 
 def test_methods_that_no_gpu_reads(tmp_path: Path) -> None:
-    layer = native.read("MXFP8_m3")
-    moe = wrapper(layer.write(tmp_path), "MXFP8")
+    layer = native.read("GPTQ_INT4_default")
+    moe = wrapper(layer.write(tmp_path), "GPTQ_INT4")
     moe.load_weights()
-    able = "BF16, FP8, FP8_PERCHANNEL, MXFP4, RAWINT4"
+    able = "BF16, FP8, FP8_PERCHANNEL, MXFP4, MXFP8, RAWINT4"
     assert able == ", ".join(sorted(name for name, method in METHODS.items() if method.in_rows))
     with pytest.raises(NotImplementedError, match=f"those of {able} can be written.*kt-gpu-prefill-token-threshold"):
         moe.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])

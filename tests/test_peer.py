@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import floats, hf, native
+from rig import floats, hf, native, programs
 from rig.golden import FOLDER
 from rig.native_peer import train
 from rig.safetensors import Tensors
@@ -327,3 +327,19 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
     assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
     left, right = (result["5.0.0"].view(torch.int16) for result in results.values())
     assert torch.equal(left, right)
+
+
+def test_kt_commands_and_training_run_under_our_name(tmp_path, peer_python):
+    """With the documented sitecustomize they are the real package's."""
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs = subprocess.run([peer_python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\n\nsys.path.append({theirs!r})\n"
+        "from ktconvert.native_quant import install_as_kt_kernel\n\ninstall_as_kt_kernel()\n"
+    )
+    ours = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
+    kt = "from kt_kernel.cli.main import main; main()"
+    for command in ("version", "doctor", "run --help", "quant --help"):
+        assert programs.printed(kt, *command.split(), **ours)
+    sft = "import kt_kernel.sft, kt_kernel; print(kt_kernel.KTMoEWrapper.__module__, kt_kernel.kt_kernel_ext.__name__)"
+    assert programs.printed(sft, **ours).split() == ["ktconvert.native_quant.runtime.wrapper", "kt_kernel_ext"]

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -61,7 +62,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "max_completion_tokens": [0],
         "temperature": [-1, 3, "hot"],
         "top_p": [1.5],
-        "top_k": [-1],
+        "top_k": [-2],
         "seed": [1 << 64, "a"],
         "stop": [5, ["a"] * 17],
         "presence_penalty": [3],
@@ -75,6 +76,9 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "reasoning_effort": ["high"],
         "response_format": [{"type": "json_object"}],
         "tool_choice": ["required"],
+        "reasoning": [{"effort": "high"}],
+        "ignore_eos": [True],
+        "verbosity": ["low"],
         "stream": ["yes"],
         "tools": [[{"type": "function", "function": {"name": "f"}}]],  # its template knows none
         "generation_config": ['{"max_new_tokens": 1000000}'],
@@ -99,6 +103,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "background": [True],
         "previous_response_id": ["resp_1"],
         "text": [{"format": {"type": "json_object"}}],
+        "reasoning": [{"effort": "low", "summary": None}],
     },
 }
 
@@ -119,6 +124,7 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(messages=[*SAID, {"role": "user", "content": "a", "colour": "red"}]), "messages[1].colour"),
     (CHAT, chat(messages=[None]), "messages[0]"),
     (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], parallel_tool_calls=False), None),
     *((CHAT, chat(stop=stop), "stop[0]") for stop in ("", "a" * 1000)),
     (CHAT, chat(logit_bias={"1": 101}), None),
     *(
@@ -135,6 +141,66 @@ REFUSED: list[tuple[str, Any, str | None]] = [
         for value in values
     ),
 ]
+
+
+# What OpenAI's clients, LangChain, LiteLLM, Open WebUI, Continue, Cline and the AI SDK send without effect on the answer.
+NOTES = {"id": "m1", "name": "me", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}}
+PART = {"type": "text", "text": "import os", "cache_control": {"type": "ephemeral"}}
+THOUGHT = {"reasoning": "so", "reasoning_content": "so", "reasoning_details": [{}], "thinking_blocks": [{}]}
+EMPTY = {"refusal": None, "audio": None, "function_call": None, "annotations": [], "tool_calls": []}
+NO_EFFECT: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "top_k": -1,
+        "top_logprobs": 0,
+        "logprobs": False,
+        "n": 1,
+        "functions": [],
+        "function_call": "auto",
+        "reasoning": {"effort": None},
+        "verbosity": "medium",
+        "prediction": {"type": "content", "content": "a"},
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [],
+        "response_format": {"type": "text"},
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "min_tokens": 0,
+        "length_penalty": 1.0,
+        "bad_words": [],
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "echo": False,
+        "stop_token_ids": [],
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "stop": None,
+        "messages": [{"role": "user", "content": [PART], **NOTES, **THOUGHT, **EMPTY}],
+    },
+    TEXT: {
+        "top_k": -1,
+        "best_of": 1,
+        "suffix": "",
+        "logprobs": None,
+        "use_beam_search": False,
+        "prompt_cache_key": "a",
+    },
+    RESPONSES: {
+        "top_k": -1,
+        "top_logprobs": 0,
+        "include": [],
+        "truncation": "disabled",
+        "max_tool_calls": 3,
+        "store": False,
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"verbosity": "medium"},
+        "tools": [],
+        "id": None,
+        "parallel_tool_calls": False,
+    },
+}
 
 
 def send(url: str, data: bytes | None = None, **headers: Any) -> Any:
@@ -159,6 +225,35 @@ def test_refused(server, path, body, param):
     if param is not None:
         assert error["param"] == param and error["message"].startswith(f"{param}: ")
     assert len(server.passes) == before
+
+
+@pytest.mark.parametrize("path", NO_EFFECT)
+def test_what_has_no_effect_is_accepted(server, path):
+    """The answer is the same with it as without."""
+    plain = {CHAT: chat, TEXT: text, RESPONSES: reply}[path](temperature=0)
+    answers = [post(server, path, body) for body in (plain, plain | NO_EFFECT[path] | {"temperature": 0})]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    without, noted = (answer.json() for answer in answers)
+    assert without.get("choices") == noted.get("choices") and without["usage"] == noted["usage"]
+    if path == RESPONSES:
+        assert [one["output"][0]["content"] for one in (without, noted)] == [without["output"][0]["content"]] * 2
+
+
+def test_the_server_answers_while_it_reads_a_request(server, monkeypatch):
+    """A megabyte of short messages takes a second to check, in which other clients would wait."""
+    answered, read = threading.Event(), schemas.read
+
+    def wait(*request: Any) -> Any:
+        assert answered.wait(60), "nothing else was answered"
+        return read(*request)
+
+    monkeypatch.setattr(schemas, "read", wait)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(post, server, CHAT, chat())
+        server.until(lambda: server.application.answered > 0)
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        answered.set()
+        assert answer.result().status_code == 200
 
 
 def test_too_long_to_be_read(server):
@@ -395,6 +490,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{{ '\n' }}"
     "{% endfor %}{% if enable_thinking %}think{% endif %}"
 )
+NO_ARGUMENTS: list[dict[str, Any]] = [{}, *({"arguments": none} for none in ("", " ", "null", "{}", None))]
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 
 
@@ -404,6 +500,7 @@ def test_what_the_chat_template_reads(example, tmp_path):
 
     tokenizer = AutoTokenizer.from_pretrained(example)
     called = {"type": "function", "id": "1", "function": {"name": "look_up", "arguments": '{"a": "os"}'}}
+    without = [{"type": "function", "function": {"name": "look_up", **more}} for more in NO_ARGUMENTS]
     answered = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [called]}
     parts = [{"type": "text", "text": "import"}, {"type": "text", "text": "os"}]
     tool = {"role": "tool", "tool_call_id": "1", "content": "b"}
@@ -415,10 +512,17 @@ def test_what_the_chat_template_reads(example, tmp_path):
         (chat(tools=[TOOL], tool_choice="none"), "user import os\n"),
         (chat(chat_template_kwargs={"enable_thinking": True}), "user import os\nthink"),
         (chat(messages=[*SAID, answered, tool]), "user import os\nassistant os\ntool b\n"),
+        (chat(messages=[*SAID, {**answered, "tool_calls": without}, tool]), "user import os\nassistant \ntool b\n"),
+        (chat(messages=[*SAID, {"role": "assistant", "content": "a", **EMPTY}]), "user import os\nassistant a\n"),
+        (chat(messages=[*SAID, {"role": "assistant", **THOUGHT}]), "user import os\nassistant \n"),
+        (chat(tools=[{**TOOL, "cache_control": {}}]), "look_up\nuser import os\n"),
     ]
     said_a, said_b = ({"type": "input_text", "text": text} for text in "ab")
     flat = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
     call = {"type": "function_call", "call_id": "1", **called["function"]}  # type: ignore[dict-item]
+    bare = {"type": "function_call", "call_id": "1", "name": "look_up"}
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
+    given = {"type": "function_call_output", "call_id": "1", "output": [said_b]}
     output = [{"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": parts[:1]}]
     replies: list[tuple[dict[str, Any], str]] = [
         (reply(), "user import os\n"),
@@ -431,6 +535,8 @@ def test_what_the_chat_template_reads(example, tmp_path):
         (reply(input=[said_a, *SAID]), "user a\nuser import os\n"),
         (reply(input=[said_a, said_b]), "user a b\n"),
         (reply(input=[*SAID, call]), "user import os\nassistant os\n"),
+        *((reply(input=[*SAID, {**bare, **more}]), "user import os\nassistant \n") for more in NO_ARGUMENTS),
+        (reply(input=[*SAID, thought, call, given]), "user import os\nassistant os\ntool b\n"),
     ]
     with served(with_template(example, tmp_path / "model", TEMPLATE)) as running:
         for path, cases, name in ((CHAT, chats, "prompt_tokens"), (RESPONSES, replies, "input_tokens")):

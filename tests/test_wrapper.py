@@ -389,6 +389,37 @@ def test_kt_kernel_by_its_own_name():
     assert "CPUInfer" in second and "kt_kernel.utils" in third
 
 
+def test_the_real_package_keeps_its_submodules_and_its_extension(tmp_path):
+    """A stand-in for it is installed, whose own __init__ must not run and whose extension is loaded when it is used."""
+    files = {
+        "__init__.py": "raise RuntimeError('the real package was imported')",
+        "_cpu_detect.py": "import sys, types\n"
+        "def initialize():\n"
+        "    extension = sys.modules['kt_kernel_ext.moe'] = types.ModuleType('kt_kernel_ext.moe')\n"
+        "    return extension, 'avx2'\n",
+        "experts_base.py": "from kt_kernel import kt_kernel_ext",
+        "sft/__init__.py": "from kt_kernel import experts_base\nimport kt_kernel_ext.moe",
+        "cli/__init__.py": "",
+        "cli/main.py": "import sys\nassert 'kt_kernel.kt_kernel_ext' not in sys.modules\ndef main(): print('kt')",
+    }
+    for name, content in files.items():
+        (tmp_path / "kt_kernel" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "kt_kernel" / name).write_text(content)
+    (tmp_path / "sitecustomize.py").write_text(
+        "from ktconvert.native_quant import install_as_kt_kernel\n\ninstall_as_kt_kernel()\n"
+    )
+    done = python(
+        "import kt_kernel\n"
+        "from kt_kernel.cli.main import main\n"
+        "main()\n"
+        "import kt_kernel.sft\n"
+        "from ktconvert.native_quant import KTMoEWrapper\n"
+        "print(kt_kernel.KTMoEWrapper is KTMoEWrapper, kt_kernel.__file__)\n",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.stdout.splitlines() == ["kt", f"True {tmp_path / 'kt_kernel' / '__init__.py'}"], done.stderr
+
+
 def test_names_are_imported_when_they_are_used():
     """And the real kt_kernel is not replaced."""
     done = python(

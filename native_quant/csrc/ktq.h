@@ -349,14 +349,15 @@ int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call,
                        const ktq_kept *kept, const ktq_gradients *gradients);
 
 /* How a tensor in memory becomes rows of items: from panels (bytes.md, Panels), numbers of one byte or of two; bytes of
-   two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes for each
-   row of a panel, group after group; such scales as E8M0, to BF16. Or rows as they are, of so many bytes. */
+   two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes, or of
+   one, for each row of a panel, group after group; the latter as E8M0, to BF16. Or rows as they are, of so many bytes. */
 enum {
     KTQ_PANEL_BYTES,
     KTQ_PANEL_HALVES,
     KTQ_PANEL_NIBBLES,
     KTQ_PANEL_OFFSET_NIBBLES,
     KTQ_PANEL_SCALES,
+    KTQ_PANEL_SCALE_BYTES,
     KTQ_PANEL_EXPONENTS,
     KTQ_IN_ROWS
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -11,6 +12,8 @@ from ktconvert.native_quant import kernels
 
 if TYPE_CHECKING:
     import torch
+
+EXTENSION = "kt_kernel.kt_kernel_ext"
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
@@ -33,7 +36,7 @@ PROVIDED = {
         ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
         "kt_kernel is provided by ktconvert here and has no {!r} (docs/how-to/replace-kt-kernel.md lists what it has)",
     ),
-    "kt_kernel.kt_kernel_ext": (
+    EXTENSION: (
         ("__cpu_variant__",),
         "kt_kernel is provided by ktconvert here: it has no C++ extension with {!r}; use KTMoEWrapper",
     ),
@@ -49,11 +52,16 @@ class _Provided(ModuleType):
         names, refusal = PROVIDED[self.__name__]
         if name in names:
             return getattr(native_quant, name)
+        if f"{self.__name__}.{name}" == EXTENSION and self.__path__:
+            return _load_real_extension(self)
         raise AttributeError(refusal.format(name))
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real one is imported already."""
+    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real one is imported already.
+
+    Submodules (kt_kernel.cli, .sft, .utils ...) and the C++ extension remain those of the real package, if installed.
+    """
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _Provided):
         return
@@ -61,8 +69,25 @@ def install_as_kt_kernel() -> None:
         remedy = "call install_as_kt_kernel() before anything imports kt_kernel"
         raise RuntimeError(f"the real kt_kernel is imported already; {remedy}")
     kernels.isa()  # a wrong KTCONVERT_ISA is reported here, as kt_kernel does when it is imported
+    real = importlib.util.find_spec("kt_kernel")
     module, extension = (_Provided(name, __doc__) for name in PROVIDED)
     for each in (module, extension):
         each.__spec__ = ModuleSpec(each.__name__, None, origin="ktconvert")
-    module.__dict__.update(kt_kernel_ext=extension, __path__=[])
-    sys.modules |= {"kt_kernel": module, "kt_kernel.kt_kernel_ext": extension, "kt_kernel_ext": extension}
+    sys.modules["kt_kernel"] = module
+    if real is not None and real.origin is not None:  # None: any folder of that name
+        module.__dict__.update(__path__=real.submodule_search_locations, __file__=real.origin)
+    else:
+        module.__path__ = []
+        _add_extension(module, extension)
+
+
+def _load_real_extension(module: ModuleType) -> ModuleType:
+    """Load the real package's extension, which needs AVX2, when it is first used. Raises ImportError as that does."""
+    extension: ModuleType = importlib.import_module("kt_kernel._cpu_detect").initialize()[0]
+    _add_extension(module, extension)
+    return extension
+
+
+def _add_extension(module: ModuleType, extension: ModuleType) -> None:
+    module.__dict__["kt_kernel_ext"] = extension
+    sys.modules |= dict.fromkeys((EXTENSION, "kt_kernel_ext"), extension)

@@ -263,6 +263,7 @@ METHODS: dict[str, Method] = _by_name(
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
             reads=_stored_as("MXFP8", block=lambda weight: (1, fp4.GROUP)),
             write=stored_parts.write_mxfp8,
+            in_rows=(FP8_CODES, InRows(lib.KTQ_PANEL_SCALE_BYTES, 1, fp4.GROUP, 1)),
             swiglu=(LIMIT, ALPHA),
         ),
         _packed(

@@ -62,6 +62,12 @@ static void group_scales(const kt_kernels *kernels, const ktq_rectangle *x, cons
         for (int r = 0; r < KT_PANEL_ROWS; r++, panel += 2) memcpy(rows + r * x->row_stride + 2 * g, panel, 2);
 }
 
+static void scale_bytes(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows) {
+    (void)kernels;
+    for (int64_t g = 0; g < x->columns; g++)
+        for (int r = 0; r < KT_PANEL_ROWS; r++) rows[r * x->row_stride + g] = *panel++;
+}
+
 static void exponents(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows) {
     (void)kernels;
     for (int64_t g = 0; g < x->columns; g++)
@@ -81,6 +87,7 @@ static const struct {
     [KTQ_PANEL_NIBBLES] = {nibbles, KT_GROUP_COLUMNS / 2},
     [KTQ_PANEL_OFFSET_NIBBLES] = {offset_nibbles, KT_GROUP_COLUMNS / 2},
     [KTQ_PANEL_SCALES] = {group_scales, 1},
+    [KTQ_PANEL_SCALE_BYTES] = {scale_bytes, 1},
     [KTQ_PANEL_EXPONENTS] = {exponents, 1},
     [KTQ_IN_ROWS] = {NULL, 1},
 };

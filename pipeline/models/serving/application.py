@@ -9,12 +9,13 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from pydantic_core import from_json
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -23,7 +24,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.access import Refused
-from ktconvert.pipeline.models.serving.model_manager import OneModel
+from ktconvert.pipeline.models.serving.model_manager import OneModel, chat_inputs
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, noted
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
@@ -35,7 +36,6 @@ PER_TOKEN = 16  # bytes of a request for each token of the context: ids, text an
 ANSWERED = 256  # requests at the same time; further ones get a 503, which OpenAI's clients try again after
 DRAINED = 1 << 26  # bytes that are read and thrown away, so that a client reads why it was refused
 EVENTS = b"text/event-stream"
-PLACEHOLDER = "."  # where the ids of a prompt are handed over beside the request
 FAILED = "the server failed to answer; its log says why"
 # Each request's handler, the beginning of its answer's id, and the parameter that holds the prompt.
 KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
@@ -188,34 +188,32 @@ class Application:
         if self.answered >= ANSWERED:
             raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")
         call.counts, self.answered = True, self.answered + 1
-        try:
-            body = from_json(data, allow_inf_nan=False)
-        except ValueError as error:
-            raise Refused(400, f"the body is not JSON: {error}") from error
-        request = schemas.read(kind, body)
+        request = await asyncio.to_thread(_parse, kind, data)
         request.model = self.manager.name_of(request.model)
         return request
 
     async def _chat(self, call: Call) -> None:
         request: schemas.Chat = await self._read(call, schemas.Chat)
-        fields, settings = {"role", "content", "tool_calls", "tool_call_id"}, request.chat_template_kwargs or {}
-        messages = [message.model_dump(include=fields, exclude_none=True) for message in request.messages]
-        body: dict[str, Any] = {"messages": messages, "chat_template_kwargs": settings, **_tools(request)}
-        length = await self.prompts.chat(messages, body.get("tools"), settings, param="messages")
-        await self._answer(call, request, body, length)
+        messages, tools = await asyncio.to_thread(lambda: (_dumped(request.messages), _tools(request)))
+        settings = request.chat_template_kwargs or {}
+        await self._answer(call, request, await self.prompts.chat(messages, tools, settings, param="messages"))
 
     async def _responses(self, call: Call) -> None:
         request: schemas.Responses = await self._read(call, schemas.Responses)
-        body = {"input": [item.model_dump(exclude_none=True) for item in request.whole_input()], **_tools(request)}
         handler = self.handlers[schemas.Responses]
-        messages, tools = handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
-        await self._answer(call, request, body, await self.prompts.chat(messages, tools, {}, param="input"))
+
+        def normalize() -> tuple[Any, Any]:
+            items = {"input": _dumped(request.whole_input())}
+            return handler._normalize_input(items), handler._normalize_tools(_tools(request))
+
+        messages, tools = await asyncio.to_thread(normalize)
+        await self._answer(call, request, await self.prompts.chat(messages, tools, {}, param="input"))
 
     async def _completion(self, call: Call) -> None:
         request: schemas.Completion = await self._read(call, schemas.Completion)
         prompts = [await self.prompts.ids(prompt) for prompt in request.prompt]
         if request.stream:
-            return await self._answer(call, request, {"prompt": PLACEHOLDER}, len(prompts[0]), prompts[0])
+            return await self._answer(call, request, None, prompts[0])
         configs = [self._config(request, len(ids)) for ids in prompts]
         answers = []
         for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
@@ -229,14 +227,16 @@ class Application:
         whole["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
         await call.respond(200, whole, whole["id"])
 
-    async def _answer(
-        self, call: Call, request: Any, body: dict[str, Any], length: int, ids: list[int] | None = None
-    ) -> None:
-        """The handler's answer to this body, to the client. length: of the prompt; ids: itself, in place of a text."""
+    async def _answer(self, call: Call, request: Any, inputs: Any, ids: list[int] | None = None) -> None:
+        """The handler's answer to the client. inputs: the model's, of a chat; ids: the prompt of a completion."""
         options, is_text = RequestOptions.of(request, call.gone, ids), isinstance(request, schemas.Generation)
-        name = KINDS[type(request)][1] + call.id
+        _, prefix, prompt = KINDS[type(request)]
+        name, length = prefix + call.id, inputs["input_ids"].shape[-1] if ids is None else len(ids)
         config = json.dumps(self._config(request, length))
-        body |= {"stream": request.stream, "model": request.model, "generation_config": config}
+        # The prompt is handed over beside the request.
+        body = {prompt: [] if ids is None else ".", "stream": request.stream, "model": request.model}
+        body["generation_config"] = config
+        chat_inputs.set(inputs)
         try:
             with noted(name, options):
                 response = await self.handlers[type(request)].handle_request(body, name)
@@ -255,10 +255,21 @@ class Application:
         return generation_config(request, self.manager.defaults, most)
 
 
-def _tools(request: schemas.Chat | schemas.Responses) -> dict[str, Any]:
-    if not request.tools or request.tool_choice == "none":
-        return {}
-    return {"tools": [tool.model_dump(exclude_none=True) for tool in request.tools]}
+def _parse(kind: type[Any], data: bytes) -> Any:
+    """The request; in a thread, since a megabyte of short messages takes half a second."""
+    try:
+        body = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    return schemas.read(kind, body)
+
+
+def _dumped(items: Iterable[BaseModel]) -> list[dict[str, Any]]:
+    return [item.model_dump(exclude_none=True) for item in items]
+
+
+def _tools(request: schemas.Chat | schemas.Responses) -> list[dict[str, Any]] | None:
+    return _dumped(request.tools) if request.tools and request.tool_choice != "none" else None
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,19 @@ import transformers
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-from transformers.utils import chat_template_utils
 
 from ktconvert.pipeline.models.adapter_loading import Adapters
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.models.loading import ModelChoice, load_model, longest, require_tokenizer
 from ktconvert.pipeline.models.serving.access import Refused
+from ktconvert.pipeline.models.serving.rendering import ChatTemplate
 
 UNSAID = 32768  # tokens of context, of a model that names no length
 CHUNK = 1 << 16  # characters of a long text that become tokens at once, while it is not known whether it is too long
 LONG = 4 * CHUNK  # characters of a text that is looked at in this way
+AT_ONCE = 8  # chats whose template is rendered; others wait
+# The inputs of the request that is answered, which transformers' handlers take for what they had rendered themselves.
+chat_inputs: ContextVar[Any] = ContextVar("chat_inputs")
 theirs: Any = model_manager.ModelManager
 auto: Any = transformers
 
@@ -50,6 +53,7 @@ class OneModel(theirs):  # type: ignore[misc]
         self.defaults: dict[str, Any] = json.loads(own.to_json_string(use_diff=True))
         own.stop_strings = None  # `model.generate` would fill them in, and StreamDecoder looks for them
         self.prompts = Prompts(self.model, self.processor)
+        self.processor.apply_chat_template = lambda *_, **__: chat_inputs.get()
 
     def entry(self, name: str) -> dict[str, Any]:
         """What /v1/models says; of an adapter, also which model it belongs to."""
@@ -92,7 +96,8 @@ class Prompts:
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.processor = copy.deepcopy(processor)  # a fast tokenizer must not be used by two threads
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self._lock = asyncio.Lock()
+        self.template = ChatTemplate(self.processor)
+        self._lock, self._rendered = asyncio.Lock(), asyncio.Semaphore(AT_ONCE)
 
     async def in_thread(self, work: Any, *arguments: Any, **settings: Any) -> Any:
         """In a thread, one at a time: other requests go on while a long text becomes tokens, or tokens become text."""
@@ -114,33 +119,32 @@ class Prompts:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise Refused(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
 
-    async def chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> int:
-        """Tokens of a conversation in the model's chat template. Raises Refused for what that does not take."""
+    async def chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> Any:
+        """The model's inputs for a conversation in its chat template. Raises Refused for what that does not take."""
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
-        inputs = BaseHandler.get_processor_inputs_from_messages(messages, kind)
-        write = functools.partial(
-            self.processor.apply_chat_template, inputs, tools=tools, add_generation_prompt=True, **settings
-        )
+        template = self.template
+
+        def prepare() -> tuple[Any, bytes | str]:
+            of_processor = BaseHandler.get_processor_inputs_from_messages(messages, kind)
+            return of_processor, template.prepare(of_processor, tools, settings)
+
         try:
-            self._check_template(tools, settings)
-            await self._check_length(await self.in_thread(write, tokenize=False), param)
-            ids = (await self.in_thread(write, tokenize=True, return_dict=True))["input_ids"]
+            self._check_settings(await template.find_variables(tools), tools, settings)
+            of_processor, job = await asyncio.to_thread(prepare)
+            async with self._rendered:
+                text = await template.render(job)
+            await self._check_length(text, param)
+            inputs = await self.in_thread(template.tokenize, text, of_processor, tools, settings)
         except Refused:
             raise
         except Exception as error:  # a template is a program that comes with the model
             raise Refused(400, f"{param}: the model's chat template refuses this: {error}", param) from error
-        length = len(ids[0] if ids and isinstance(ids[0], list) else ids)
-        if length == 0:
+        if inputs["input_ids"].shape[-1] == 0:
             raise Refused(400, f"{param}: the model's chat template makes no token of it; give some text", param)
-        return length
+        return inputs
 
-    def _check_template(self, tools: Any, settings: Mapping[str, Any]) -> None:
-        """What it does not read would be ignored in silence."""
-        variables: Any = chat_template_utils._get_template_variables
-        template = self.processor.chat_template
-        if isinstance(template, dict):
-            template = template["tool_use" if tools and "tool_use" in template else "default"]
-        reads = variables(template)
+    def _check_settings(self, reads: Collection[str], tools: Any, settings: Mapping[str, Any]) -> None:
+        """What the template does not read would be ignored in silence."""
         if tools and "tools" not in reads:
             raise Refused(400, "tools: the model's chat template knows none", "tools")
         ours = {"messages", *inspect.signature(type(self.tokenizer).apply_chat_template).parameters}

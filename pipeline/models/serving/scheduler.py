@@ -28,7 +28,7 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import read_in_parts
 from ktconvert.pipeline.models.serving.access import ending
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, noted_for
-from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text, parse_answers_of
+from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
 PATIENCE = 1.0  # seconds
@@ -121,7 +121,6 @@ class Scheduler(utils.BaseGenerateManager):
         self._own = threading.local()  # .options: of the request that this thread computes for
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
-        parse_answers_of(processor, model)
         model.register_forward_pre_hook(self._before_pass)
         for module in model.modules():
             if isinstance(module, RoutedExperts):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from ktconvert.pipeline.models.serving.access import Refused
@@ -70,15 +70,19 @@ def prompts(value: Any) -> list[Any]:
 
 
 def items(value: Any) -> Any:
-    """The input of /v1/responses: a string is its only message, and parts of text in a row are one of the user's."""
+    """The input of /v1/responses: a string is its only message, and parts of text in a row are one of the user's.
+    Reasoning of earlier responses is left out.
+    """
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
         return value
     messages: list[Any] = []
-    for are_parts, run in groupby(value, lambda item: isinstance(item, dict) and item.get("type") == "input_text"):
+    for kind, run in groupby(value, lambda item: item.get("type") if isinstance(item, dict) else None):
         several = list(run)
-        messages += [{"type": "message", "role": "user", "content": several}] if are_parts else several
+        if kind == "reasoning":
+            continue
+        messages += [{"type": "message", "role": "user", "content": several}] if kind == "input_text" else several
     first = messages[0] if messages else None
     if isinstance(first, dict) and first.get("type", "message") != "message":
         raise fault("has to begin with a message")
@@ -94,7 +98,11 @@ def token_ids(value: Any) -> Any:
 
 
 def json_object(value: Any) -> Any:
-    """The arguments of a call, which templates read as a mapping."""
+    """The arguments of a call, which templates read as a mapping. Models that call a function without arguments write
+    nothing or null, and clients send that back.
+    """
+    if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
+        return "{}"
     with suppress(TypeError, ValueError, RecursionError):
         if isinstance(json.loads(value), dict):
             return value
@@ -102,16 +110,24 @@ def json_object(value: Any) -> Any:
 
 
 FIRST = Field(fail_fast=True)
-FUNCTION = Annotated[Any, only("function", why="only functions can be called")]
+FUNCTION = Annotated[
+    Any, only("function", why="only functions can be called"), AfterValidator(lambda kind: kind or "function")
+]
 CHOICE = Annotated[Any, only("auto", "none", why="only auto and none are honoured")]
-PARALLEL = Annotated[Any, only(True, why="cannot be forbidden; leave it out")]
+NO_LOGPROBS = "logarithms of probabilities are given by /v1/completions only"
+NO_REASONING = "is not honoured; leave it out, or set what the chat template reads with chat_template_kwargs"
+UNSET_REASONING = ({"effort": None}, {"summary": None}, {"effort": None, "summary": None})
+UNSUPPORTED = "is honoured with its default only; leave it out"
+FORMAT, VERBOSITY = {"format": {"type": "text"}}, {"verbosity": "medium"}
+PLAIN_TEXT: tuple[Any, ...] = ({}, FORMAT, VERBOSITY, FORMAT | VERBOSITY)
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 OLDER_ROLE = BeforeValidator(lambda role: "system" if role == "developer" else role)  # templates know this name
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Nothing = Annotated[Any, only(why="this server cannot read it; leave it out")]
+Nothing = Annotated[Any, only("", why="this server cannot read it; leave it out")]
+Unused = Annotated[Any, Field(exclude=True)]  # accepted, and no part of what the chat template gets
 
 
 class Strict(BaseModel):
@@ -128,44 +144,60 @@ class Strict(BaseModel):
         return value
 
 
-class TextPart(Strict):
+class Marked(Strict):
+    """What clients and their libraries add to messages, parts, calls and tools for other providers."""
+
+    cache_control: Unused = None
+    provider_specific_fields: Unused = None
+    extra_content: Unused = None
+
+
+class TextPart(Marked):
     """A piece of a message's content. Of text only."""
 
-    type: Annotated[Any, only("text", "input_text", "output_text", why="only parts of text can be read")]
+    type: Annotated[
+        Any,
+        only("text", "input_text", "output_text", why="only parts of text can be read"),
+        AfterValidator(lambda kind: kind or "text"),
+    ]
     text: str
-    annotations: Any = None
-    logprobs: Any = None
+    annotations: Unused = None
+    logprobs: Unused = None
 
 
 class Called(Strict):
     name: Text
-    arguments: Annotated[str, BeforeValidator(json_object)]
+    arguments: Annotated[str, BeforeValidator(json_object)] = "{}"
 
 
-class ToolCall(Strict):
+class ToolCall(Marked):
     id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
+    type: FUNCTION = "function"
+    index: Unused = None
     function: Called
 
 
-class Message(Strict):
+class Message(Marked):
     """One message of a chat. What clients send back of an answer of ours is accepted with it."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], OLDER_ROLE]
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
-    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    tool_calls: Annotated[Annotated[list[ToolCall], FIRST] | None, BeforeValidator(lambda calls: calls or None)] = None
     tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
-    annotations: Any = None
+    id: Unused = None
+    name: Annotated[str | None, Field(exclude=True)] = None
+    reasoning_content: Unused = None
+    reasoning: Unused = None
+    reasoning_details: Unused = None
+    thinking_blocks: Unused = None
+    annotations: Unused = None
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise fault("has no content")
         return self
 
@@ -175,9 +207,10 @@ class Function(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: Text
+    cache_control: Unused = None
 
 
-class Tool(Strict):
+class Tool(Marked):
     type: FUNCTION
     function: Function
 
@@ -188,23 +221,30 @@ class FlatTool(Function):
     type: FUNCTION
 
 
+def joined(value: Any) -> Any:
+    """What a function gave: a list of parts of text is one text, as a message's content is."""
+    return " ".join(TextPart.model_validate(part).text for part in value) if isinstance(value, list) else value
+
+
 class Item(BaseModel):
     """One item of the input of /v1/responses; outputs of earlier responses are accepted with their ids and status."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Annotated[Literal["system", "user", "assistant"], OLDER_ROLE] | None = None
     content: Annotated[list[TextPart], FIRST, BeforeValidator(parts)] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: Annotated[str, BeforeValidator(json_object)] | None = None
-    output: str | None = None
+    output: Annotated[str, BeforeValidator(joined)] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Item:
+        if self.type == "function_call" and self.arguments is None:
+            self.arguments = "{}"
         needed = {
             "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
+            "function_call": ("call_id", "name"),
             "function_call_output": ("call_id", "output"),
         }
         if missing := [name for name in needed.get(self.type, ()) if getattr(self, name) is None]:
@@ -215,14 +255,27 @@ class Item(BaseModel):
 # --- requests --------------------------------------------------------------------------------------
 
 
-class CommonRequest(Strict):
+class Defaults(Strict):
+    """Parameters of vLLM and llama.cpp's server, which clients send with the values that they have there anyway."""
+
+    ignore_eos: Annotated[Any, only(False, why=UNSUPPORTED)] = None
+    skip_special_tokens: Annotated[Any, only(True, why=UNSUPPORTED)] = None
+    include_stop_str_in_output: Annotated[Any, only(False, why=UNSUPPORTED)] = None
+    use_beam_search: Annotated[Any, only(False, why=UNSUPPORTED)] = None
+    length_penalty: Annotated[Any, only(1, 1.0, why=UNSUPPORTED)] = None
+    min_tokens: Annotated[Any, only(0, why=UNSUPPORTED)] = None
+    stop_token_ids: Annotated[Any, only([], why=UNSUPPORTED)] = None
+    bad_words: Annotated[Any, only([], why=UNSUPPORTED)] = None
+
+
+class CommonRequest(Defaults):
     """What all three endpoints know."""
 
     model: str | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT64), AfterValidator(lambda k: max(k, 0))] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
@@ -232,13 +285,15 @@ class CommonRequest(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MOST_METADATA)] | None = None
 
 
 class StreamOptions(Strict):
     """include_obfuscation would add what hides the length of pieces: there is none."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: Annotated[Any, only(False, why=UNSUPPORTED)] = None
     include_obfuscation: Annotated[Any, only(False, why="is not done; leave it out")] = None
 
 
@@ -260,16 +315,37 @@ class Generation(CommonRequest):
         return self
 
 
-class Chat(Generation):
+class WithTools(Strict):
+    """tools come with the requests that know them."""
+
+    tool_choice: CHOICE = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _parallel(self) -> WithTools:
+        if self.parallel_tool_calls is False and getattr(self, "tools", None) and self.tool_choice != "none":
+            raise fault("parallel_tool_calls: cannot be forbidden; leave it out")
+        return self
+
+
+class Chat(Generation, WithTools):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FIRST] | None = None
-    tool_choice: CHOICE = None
-    parallel_tool_calls: PARALLEL = None
+    functions: Annotated[Any, only([], why="is tools today; send these")] = None
+    function_call: Annotated[Any, only("auto", "none", why="is tool_choice today; send this")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Annotated[Any, only({"type": "text"}, why="only text is given: a form cannot be enforced")] = None
     modalities: Annotated[Any, only(["text"], why="only text is given")] = None
-    logprobs: Annotated[Any, only(False, why="are given by /v1/completions only")] = None
+    logprobs: Annotated[Any, only(False, why=NO_LOGPROBS)] = None
+    top_logprobs: Annotated[Any, only(0, why=NO_LOGPROBS)] = None
+    reasoning: Annotated[Any, only({}, *UNSET_REASONING, why=NO_REASONING)] = None
+    include_reasoning: Annotated[Any, only(True, why=UNSUPPORTED)] = None
+    verbosity: Annotated[Any, only("medium", why=UNSUPPORTED)] = None
+    prediction: Any = None
+    echo: Annotated[Any, only(False, why="is honoured by /v1/completions only")] = None
+    add_generation_prompt: Annotated[Any, only(True, why=UNSUPPORTED)] = None
+    continue_final_message: Annotated[Any, only(False, why=UNSUPPORTED)] = None
 
 
 class Completion(Generation):
@@ -292,14 +368,16 @@ class Completion(Generation):
         return self
 
 
-class Responses(CommonRequest):
+class Responses(CommonRequest, WithTools):
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FlatTool], FIRST] | None = None
-    tool_choice: CHOICE = None
-    parallel_tool_calls: PARALLEL = None
-    text: Annotated[Any, only({"format": {"type": "text"}}, why="only text is given: a form cannot be enforced")] = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of OpenAI's own tools
+    text: Annotated[Any, only(*PLAIN_TEXT, why="only text is given: a form cannot be enforced")] = None
+    stream_options: StreamOptions | None = None
+    top_logprobs: Annotated[Any, only(0, why=NO_LOGPROBS)] = None
+    reasoning: Annotated[Any, only({}, *UNSET_REASONING, why=NO_REASONING)] = None
     truncation: Annotated[Any, only("disabled", why="what is too long is refused; leave it out")] = None
     include: Annotated[Any, only([], why="nothing more is included; leave it out")] = None
     background: Annotated[Any, only(False, why="answers come at once; leave it out")] = None

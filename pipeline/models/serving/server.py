@@ -11,6 +11,8 @@ import asyncio
 import atexit
 import os
 import socket
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -21,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.models.loading import ModelChoice, explained, prepare
+from ktconvert.pipeline.models.serving.template_process import the_process
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
@@ -31,6 +34,7 @@ BODY = 60.0  # seconds for its body, from there
 READING = 60.0  # seconds for the client to read some of an answer of which no more can be sent
 PATIENCE = 1  # seconds at the end for what is on its way; a client that does not read it does not hold the server
 INTERRUPTED = 130  # the exit code
+LAST = 5.0  # seconds from a signal to the end of the process, whatever still runs
 
 
 def _then_look(name: str) -> Any:
@@ -106,8 +110,16 @@ class Server(uvicorn.Server):
         self._scheduler.interrupt()
         super().handle_exit(sig, frame)
 
+    def _end_in_time(self) -> None:
+        while not self._captured_signals:
+            time.sleep(0.2)
+        time.sleep(LAST)
+        os._exit(128 + self._captured_signals[0])
+
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Until a signal, which uvicorn raises again at the end: SIGTERM ends the process, SIGINT is an exception."""
+        if threading.current_thread() is threading.main_thread():  # only there uvicorn gets signals
+            threading.Thread(target=self._end_in_time, daemon=True, name="end").start()
         try:
             super().run(*args, **kwargs)
         except KeyboardInterrupt:
@@ -131,13 +143,16 @@ def load(
     """The ASGI application that answers for this model and its adapters, and the Scheduler. name, key: of clients, for
     the model; adapters: by the names of clients for them.
     """
+    the_process()  # which starts meanwhile
     config = prepare(choice)  # before torch is imported
     from ktconvert.pipeline.models.serving.application import Application
     from ktconvert.pipeline.models.serving.model_manager import OneModel
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
+    from ktconvert.pipeline.models.serving.stream_decoder import parse_answers_of
 
     with explained(choice.model):
         manager = OneModel(choice, config, name or choice.model, adapters or {})
+        parse_answers_of(manager.prompts.template, manager.model)
         scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)
     return Application(manager, scheduler, key), scheduler
 

@@ -7,11 +7,14 @@ template writes, or nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.cli.serving import chat_completion, response, utils
 from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from ktconvert.pipeline.models.serving.rendering import ChatTemplate
 
 # What a user says where only the template matters; it must not depend on it.
 PROBES = ("a", "b")
@@ -98,16 +101,18 @@ class GeneratedIds(list[int]):
     items: Sequence[Any] = ()
 
 
-def parse_answers_of(processor: Any, model: Any) -> None:
+def parse_answers_of(chat_template: ChatTemplate, model: Any) -> None:
     """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
     its chat template writes the words from which parsing starts, beginning with what it writes after these ("<think>");
     other answers are plain text. The handlers look these functions up in their modules.
     """
-    template = _template(processor, model)
-    beginnings = set() if template is None else _beginnings(processor, template)
+    template = _template(chat_template.processor, model)
+    beginnings = set() if template is None else asyncio.run(_beginnings(chat_template, template))
+    # Tokens that hold these words: each has at least a byte, and the first may lose a space.
+    most = max((len(f"{words}{more}".encode()) for words, more in beginnings), default=0) + 1
 
     def prefix(tokenizer: Any, input_ids: Any) -> str:
-        prompt = _decoded(tokenizer, input_ids)
+        prompt = _decoded(tokenizer, input_ids[..., -most:])
         more = (more for words, more in beginnings if prompt.endswith(words + more))
         return max(more, key=len, default="").rstrip()  # a parser keeps spaces for later, and these are not generated
 
@@ -117,7 +122,7 @@ def parse_answers_of(processor: Any, model: Any) -> None:
     modules[1].parse_assistant_message = modules[2].parse_assistant_message = parse_message
 
 
-def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
+async def _beginnings(chat_template: ChatTemplate, template: Any) -> set[tuple[str, str]]:
     """How this chat template may begin an answer: the words from which parsing starts, and what it writes after."""
     anchor, found = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
     for settings in THINKING:
@@ -125,7 +130,8 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
         for text in PROBES:
             messages = [{"role": "user", "content": text}]
             try:
-                prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
+                await chat_template.find_variables(None)  # compiled there before it is here
+                prompt = await chat_template.render(chat_template.prepare(messages, None, settings))
             except Exception:  # a template is a program that comes with the model, and may refuse so short a chat
                 ends.add(None)
                 continue
