@@ -204,7 +204,7 @@ def test_adapters_and_uses_that_are_refused(example, trained, ids, tmp_path):
     save_file({n: t for n, t in stored.items() if ".experts.7." not in n}, other / "adapter_model.safetensors")
     with pytest.raises(InputError, match="not one of this model"):
         PeftModel.from_pretrained(model(example), other)
-    with pytest.raises(UnsupportedError, match="its rank_pattern differs between the experts of model.layers.0"):
+    with pytest.raises(UnsupportedError, match=r"its rank_pattern differs between the experts of model\.layers\.0"):
         adapted(model(example), rank_pattern={r"experts\.3\.gate_proj": 2})
     with pytest.raises(UnsupportedError, match="merge-adapter"):
         PeftModel.from_pretrained(model(example), folder).merge_and_unload()

@@ -138,6 +138,22 @@ class Settings:
         """Which of these parameters of a module target_parameters names."""
         return [name for name in parameters if is_named(f"{module}.{name}", self["target_parameters"] or ())]
 
+    def name_module(self, module: str) -> bool:
+        """Whether target_modules or target_parameters name a module, or an expert's projection in one of its ways."""
+        targets, names = self["target_modules"], [module]
+        parameters = self.targeted_parameters(module, ["weight"])
+        if match := OF_EXPERT.fullmatch(module):
+            names += [match["experts"], f"{match['experts']}.{match['name']}"]
+        if match := match or OF_STACK.fullmatch(module):
+            parameters = self.targeted_parameters(match["experts"], (GATE_UP, DOWN))
+        if isinstance(targets, str) and targets != "all-linear":
+            return bool(parameters) or any(map(self._target.fullmatch, names))
+        return bool(parameters) or not isinstance(targets, list) or any(is_named(name, targets) for name in names)
+
+    @functools.cached_property
+    def _target(self) -> patterns.Pattern:
+        return patterns.compile(self["target_modules"], self.file)
+
 
 class NamePatterns:
     """rank_pattern or alpha_pattern: values by regular expressions for the ends of modules' names."""
@@ -333,6 +349,8 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
     settings, file = read_settings(folder, MERGE), folder / WEIGHTS
     deltas: dict[str, Delta] = {}
     for module, (a, b, names) in read_pairs(folder, settings).items():
+        if not settings.name_module(module):
+            raise InputError.of_tensor(a.name, f"is of a module that {CONFIG} does not name", AGAIN, file)
         rank, scaling, rows = settings.rank(*names), settings.scaling(*names), b.shape[0]
         experts, _, parameter = names[0].rpartition(".")
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):

@@ -15,6 +15,9 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 OF_EXPERT = re.compile(r"experts\.\*\.(\w+)\.weight\$?$")
 
 
+Part = tuple[torch.Tensor, torch.Tensor, int, float, float]  # A, B, rank, scaling and dropout of one active adapter
+
+
 class Projection(torch.nn.Module):
     """One projection of all experts of a layer: no weights, but a place with a name that PEFT finds and wraps.
 
@@ -85,7 +88,7 @@ def active(module: torch.nn.Module) -> Active | None:
     return known[key][1]
 
 
-def _join(children: Sequence[Any], parts: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor, int, float, float]]]) -> Active:
+def _join(children: Sequence[Any], parts: Sequence[Sequence[Part]]) -> Active:
     """Active adapters of each projection, one beside the other; rank: the largest sum of their ranks."""
     every = [part for each in parts for part in each]
     rank = max(sum(part[2] for part in each) for each in parts)

@@ -166,8 +166,11 @@ class Tuner(LoraModel):  # type: ignore[misc]
         places = {}
         for name, module in model.named_modules():
             if isinstance(module, RoutedExperts) and module.projections:
-                children = ((each, module.get_submodule(each)) for each in module.projections)
-                adapted = {each: m for each, m in children if isinstance(m, ProjectionLora) and adapter_name in m.lora_A}
+                adapted = {
+                    each: child
+                    for each, child in module.named_children()
+                    if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
+                }
                 places[name.removeprefix(PREFIX)] = Place(*module.projections, adapted)
         if any(place.adapted for place in places.values()):
             state_dict = _stack(places, adapter_name, state_dict)
@@ -212,7 +215,9 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
     elif isinstance(requested, str):
         found = _matching(requested, names, experts)
         if not found:
-            raise UnsupportedError(f"target_modules {requested!r} matches no module of this model; name some that it has")
+            raise UnsupportedError(
+                f"target_modules {requested!r} matches no module of this model; name one that it has"
+            )
         modules = {name for name in found if name.split(".")[-1] in projections}
         config.target_modules = found - modules
     elif requested is not None:
@@ -233,9 +238,11 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
     if stacked:
         config.target_parameters = set(config.target_parameters) - stacked or None
         config.target_modules = config.target_modules or set()  # None would mean PEFT's own choice
-    places = [f"{at}.{name}" for at in experts for name in projections]
+    places = {f"{at}.{name}": (at, name) for at in experts for name in projections}
+    names += places
+    targeted = {own: place for own, place in places.items() if is_named(own, modules)}
     resolved = {
-        name: _resolve_patterns(name, getattr(config, name) or {}, names + places, experts, parameters, default)
+        name: _resolve_patterns(name, getattr(config, name) or {}, names, experts, targeted, parameters, default)
         for name, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha))
     }
     return Targets(modules, resolved)
@@ -262,6 +269,7 @@ def _resolve_patterns(
     values: Mapping[str, Any],
     names: Iterable[str],
     experts: Mapping[str, RoutedExperts],
+    targeted: Mapping[str, tuple[str, str]],
     parameters: Mapping[str, str],
     default: Any,
 ) -> dict[str, Any]:
@@ -271,18 +279,16 @@ def _resolve_patterns(
     """
     found = NamePatterns(values, CONFIG)
     exact: dict[str, Any] = {}
-    for at, module in experts.items() if values else ():
-        for name in module.projections:
-            own = f"{at}.{name}"
-            if own in parameters:
-                value = found.find([parameters[own]], default)
-            else:
-                each = {found.find((one, own), default) for one in _names_of_experts(at, module, name)}
-                if len(each) > 1:
-                    raise UnsupportedError(f"its {setting} differs between the experts of {at}; train with one for all")
-                (value,) = each
-            if value != found.find([own], default):
-                exact[own] = value
+    for own, (at, name) in targeted.items() if values else ():
+        if own in parameters:
+            value = found.find([parameters[own]], default)
+        else:
+            each = {found.find((one, own), default) for one in _names_of_experts(at, experts[at], name)}
+            if len(each) > 1:
+                raise UnsupportedError(f"its {setting} differs between the experts of {at}; train with one for all")
+            (value,) = each
+        if value != found.find([own], default):
+            exact[own] = value
     plain = all(re.fullmatch(r"[\w.^$\\]+", pattern) for pattern in values)
     if not plain:
         exact = {name: value for name in names if (value := found.find([name], None)) is not None} | exact
@@ -294,8 +300,9 @@ def _resolve_patterns(
 
 def _linears(model: Any) -> set[str]:
     """The last parts of the names of all linears but the output's."""
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     head = model.get_output_embeddings()
-    return {name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    return {name.split(".")[-1] for name, module in linears if module is not head}
 
 
 def _require_adaptable(experts: Iterable[RoutedExperts]) -> None:
@@ -366,9 +373,7 @@ def _stack(places: Mapping[str, Place], adapter: str, stored: Mapping[str, Any])
     return rest
 
 
-def _split(
-    at: str, place: Place, adapter: str, match: re.Match[str], tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _split(at: str, place: Place, adapter: str, match: re.Match[str], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """PEFT's tensors of transformers' stacked parameters: A [E r, in] and B [out, r E]. Where PEFT made those of
     gate_up_proj from two projections, the ranks are one after the other, and B is zero beside two blocks.
     """
