@@ -21,11 +21,12 @@ from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.adapter import CONFIG, DOWN, GATE_UP, NamePatterns, is_named
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.runtime.adapters import Projection
+from ktconvert.native_quant.runtime.adapters import NAMES, Projection
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.native_quant.runtime.training import require_trainable
 
 EXPERTS = "experts"
+NOTHING = "target_modules {!r} matches no module of this model; name one that it has"
 STACKED = (GATE_UP, DOWN)  # transformers' own parameters, which PEFT targets in an unconverted model
 # A matrix of one expert in a file, and PEFT's own tensors of all experts of an unconverted model.
 OF_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
@@ -246,6 +247,25 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
         for name, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha))
     }
     return Targets(modules, resolved)
+
+
+def resolve_patterns(config: Any, model: Any) -> None:
+    """Put names in place of a config's regular expressions, which PEFT would match without a limit, for a model without
+    RoutedExperts. Raises UnsupportedError for target_modules that match nothing.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_modules() if name] + parameters
+    stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
+    before = {f"{at}.{name}" for at in stacks for name in (*NAMES, "w1", "w2", "w3")}  # in transformers 4
+    if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
+        found = _matching(config.target_modules, {*names, *before}, {})
+        if not found:
+            raise UnsupportedError(NOTHING.format(config.target_modules))
+        config.target_modules = found - before | {name.split(".")[-1] for name in found & before}
+    if isinstance(config.exclude_modules, str):
+        config.exclude_modules = _matching(config.exclude_modules, names, {})
+    for setting in ("rank_pattern", "alpha_pattern"):
+        setattr(config, setting, _resolve_patterns(setting, getattr(config, setting), names, {}, {}, {}, None))
 
 
 def _matching(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:

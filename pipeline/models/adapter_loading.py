@@ -97,6 +97,9 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
     """
     import peft
 
+    from ktconvert.native_quant.runtime import peft_tuner
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
     settings = read_settings(folder, RUN if alone else SERVE)
     read_pairs(folder, settings, others=True)
     if not alone:
@@ -104,6 +107,8 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
     with _explained(folder, name), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         config = peft.LoraConfig(**settings.values, inference_mode=True)
+        if not any(isinstance(module, RoutedExperts) for module in model.modules()):
+            peft_tuner.resolve_patterns(config, model)
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter, config)
         else:
