@@ -188,7 +188,7 @@ def test_settings_that_experts_cannot_have(settings, why, example):
 
 
 def test_adapters_and_uses_that_are_refused(example, trained, ids, tmp_path):
-    """Of another rank, with an expert less, with projections of several ranks; merging; training without an adapter."""
+    """Of another rank, with an expert less, with experts of several ranks; merging; training without an adapter."""
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
     from transformers import Trainer
@@ -204,8 +204,8 @@ def test_adapters_and_uses_that_are_refused(example, trained, ids, tmp_path):
     save_file({n: t for n, t in stored.items() if ".experts.7." not in n}, other / "adapter_model.safetensors")
     with pytest.raises(InputError, match="not one of this model"):
         PeftModel.from_pretrained(model(example), other)
-    with pytest.raises(UnsupportedError, match="with one rank"):
-        adapted(model(example), rank_pattern={"gate_proj": 2})(ids)
+    with pytest.raises(UnsupportedError, match=r"its rank_pattern differs between the experts of model\.layers\.0"):
+        adapted(model(example), rank_pattern={r"experts\.3\.gate_proj": 2})
     with pytest.raises(UnsupportedError, match="merge-adapter"):
         PeftModel.from_pretrained(model(example), folder).merge_and_unload()
     with pytest.raises(ValueError, match="purely quantized"):
@@ -364,7 +364,7 @@ def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
     config = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
     done = cli("merge-adapter", example, "--adapter", other, "-o", tmp_path / "refused", code=3)
-    assert "what its config says is no matrix of plain LoRA" in done.stderr
+    assert "its init_lora_weights is 'pissa', which merge-adapter does not fold into weights" in done.stderr
 
 
 def test_a_training_that_is_killed_goes_on_to_the_same_adapter(servers, example, int8, text, tmp_path):

@@ -1,15 +1,19 @@
-"""A LoRA adapter's directory, as PEFT writes it: which matrices it adds to which weights."""
+"""A LoRA adapter's directory, as PEFT writes it: its settings, and which matrices it adds to which weights."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
+from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents
@@ -17,85 +21,361 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.quantizers.reference import bf16_to_f32
 
+V = TypeVar("V")
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+AGAIN = "save the adapter again"
 MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# What `init_lora_weights` may be (True and False: random numbers); others change the weights beside LoRA's.
-KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+OF_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<name>\w+)")  # a module of one expert
+# PEFT's module around a parameter of stacked experts, and around two of them: the inner one is the first.
+OF_STACK = re.compile(r"(?P<experts>.*\bexperts)(?P<inner>\.base_layer)?")
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # transformers' parameters of all experts: [E, 2 I, H] and [E, H, I]
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
+# --- settings -------------------------------------------------------------------------------------
+
+RUN, SERVE, MERGE = "run", "serve", "merge-adapter"  # RUN: `eval` as well
+# What init_lora_weights may be everywhere. Other values change the model's own weights.
+KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+class Setting(NamedTuple):
+    """A field of peft's LoraConfig: its default, its type, and what computes other values as PEFT does."""
+
+    default: Any
+    kind: Any
+    uses: Collection[str]
+    plain: Collection[Any] = ()  # values that everything computes, beside the default
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether a value computes what the default computes, or is one that everything computes."""
+        return not value or value == self.default or value in self.plain
+
+
+class Harmless(NamedTuple):
+    """A field that says nothing about what an adapter computes once it is trained; it is not read."""
+
+    default: Any = None
+
+
+Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Names = list[str] | str | None
+ALL, UNFOLDED, ALONE, NONE = (RUN, SERVE, MERGE), (RUN, SERVE), (RUN,), ()
+
+# Every field of LoraConfig of the newest PEFT that is supported; tests compare them with those of the installed one.
+SETTINGS: Mapping[str, Setting | Harmless] = {
+    # what is added to which modules
+    "r": Setting(8, Rank, ALL),
+    "lora_alpha": Setting(8, Finite, ALL),
+    "use_rslora": Setting(False, bool, ALL),
+    "rank_pattern": Setting({}, dict[str, Rank] | None, ALL),
+    "alpha_pattern": Setting({}, dict[str, Finite] | None, ALL),
+    "target_modules": Setting(None, Names, ALL),
+    "target_parameters": Setting(None, list[str] | None, ALL),
+    "exclude_modules": Setting(None, Names, ALL),
+    "layers_to_transform": Setting(None, list[int] | int | None, ALL),
+    "layers_pattern": Setting(None, Names, ALL),
+    # what is computed beside B A x
+    "use_dora": Setting(False, bool, UNFOLDED),
+    "lora_bias": Setting(False, bool, UNFOLDED),
+    "modules_to_save": Setting(None, list[str] | None, UNFOLDED),
+    "trainable_token_indices": Setting(None, list[int] | dict[str, list[int]] | None, UNFOLDED),
+    "ensure_weight_tying": Setting(False, bool, UNFOLDED),
+    "fan_in_fan_out": Setting(False, bool, UNFOLDED),
+    # what changes the model's own weights
+    "bias": Setting("none", Literal["none", "all", "lora_only"], ALONE),
+    "init_lora_weights": Setting(True, bool | str, ALONE, KEEPING_BASE),
+    "loftq_config": Setting({}, dict[str, Any] | None, ALL),  # used by init_lora_weights "loftq", which is ALONE
+    "corda_config": Setting(None, dict[str, Any] | None, ALL),
+    # other computations
+    "alora_invocation_tokens": Setting(None, Any, NONE),
+    "layer_replication": Setting(None, Any, NONE),
+    "use_qalora": Setting(False, Any, NONE),
+    "monteclora_config": Setting(None, Any, NONE),
+    "use_bdlora": Setting(None, Any, NONE),
+    "arrow_config": Setting(None, Any, NONE),
+    "kasa_config": Setting(None, Any, NONE),
+    "megatron_config": Setting(None, Any, NONE),
+    # notes, and settings of training
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"), Harmless()),
+    **dict.fromkeys(("runtime_config", "eva_config", "lora_ga_config", "velora_config"), Harmless()),
+    "inference_mode": Harmless(False),
+    "lora_dropout": Harmless(0.0),
+    "megatron_core": Harmless("megatron.core"),
+    "qalora_group_size": Harmless(16),
+}
+
+
 @dataclass(frozen=True)
-class Delta:
-    """What an adapter adds to a weight [out, in]: scaling * B A, with A [r, in], B [out, r], as they are stored."""
+class Settings:
+    """What adapter_config.json says; values: those that are given and change what is computed."""
 
     file: Path
-    a: TensorInfo
-    b: TensorInfo
-    scaling: float
+    values: Mapping[str, Any]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.b.shape[0], self.a.shape[1]
+    def __getitem__(self, name: str) -> Any:
+        setting = SETTINGS[name]
+        return self.values.get(name, setting.default)
 
-    def matrices(self) -> tuple[F32, F32]:
-        """A, and B times the scaling."""
-        a, b = (_read(self.file, info) for info in (self.a, self.b))
-        return a, b * np.float32(self.scaling)
+    @functools.cached_property
+    def _patterns(self) -> dict[str, NamePatterns]:
+        return {name: NamePatterns(self[name] or {}, self.file) for name in ("rank_pattern", "alpha_pattern")}
+
+    def rank(self, *names: str) -> int:
+        """The rank of a module with these names."""
+        rank: int = self._patterns["rank_pattern"].find(names, self["r"])
+        return rank
+
+    def scaling(self, *names: str) -> float:
+        """What B A of a module with these names is multiplied with."""
+        alpha: float = self._patterns["alpha_pattern"].find(names, self["lora_alpha"])
+        rank = self.rank(*names)
+        return alpha / (math.sqrt(rank) if self["use_rslora"] else rank)
+
+    def targeted_parameters(self, module: str, parameters: Iterable[str]) -> list[str]:
+        """Which of these parameters of a module target_parameters names."""
+        return [name for name in parameters if is_named(f"{module}.{name}", self["target_parameters"] or ())]
+
+    def name_module(self, module: str) -> bool:
+        """Whether target_modules or target_parameters name a module, or an expert's projection in one of its ways."""
+        targets, names = self["target_modules"], [module]
+        parameters = self.targeted_parameters(module, ["weight"])
+        if match := OF_EXPERT.fullmatch(module):
+            names += [match["experts"], f"{match['experts']}.{match['name']}"]
+        if match := match or OF_STACK.fullmatch(module):
+            parameters = self.targeted_parameters(match["experts"], (GATE_UP, DOWN))
+        if isinstance(targets, str) and targets != "all-linear":
+            return bool(parameters) or any(map(self._target.fullmatch, names))
+        return bool(parameters) or not isinstance(targets, list) or any(is_named(name, targets) for name in names)
+
+    @functools.cached_property
+    def _target(self) -> patterns.Pattern:
+        return patterns.compile(self["target_modules"], self.file)
+
+
+class NamePatterns:
+    """rank_pattern or alpha_pattern: values by regular expressions for the ends of modules' names."""
+
+    def __init__(self, values: Mapping[str, Any], file: Path | str) -> None:
+        compiled = patterns.compile_all((rf"(.*\.)?({text})$" for text in values), file)
+        self._values = list(zip(compiled, values.values(), strict=True))
+
+    def find(self, names: Sequence[str], default: V) -> V:
+        """The value of the first pattern that matches one of a module's names, as PEFT chooses it."""
+        for pattern, value in self._values:
+            if any(pattern.match(name) for name in names):
+                found: V = value
+                return found
+        return default
+
+
+def is_named(name: str, targets: Collection[str]) -> bool:
+    """Whether PEFT's lists of targets have this name, or an end of it that begins after a dot."""
+    return name in targets or any(name.endswith(f".{target}") for target in targets)
 
 
 def require_adapter(folder: Path) -> None:
-    """Raises InputError for a folder that holds none."""
+    """Raise InputError for a folder that holds no adapter."""
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise InputError(
             f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT"
         )
 
 
-def read_adapter(folder: Path) -> dict[str, Delta]:
-    """By the name of the module. Raises InputError for a damaged one, UnsupportedError for what is no plain LoRA."""
+def read_settings(folder: Path, use: str) -> Settings:
+    """Read adapter_config.json for one of RUN, SERVE and MERGE.
+
+    Raises InputError for a damaged one, UnsupportedError for a setting that this use does not compute.
+    """
     require_adapter(folder)
+    file, values = folder / CONFIG, {}
     try:
-        config = documents.parse((folder / CONFIG).read_bytes())
-        patterns = {str(name): float(value) for name, value in (config.get("alpha_pattern") or {}).items()}
-        alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
-        plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
-        plain &= config.get("init_lora_weights", True) in KEEPING_BASE
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / CONFIG}: is no configuration of LoRA ({error}); save the adapter again") from error
+        config = documents.parse(file.read_bytes())
+        documents.require_plain(config)
+    except ValueError as error:
+        raise InputError(f"is no configuration of LoRA ({error})", AGAIN, path=file) from error
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise InputError("is no configuration of LoRA (it has no peft_type)", AGAIN, path=file)
+    if config.pop("peft_type") != "LORA":
+        raise UnsupportedError("it is no LoRA", "give an adapter of PEFT's LoraConfig", path=file)
+    for name, value in config.items():
+        setting = SETTINGS.get(name, UNKNOWN)
+        if value is None or isinstance(setting, Harmless):
+            continue
+        if not setting.is_plain(value) and use not in setting.uses:
+            raise _refuse(name, value, use, setting).at(file)
+        try:
+            if setting is not UNKNOWN:
+                values[name] = documents.as_type(value, setting.kind)
+        except msgspec.ValidationError as error:
+            raise InputError(f"its {name} is {_short(value)} ({error})", AGAIN, path=file) from error
+    for name in ("modules_to_save", "layers_pattern"):  # which PEFT takes for regular expressions
+        given = values.get(name) or ()
+        for text in [given] if isinstance(given, str) else given:
+            if not re.fullmatch(r"[\w.]+", text):
+                raise InputError(f"its {name} has {_short(text)}, which is no name of modules", AGAIN, path=file)
+    return Settings(file, values)
+
+
+UNKNOWN = Setting(None, Any, NONE)
+
+
+def _refuse(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:
+    if setting is UNKNOWN:
+        what = f"its {_short(name)} is {_short(value)}, a setting of a newer PEFT or of another program"
+        return UnsupportedError(f"{what}, which may change what the adapter computes", "save it as plain LoRA")
+    if not setting.uses:
+        remedy = "train an adapter without it, or use this one with PEFT"
+        return UnsupportedError(f"its {name} is {_short(value)}, which ktconvert does not compute", remedy)
+    if use == SERVE:
+        what = f"its {name} changes the model's own weights, with which others are answered"
+        return UnsupportedError(what, "save it as plain LoRA")
+    remedy = "use the adapter with `ktconvert run`, or merge it with PEFT"
+    return UnsupportedError(f"its {name} is {_short(value)}, which merge-adapter does not fold into weights", remedy)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """A [rows, in] and B [out, columns] of a module, or of a parameter of all experts; names: for patterns."""
+
+    a: TensorInfo
+    b: TensorInfo
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to a weight [out, in]: scaling * B A, with A [r, in], B [out, r].
+
+    Of one expert's projection, the matrices may be parts of larger ones: rows of A [E r, in], every E-th column of B
+    [out, r E] from `expert` on, and these rows of B.
+    """
+
+    file: Path
+    a: TensorInfo
+    b: TensorInfo
+    scaling: float
+    rank: int
+    rows: range
+    expert: int = 0
+    experts: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.a.shape[1]
+
+    def matrices(self) -> tuple[F32, F32]:
+        """A, and B times the scaling."""
+        first = self.expert * self.rank
+        a = _read(self.file, self.a, range(first, first + self.rank))
+        b = _read(self.file, self.b, self.rows)[:, self.expert :: self.experts]
+        return a, b * np.float32(self.scaling)
+
+
+def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dict[str, Pair]:
+    """The pairs of an adapter's matrices, by the names of modules; others: whether other tensors may be there.
+
+    Raises InputError for matrices that do not go together, that have another rank than the settings say, or that are
+    of experts not numbered from 0 on; UnsupportedError for other tensors.
+    """
+    file = folder / WEIGHTS
     found: dict[str, dict[str, TensorInfo]] = {}
-    for info in read_header(folder / WEIGHTS).entries:
+    for info in read_header(file).entries:
         match = MATRIX.fullmatch(info.name)
-        if match is None or not plain or info.dtype not in DTYPES or len(info.shape) != 2:
-            what = f"{info.name} ({info.dtype} {list(info.shape)})" if plain else "what its config says"
-            raise UnsupportedError(f"{folder}: {what} is no matrix of plain LoRA; train without it")
-        found.setdefault(match["module"], {})[match["side"]] = info
-    deltas = {}
+        if match is not None and info.dtype in DTYPES and len(info.shape) == 2:
+            found.setdefault(match["module"], {})[match["side"]] = info
+        elif not others:
+            what = f"({info.dtype} {list(info.shape)}) is no matrix of plain LoRA"
+            raise UnsupportedError.of_tensor(info.name, what, "use the adapter with `ktconvert run`", file)
+    pairs = {}
     for module, sides in found.items():
-        if len(sides) < 2 or sides["A"].shape[0] != sides["B"].shape[1]:
-            raise InputError(f"{folder}: the matrices of {module} do not go together; save the adapter again")
-        rank = sides["A"].shape[0]
-        own = next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", module)), alpha)
-        scaling = own / (math.sqrt(rank) if root else rank)
-        deltas[module] = Delta(folder / WEIGHTS, sides["A"], sides["B"], scaling)
+        if len(sides) < 2:
+            missing = f"{module}.lora_{'B' if 'A' in sides else 'A'}.weight"
+            raise InputError(f"has no tensor {missing!r}, which goes with the other matrix", AGAIN, path=file)
+        pairs[module] = Pair(sides["A"], sides["B"], _names(module, found, settings))
+        _require_rank(pairs[module], settings, file)
+    _require_numbers(pairs, file)
+    return pairs
+
+
+def _names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
+    """What patterns may call a module: of an expert, also its projection of all experts; else what PEFT wraps."""
+    if match := OF_EXPERT.fullmatch(module):
+        return module, f"{match['experts']}.{match['name']}"
+    if match := OF_STACK.fullmatch(module):
+        experts = match["experts"]
+        targeted = settings.targeted_parameters(experts, (GATE_UP, DOWN))
+        both = f"{experts}.base_layer" in modules or len(targeted) != 1
+        name = GATE_UP if match["inner"] or not (both or targeted[0] == DOWN) else DOWN
+        return (f"{experts}.{name}",)
+    return (f"{module}.weight" if settings.targeted_parameters(module, ["weight"]) else module,)
+
+
+def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
+    """Raise InputError where A and B do not have the rank that the settings say, or a multiple for stacked experts."""
+    a, b, rank = pair.a.shape[0], pair.b.shape[1], settings.rank(*pair.names)
+    stacked = OF_STACK.fullmatch(pair.names[0].rpartition(".")[0]) is not None
+    if a != b or not a or (a % rank if stacked else a != rank):
+        what = f"and {pair.b.name} is {list(pair.b.shape)}, and {CONFIG} says that their rank is {rank}"
+        raise InputError.of_tensor(pair.a.name, f"is {list(pair.a.shape)}, {what}", AGAIN, file)
+
+
+def _require_numbers(pairs: Iterable[str], file: Path) -> None:
+    """Raise InputError for matrices of experts that are not numbered from 0 on."""
+    numbers: dict[str, set[int]] = {}
+    for match in filter(None, map(OF_EXPERT.fullmatch, pairs)):
+        numbers.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
+    for name, found in numbers.items():
+        if found != set(range(len(found))):
+            missing = next(number for number in range(len(found)) if number not in found)
+            what = f"has matrices of {name} for {len(found)} experts up to {max(found)}, but none for expert {missing}"
+            raise InputError(what, AGAIN, path=file)
+
+
+def read_adapter(folder: Path) -> dict[str, Delta]:
+    """What an adapter adds, by the names of modules; projections of experts one by one, also where it has them stacked.
+
+    Raises InputError for a damaged adapter, UnsupportedError for one that is not plain LoRA.
+    """
+    settings, file = read_settings(folder, MERGE), folder / WEIGHTS
+    deltas: dict[str, Delta] = {}
+    for module, (a, b, names) in read_pairs(folder, settings).items():
+        if not settings.name_module(module):
+            raise InputError.of_tensor(a.name, f"is of a module that {CONFIG} does not name", AGAIN, file)
+        rank, scaling, rows = settings.rank(*names), settings.scaling(*names), b.shape[0]
+        experts, _, parameter = names[0].rpartition(".")
+        if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
+            deltas[module] = Delta(file, a, b, scaling, rank, range(rows))
+            continue
+        parts = {"down_proj": range(rows)}
+        if parameter == GATE_UP:
+            parts = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
+        count = a.shape[0] // rank
+        for number in range(count):
+            for name, part in parts.items():
+                deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, part, number, count)
+    if not deltas:
+        raise InputError("has no matrices", AGAIN, path=file)
     return deltas
 
 
-def _read(file: Path, info: TensorInfo) -> F32:
-    data: Array = np.fromfile(file, DTYPES[info.dtype], math.prod(info.shape), offset=info.start)
-    if data.size < math.prod(info.shape):
-        raise InputError(f"{file}: became shorter while it was read; save the adapter again")
+def _read(file: Path, info: TensorInfo, rows: range) -> F32:
+    """These rows of a matrix."""
+    dtype, columns = np.dtype(DTYPES[info.dtype]), info.shape[1]
+    start = info.start + rows.start * columns * dtype.itemsize
+    data: Array = np.fromfile(file, dtype, len(rows) * columns, offset=start)
+    if data.size < len(rows) * columns:
+        raise InputError("became shorter while it was read", AGAIN, path=file)
     values = bf16_to_f32(data) if info.dtype == "BF16" else data.astype(np.float32)
     if not np.isfinite(values).all():
-        raise InputError(f"{file}: {info.name} holds numbers that are not finite; train again")
-    return values.reshape(info.shape)
-
-
-def by_tail(deltas: Mapping[str, Delta]) -> dict[str, Delta]:
-    """By the names from the layer's number on, since names of models and of checkpoints begin differently."""
-    return {tail(module): delta for module, delta in deltas.items()}
-
-
-def tail(name: str) -> str:
-    """layers.3.self_attn.q_proj of a name that has more before it; the whole name where there are no layers."""
-    at = re.search(r"layers\.\d+\.", name)
-    return name if at is None else name[at.start() :]
+        raise InputError.of_tensor(info.name, "holds numbers that are not finite", "train again", file)
+    return values.reshape(len(rows), columns)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime.training import CPU, Lora
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 # What checkpoints call an expert's projections, in the conversions of transformers: "mlp.experts.*.w1.weight".
 OF_EXPERT = re.compile(r"experts\.\*\.(\w+)\.weight\$?$")
+
+
+Part = tuple[torch.Tensor, torch.Tensor, int, float, float]  # A, B, rank, scaling and dropout of one active adapter
 
 
 class Projection(torch.nn.Module):
@@ -64,21 +66,40 @@ def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, in
 
 
 def active(module: torch.nn.Module) -> Active | None:
-    """A layer's active adapters as one, scalings of several in B. UnsupportedError: projections' differ."""
-    children: list[Any] = [child for child in module.children() if hasattr(child, "parts")]
-    parts = [child.parts() for child in children]
-    if not any(parts):
+    """A layer's active adapters as one. Unless there is one with the same rank and scaling for all three projections,
+    ranks are filled up with zeros, and B includes the scaling; a projection without an adapter gets zeros.
+    """
+    children: list[Any] = [getattr(module, name) for name in module.projections]  # type: ignore[union-attr]
+    parts = [child.parts() if hasattr(child, "parts") else () for child in children]
+    every = [part for each in parts for part in each]
+    if not every:
         return None
-    if len(parts) < 3 or len({tuple(part[2:] for part in each) for each in parts}) > 1:
-        raise UnsupportedError(
-            "an adapter has experts' gate, up and down projections with one rank, alpha and dropout, or none of the "
-            "three; name `experts` among its target_modules, and none of them in rank_pattern or alpha_pattern"
-        )
-    if len(parts[0]) == 1:
-        scaling, dropout = parts[0][0][3:]
+    if all(len(each) == 1 for each in parts) and len({part[2:] for part in every}) == 1:
+        scaling, dropout = every[0][3:]
         return Active(Lora(*(tensor.to(CPU) for (each,) in parts for tensor in each[:2])), scaling, dropout)
+    if torch.is_grad_enabled():
+        return _join(children, parts)
+    # Zeros and scaled copies take longer to make than a token takes to compute.
+    known: dict[Any, tuple[Any, Active]] = module.__dict__.setdefault("_joined", {})
+    key = tuple((id(a), id(b), scaling) for a, b, _, scaling, _ in every)
+    versions = tuple((a._version, b._version, len(each)) for each in parts for a, b, *_ in each)
+    if key not in known or known[key][0] != versions:
+        known[key] = versions, _join(children, parts)
+    return known[key][1]
+
+
+def _join(children: Sequence[Any], parts: Sequence[Sequence[Part]]) -> Active:
+    """Active adapters of each projection, one beside the other; rank: the largest sum of their ranks."""
+    every = [part for each in parts for part in each]
+    rank = max(sum(part[2] for part in each) for each in parts)
     tensors: list[torch.Tensor] = []
-    for each in parts:
-        tensors.append(torch.cat([a for a, *_ in each], 1).to(CPU))
-        tensors.append(torch.cat([b * scaling for _, b, _, scaling, _ in each], 2).to(CPU))
-    return Active(Lora(*tensors), 1.0, max(part[-1] for part in parts[0]))
+    for child, each in zip(children, parts, strict=True):
+        base = getattr(child, "base_layer", child)
+        a = [part[0] for part in each]
+        b = [part[1] * part[3] for part in each]
+        if missing := rank - sum(part[2] for part in each):
+            like = {"dtype": every[0][0].dtype, "device": every[0][0].device}
+            a.append(torch.zeros(base.experts, missing, base.in_features, **like))
+            b.append(torch.zeros(base.experts, base.out_features, missing, **like))
+        tensors += (torch.cat(a, 1).to(CPU), torch.cat(b, 2).to(CPU))
+    return Active(Lora(*tensors), 1.0, max(part[-1] for part in every))

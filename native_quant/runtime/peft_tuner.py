@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from peft import LoraConfig, LoraModel
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
-from peft.utils import PeftType
+from peft.utils import PeftType, transformers_weight_conversion
 
+from ktconvert.layouts import patterns
+from ktconvert.layouts.checkpoints.adapter import CONFIG, DOWN, GATE_UP, NamePatterns, is_named
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.runtime.adapters import Projection
+from ktconvert.native_quant.runtime.adapters import NAMES, Projection
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.native_quant.runtime.training import require_trainable
 
 EXPERTS = "experts"
-STACKED = ("gate_up_proj", "down_proj")  # transformers' own parameters, which PEFT targets in an unconverted model
+NOTHING = "target_modules {!r} matches no module of this model; name one that it has"
+STACKED = (GATE_UP, DOWN)  # transformers' own parameters, which PEFT targets in an unconverted model
 # A matrix of one expert in a file, and PEFT's own tensors of all experts of an unconverted model.
 OF_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
 OF_ALL = re.compile(r"(?P<at>.*\.experts)(?P<inner>\.base_layer)?\.(?P<side>lora_[AB])\.weight")
@@ -94,45 +97,46 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         )
 
 
+class Targets(NamedTuple):
+    """What of a config PEFT must not convert to transformers' parameters of stacked experts, which are not there.
+
+    modules   names of linears and Projections that PEFT may take for these parameters
+    patterns  rank_pattern and alpha_pattern, by the names of this model's modules
+    """
+
+    modules: set[str]
+    patterns: dict[str, dict[str, Any]]
+
+
 class Tuner(LoraModel):  # type: ignore[misc]
     """LoraModel, which also knows RoutedExperts: by the name `experts`, or by those of the three projections."""
 
     def inject_adapter(self, model: torch.nn.Module, adapter_name: str, *args: Any, **other: Any) -> None:
-        """Raises UnsupportedError for settings that RoutedExperts cannot have."""
-        self._requested = self.peft_config[adapter_name].target_modules  # PEFT turns experts' names into parameters'
+        """Add the adapter's modules. Raises UnsupportedError for settings that RoutedExperts cannot have."""
+        experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+        self._experts = experts
+        if experts:
+            config = self.peft_config[adapter_name]
+            projections = next(iter(experts.values())).projections
+            if set(config.modules_to_save or ()) & {EXPERTS, *projections, *STACKED}:
+                remedy = "take experts out of modules_to_save, and name them among target_modules"
+                raise UnsupportedError(f"the weights of experts are packed, and no gradient changes them: {remedy}")
+            self._targets = _take_targets(config, model, experts)
+            if any(name.split(".")[-1] in projections for name in self._targets.modules):
+                _require_adaptable(experts.values())
         super().inject_adapter(model, adapter_name, *args, **other)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
-        """The config with names of Projections in place of `experts` and of transformers' parameters."""
-        found = [module for module in self.model.modules() if isinstance(module, RoutedExperts)]
-        if not found:
-            return super()._prepare_adapter_config(peft_config, model_config)
-        if set(peft_config.modules_to_save or ()) & {EXPERTS, *found[0].projections, *STACKED}:
-            remedy = "take experts out of modules_to_save, and name them among target_modules"
-            raise UnsupportedError(f"the weights of experts are packed, and no gradient changes them: {remedy}")
-        requested, names = self._requested, [f"{EXPERTS}.{name}" for name in found[0].projections]
-        if isinstance(requested, str):
-            requested = _resolved(requested, self.model, found[0].projections)
-        if isinstance(requested, str):
-            return super()._prepare_adapter_config(peft_config, model_config)
-        requested, kept = set(requested or ()), set(peft_config.target_modules or ())
-        parameters = set(peft_config.target_parameters or ())
-        stacked = {name for name in parameters if name.split(".")[-1] in STACKED}
-        of_experts = {name for name in requested if name.split(".")[-1] in (EXPERTS, *found[0].projections)}
-        plain = stacked and not of_experts  # written for transformers' parameters
-        if plain or any(name.split(".")[-1] == EXPERTS for name in of_experts):
-            kept.update(names)
-        peft_config.target_modules = (kept | of_experts) - {n for n in requested if n.split(".")[-1] == EXPERTS}
-        peft_config.target_parameters = parameters - stacked or None
-        for patterns in (peft_config.rank_pattern, peft_config.alpha_pattern):
-            for pattern in [each for each in patterns if each.endswith(STACKED)]:
-                del patterns[pattern]
-        targeted = any(name.split(".")[-1] in found[0].projections for name in peft_config.target_modules)
-        for module in found if targeted else ():
-            if module.hot is not None:
-                remedy = "load the model without gpu_experts_mask"
-                raise UnsupportedError(f"experts that torch computes take no adapter; {remedy}")
-            require_trainable(module.experts)
+        """The config with what inject_adapter kept from PEFT's conversion."""
+        if self._experts:
+            found = peft_config.target_modules
+            if isinstance(found, str):  # all-linear, where PEFT knows nothing of the family
+                found = _linears(self.model)
+            if found is not None or self._targets.modules:
+                peft_config.target_modules = {*(found or ()), *self._targets.modules}
+            parameters = {name for name in peft_config.target_parameters or () if name.split(".")[-1] not in STACKED}
+            peft_config.target_parameters = parameters or None
+            vars(peft_config).update(self._targets.patterns)
         return super()._prepare_adapter_config(peft_config, model_config)
 
     @staticmethod
@@ -160,90 +164,262 @@ class Tuner(LoraModel):  # type: ignore[misc]
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> Any:
         """Tensors of all experts, from one for each or PEFT's own. InputError: an adapter of another model."""
-        found = ((n, m) for n, m in model.named_modules() if isinstance(m, ProjectionLora))
-        projections = {name: module for name, module in found if adapter_name in module.lora_A}
-        if projections:
-            state_dict = _stacked(projections, adapter_name, state_dict)
+        places = {}
+        for name, module in model.named_modules():
+            if isinstance(module, RoutedExperts) and module.projections:
+                adapted = {
+                    each: child
+                    for each, child in module.named_children()
+                    if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
+                }
+                places[name.removeprefix(PREFIX)] = Place(*module.projections, adapted)
+        if any(place.adapted for place in places.values()):
+            state_dict = _stack(places, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = Tuner
 
-
-def _resolved(requested: str, model: Any, projections: tuple[str, ...]) -> set[str] | str:
-    """`all-linear` with the experts; a regular expression that finds experts as the last parts of all that it finds."""
-    if requested.lower() == "all-linear":
-        linears = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        head = model.get_output_embeddings()
-        return {n for n in linears if head is None or getattr(model, n, None) is not head} | {EXPERTS}
-    found = [name for name, _ in model.named_modules() if re.fullmatch(requested, name)]
-    if any(name.split(".")[-1] in (EXPERTS, *projections) for name in found):
-        return {name.split(".")[-1] for name in found}
-    return requested
+_convert = transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers
 
 
-def _stacked(projections: Mapping[str, ProjectionLora], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored tensors with those of experts as parameters of ProjectionLora, by the name without the adapter's."""
-    rest: dict[str, torch.Tensor] = {}
-    matrices: dict[str, dict[int, torch.Tensor]] = {}
-    for key, tensor in stored.items():
-        if match := OF_EXPERT.fullmatch(key):
-            at = f"{match['at']}.{match['name']}.{match['side']}"
-            matrices.setdefault(at, {})[int(match["expert"])] = tensor
-        elif match := OF_ALL.fullmatch(key):
-            rest.update(_split(projections, adapter, match, tensor))
+def _convert_filled(model: Any, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default") -> Any:
+    """PEFT's function, which joins an expert's gate and up projections; the missing one of an adapter is zero."""
+    filled = dict(adapter_state_dict)
+    experts = next((module for module in model.modules() if isinstance(module, RoutedExperts)), None)
+    if experts is not None and experts.projections:
+        gate, up, _ = experts.projections
+        other = {gate: up, up: gate}
+        for key, tensor in adapter_state_dict.items():
+            if (match := OF_EXPERT.fullmatch(key)) and match["name"] in other:
+                missing = f"{match['at']}.{match['expert']}.{other[match['name']]}.{match['side']}.weight"
+                filled.setdefault(missing, torch.zeros_like(tensor))
+    return _convert(model, peft_config, filled, adapter_name)
+
+
+transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers = _convert_filled
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) -> Targets:
+    """Take the names of experts out of target_modules and target_parameters, and put names of modules in place of
+    regular expressions, which nothing would bound. Raises UnsupportedError for ones that match nothing.
+    """
+    gate, up, down = projections = next(iter(experts.values())).projections
+    inside = tuple(f"{at}." for at in experts)
+    names = [name for name, _ in model.named_modules() if name and not name.startswith(inside)]
+    requested, modules = config.target_modules, set[str]()
+    if isinstance(requested, str) and requested.lower() == "all-linear":
+        modules.update(f"{EXPERTS}.{name}" for name in projections)
+    elif isinstance(requested, str):
+        found = _matching(requested, names, experts)
+        if not found:
+            raise UnsupportedError(
+                f"target_modules {requested!r} matches no module of this model; name one that it has"
+            )
+        modules = {name for name in found if name.split(".")[-1] in projections}
+        config.target_modules = found - modules
+    elif requested is not None:
+        special = {name for name in requested if name.split(".")[-1] in (EXPERTS, *projections)}
+        config.target_modules = set(requested) - special
+        for name in special:
+            whole = re.sub(r"\bexperts\.\d+\.(\w+)$", rf"{EXPERTS}.\1", name)
+            modules.update([f"{name}.{each}" for each in projections] if name.split(".")[-1] == EXPERTS else [whole])
+    if isinstance(config.exclude_modules, str):
+        config.exclude_modules = _matching(config.exclude_modules, names, experts)
+    stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in STACKED}
+    parameters: dict[str, str] = {}  # projections by their names -> the parameter that is targeted
+    for parameter, parts in ((GATE_UP, (gate, up)), (DOWN, (down,))):
+        layers = [at for at in experts if is_named(f"{at}.{parameter}", stacked)]
+        parameters.update({f"{at}.{part}": f"{at}.{parameter}" for at in layers for part in parts})
+        everywhere = len(layers) == len(experts) and not config.layers_to_transform  # which is not for parameters
+        modules.update(f"{at}.{part}" for at in ([EXPERTS] if everywhere else layers) for part in parts)
+    if stacked:
+        config.target_parameters = set(config.target_parameters) - stacked or None
+        config.target_modules = config.target_modules or set()  # None would mean PEFT's own choice
+    places = {f"{at}.{name}": (at, name) for at in experts for name in projections}
+    names += places
+    targeted = {own: place for own, place in places.items() if is_named(own, modules)}
+    resolved = {
+        name: _resolve_patterns(name, getattr(config, name) or {}, names, experts, targeted, parameters, default)
+        for name, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha))
+    }
+    return Targets(modules, resolved)
+
+
+def resolve_patterns(config: Any, model: Any) -> None:
+    """Put names in place of a config's regular expressions, which PEFT would match without a limit, for a model without
+    RoutedExperts. Raises UnsupportedError for target_modules that match nothing.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_modules() if name] + parameters
+    stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
+    before = {f"{at}.{name}" for at in stacks for name in (*NAMES, "w1", "w2", "w3")}  # in transformers 4
+    if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
+        found = _matching(config.target_modules, {*names, *before}, {})
+        if not found:
+            raise UnsupportedError(NOTHING.format(config.target_modules))
+        config.target_modules = found - before | {name.split(".")[-1] for name in found & before}
+    if isinstance(config.exclude_modules, str):
+        config.exclude_modules = _matching(config.exclude_modules, names, {})
+    for setting in ("rank_pattern", "alpha_pattern"):
+        setattr(config, setting, _resolve_patterns(setting, getattr(config, setting), names, {}, {}, {}, None))
+
+
+def _matching(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:
+    """The names of modules that a regular expression matches; a projection also by the names of experts."""
+    match = patterns.compile(pattern, CONFIG).fullmatch
+    found = {name for name in names if name not in experts and match(name)}
+    for at, module in experts.items():
+        for name in module.projections:
+            if any(map(match, (at, f"{at}.{name}", *_names_of_experts(at, module, name)))):
+                found.add(f"{at}.{name}")
+    return found
+
+
+def _names_of_experts(at: str, module: RoutedExperts, name: str) -> list[str]:
+    """What transformers 4 calls a projection of each expert."""
+    return [f"{at}.{expert}.{name}" for expert in range(module.num_experts)]
+
+
+def _resolve_patterns(
+    setting: str,
+    values: Mapping[str, Any],
+    names: Iterable[str],
+    experts: Mapping[str, RoutedExperts],
+    targeted: Mapping[str, tuple[str, str]],
+    parameters: Mapping[str, str],
+    default: Any,
+) -> dict[str, Any]:
+    """rank_pattern or alpha_pattern with an entry for each projection of experts that PEFT would find otherwise.
+
+    UnsupportedError: experts of a layer differ. Only literal names replace regular expressions with repeats.
+    """
+    found = NamePatterns(values, CONFIG)
+    exact: dict[str, Any] = {}
+    for own, (at, name) in targeted.items() if values else ():
+        if own in parameters:
+            value = found.find([parameters[own]], default)
         else:
+            each = {found.find((one, own), default) for one in _names_of_experts(at, experts[at], name)}
+            if len(each) > 1:
+                raise UnsupportedError(f"its {setting} differs between the experts of {at}; train with one for all")
+            (value,) = each
+        if value != found.find([own], default):
+            exact[own] = value
+    plain = all(re.fullmatch(r"[\w.^$\\]+", pattern) for pattern in values)
+    if not plain:
+        exact = {name: value for name in names if (value := found.find([name], None)) is not None} | exact
+    by_value: dict[Any, list[str]] = {}
+    for name, value in exact.items():
+        by_value.setdefault(value, []).append(re.escape(name))
+    return {"|".join(literal): value for value, literal in by_value.items()} | (dict(values) if plain else {})
+
+
+def _linears(model: Any) -> set[str]:
+    """The last parts of the names of all linears but the output's."""
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    head = model.get_output_embeddings()
+    return {name.split(".")[-1] for name, module in linears if module is not head}
+
+
+def _require_adaptable(experts: Iterable[RoutedExperts]) -> None:
+    """Raise UnsupportedError for experts that cannot compute with an adapter."""
+    for module in experts:
+        if module.hot is not None:
+            remedy = "load the model without gpu_experts_mask"
+            raise UnsupportedError(f"experts that torch computes take no adapter; {remedy}")
+        require_trainable(module.experts)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+PREFIX = "base_model.model."
+
+
+class Place(NamedTuple):
+    """What a layer's RoutedExperts call their projections, and those that have the adapter."""
+
+    gate: str
+    up: str
+    down: str
+    adapted: Mapping[str, ProjectionLora]
+
+
+def _stack(places: Mapping[str, Place], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored tensors with those of experts as parameters of ProjectionLora, by the name without the adapter's.
+
+    A projection of which an adapter of experts has no tensors adds nothing, as in PEFT. InputError: of another model.
+    """
+    rest: dict[str, torch.Tensor] = {}
+    found: dict[tuple[str, str, str], torch.Tensor] = {}  # module, projection and side -> of all experts
+    matrices: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    for key, tensor in stored.items():
+        match = OF_EXPERT.fullmatch(key) or OF_ALL.fullmatch(key)
+        if match is None:
             rest[key] = tensor
-    for at, found in matrices.items():
-        if sorted(found) != list(range(len(found))) or len({matrix.shape for matrix in found.values()}) > 1:
-            raise InputError(f"the adapter lacks {at} of some experts, or it has several sizes; save it again")
-        rest[at] = torch.stack([found[expert] for expert in range(len(found))])
-    for name, place in projections.items():
+            continue
+        at = match["at"].removeprefix(PREFIX)
+        if at not in places:
+            raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
+        if match.re is OF_EXPERT:
+            matrices.setdefault((at, match["name"], match["side"]), {})[int(match["expert"])] = tensor
+        else:
+            parts = _split(at, places[at], adapter, match, tensor)
+            found.update({(at, name, match["side"]): part for name, part in parts.items()})
+    for place, each in matrices.items():
+        if sorted(each) != list(range(len(each))) or len({matrix.shape for matrix in each.values()}) > 1:
+            what = ".".join(place)
+            raise InputError(f"the adapter lacks {what} of some experts, or it has several sizes; save it again")
+        found[place] = torch.stack([each[expert] for expert in range(len(each))])
+    known = {(at, name) for at, place in places.items() for name in place.adapted}
+    if others := [".".join(key) for key, tensor in found.items() if key[:2] not in known and tensor.any()]:
+        raise InputError(f"the adapter has {others[0]}, which its settings do not name; save it again")
+    for at, name in sorted(known):
         for side in ("lora_A", "lora_B"):
-            mine = getattr(place, side)[adapter]
-            given = rest.get(f"{name}.{side}", rest.get(f"base_model.model.{name}.{side}"))
+            mine = getattr(places[at].adapted[name], side)[adapter]
+            given = found.get((at, name, side))
+            if given is None and found and not {(at, name, "lora_A"), (at, name, "lora_B")} & found.keys():
+                given = torch.zeros_like(mine)
             if given is None or given.shape != mine.shape:
                 what = "lacks it" if given is None else f"has {list(given.shape)}"
                 raise InputError(
-                    f"the adapter is not one of this model: {name}.{side} is {list(mine.shape)}, and the adapter {what}"
+                    f"the adapter is not one of this model: {at}.{name}.{side} is {list(mine.shape)}, and the adapter "
+                    f"{what}"
                 )
+            rest[f"{PREFIX}{at}.{name}.{side}"] = given
     return rest
 
 
-def _split(
-    projections: Mapping[str, ProjectionLora], adapter: str, match: re.Match[str], tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _split(at: str, place: Place, adapter: str, match: re.Match[str], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """PEFT's tensors of transformers' stacked parameters: A [E r, in] and B [out, r E]. Where PEFT made those of
-    gate_up_proj from two projections, their rank is doubled, and B is zero beside two blocks.
+    gate_up_proj from two projections, the ranks are one after the other, and B is zero beside two blocks.
     """
-    at, side = match["at"], match["side"]
-    bare = at.removeprefix("base_model.model.")
-    here = [name for name in projections if name.removeprefix("base_model.model.").startswith(f"{bare}.")]
-    names = [name.split(".")[-1] for name in here]
-    if len(here) != 3:
-        raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
-    gate, up, down = names
-    place = projections[here[0]]  # rank and experts are those of all three
-    experts, r = place.base_layer.experts, place.r[adapter]
-    a_side = side == "lora_A"
+    side, adapted = match["side"], place.adapted
+    if not adapted:
+        raise InputError(f"the adapter has tensors of {at}, which its settings do not name; save it again")
+    experts, a_side = next(iter(adapted.values())).base_layer.experts, side == "lora_A"
     if tensor.shape[0 if a_side else 1] % experts:
         raise InputError(f"the adapter is not one of this model: {at}.{side} is {list(tensor.shape)}, of other experts")
     if a_side:
         whole = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
         whole = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
-    if not match["inner"]:
-        return {f"{at}.{down}.{side}": whole.contiguous()}
-    doubled = whole.shape[1 if a_side else 2] == 2 * r
-    if a_side:
-        first, second = (whole[:, :r], whole[:, r:]) if doubled else (whole, whole)
+    if not match["inner"] and place.down in adapted:
+        return {place.down: whole.contiguous()}
+    rank = whole.shape[1 if a_side else 2]
+    ranks = [adapted[name].r[adapter] for name in (place.gate, place.up) if name in adapted]
+    if set(ranks) == {rank}:
+        first, second = (whole, whole) if a_side else whole.chunk(2, 1)
     else:
-        first, second = whole.chunk(2, 1)
-        if doubled:
-            if first[..., r:].any() or second[..., :r].any():
-                raise InputError(
-                    f"{at}: the adapter's gate and up projections share both of their ranks, as PEFT trains what it "
-                    "loaded with two projections in one parameter; these experts have a rank for each"
-                )
-            first, second = first[..., :r], second[..., r:]
-    return {f"{at}.{gate}.{side}": first.contiguous(), f"{at}.{up}.{side}": second.contiguous()}
+        cut = ranks[0] if place.gate in adapted else rank - ranks[0]
+        if a_side:
+            first, second = whole[:, :cut], whole[:, cut:]
+        else:
+            first, second = whole.chunk(2, 1)
+            if first[..., cut:].any() or second[..., :cut].any():
+                raise InputError(f"the adapter is not one of this model: {at}.{side} has the rank {rank}, not {ranks}")
+            first, second = first[..., :cut], second[..., cut:]
+    return {place.gate: first.contiguous(), place.up: second.contiguous()}

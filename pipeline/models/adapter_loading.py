@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.adapter import KEEPING_BASE, require_adapter
+from ktconvert.layouts.checkpoints.adapter import (
+    RUN,
+    SERVE,
+    WEIGHTS,
+    Settings,
+    is_named,
+    read_pairs,
+    read_settings,
+    require_adapter,
+)
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
-from ktconvert.pipeline.ui.text import first_line
 
-MISSING = "Found missing adapter keys"  # how PEFT warns of them
 LACKS = "it lacks tensors for modules that it names"
 STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: which adapters it computes with
 
@@ -88,38 +97,39 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
     """
     import peft
 
-    require_adapter(folder)
+    from ktconvert.native_quant.runtime import peft_tuner
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    settings = read_settings(folder, RUN if alone else SERVE)
+    read_pairs(folder, settings, others=True)
+    if not alone:
+        _require_own_tensors(folder, settings)
     with _explained(folder, name), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
-        warnings.filterwarnings("error", message=MISSING)
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        config.lora_dropout = 0.0  # of training only, and PEFT adapts no stacked experts with it
-        if config.is_prompt_learning or not (alone or config.peft_type == peft.PeftType.LORA):
-            raise UnsupportedError("it is no LoRA")
-        if not alone:
-            _require_plain(config)
-        if not isinstance(model, peft.PeftModel):
-            return peft.PeftModel.from_pretrained(model, str(folder), adapter, config=config).eval()
-        config.inference_mode = True
-        model.add_adapter(adapter, config)
+        config = peft.LoraConfig(**settings.values, inference_mode=True)
+        if not any(isinstance(module, RoutedExperts) for module in model.modules()):
+            peft_tuner.resolve_patterns(config, model)
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(adapter, config)
+        else:
+            model = peft.PeftModel(model, config, adapter)
         mapping = getattr(model.get_base_model(), "_checkpoint_conversion_mapping", {})  # as from_pretrained
-        if model.load_adapter(str(folder), adapter, key_mapping=mapping).missing_keys:
+        loaded = model.load_adapter(str(folder), adapter, key_mapping=mapping)
+        if loaded.missing_keys:
             raise InputError(LACKS)
+        if loaded.unexpected_keys:
+            raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings do not name or the model lacks")
         return model.eval()
 
 
-def _require_plain(config: Any) -> None:
-    """Raises UnsupportedError for an adapter that changes the model itself, which others are answered with."""
-    settings = {
-        "bias": config.bias != "none",
-        "init_lora_weights": config.init_lora_weights not in KEEPING_BASE,
-        "layer_replication": config.layer_replication,
-        "kasa_config": getattr(config, "kasa_config", None),
-    }
-    for setting in filter(settings.get, settings):
-        raise UnsupportedError(
-            f"its {setting} changes the model's own weights, with which others are answered; save it as plain LoRA"
-        )
+def _require_own_tensors(folder: Path, settings: Settings) -> None:
+    """Raise UnsupportedError for an adapter with tensors of the model, which others are answered with."""
+    saved = [*(settings["modules_to_save"] or ()), *(("token_adapter",) if settings["trainable_token_indices"] else ())]
+    for info in read_header(folder / WEIGHTS).entries:
+        parents = [info.name[: match.start()] for match in re.finditer(r"\.", info.name)]
+        if ".lora_" not in info.name and not any(is_named(parent, saved) for parent in parents):
+            what = "replaces one of the model's own weights, with which others are answered"
+            raise UnsupportedError.of_tensor(info.name, what, "save it as plain LoRA", folder / WEIGHTS)
 
 
 @contextmanager
@@ -129,9 +139,6 @@ def _explained(folder: Path, model: str) -> Iterator[None]:
         yield
     except KtconvertError as error:
         raise InputError(f"{folder}: does not fit {model}: {error}") from error
-    except Warning as warning:
-        what = LACKS if MISSING in str(warning) else first_line(warning)
-        raise InputError(f"{folder}: does not fit {model}: {what}") from warning
     except Exception as error:  # PEFT, torch and safetensors raise their own
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         why = lines[1] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else lines[0]

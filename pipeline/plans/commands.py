@@ -155,7 +155,7 @@ def _with_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
     shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
     with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=use_own_cpus) as pool:
         digests = dict(zip(shards, pool.map(one, shards), strict=True))
-    files = {path: structs.replace(file, sha256=digests.get(path)) for path, file in plan.files.items()}
+    files = {path: structs.replace(file, sha256=digests.get(path, file.sha256)) for path, file in plan.files.items()}
     return replace(plan, files=files)
 
 

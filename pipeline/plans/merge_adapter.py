@@ -2,66 +2,130 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS, Delta, by_tail, read_adapter, tail
+import msgspec
+
+from ktconvert.layouts.checkpoints.adapter import (
+    CONFIG,
+    DOWN,
+    GATE_UP,
+    OF_EXPERT,
+    WEIGHTS,
+    Delta,
+    read_adapter,
+    require_adapter,
+)
+from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.plan import Plan, Request, seen
 from ktconvert.pipeline.options.quantization import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.stages.copy_tensors import Added, OtherTensor
 
-OF_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)")
-# The place of an expert's projection in the stacked tensors of newer checkpoints: [E, 2 I, H], and [E, H, I].
-STACKED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+Shapes = Mapping[str, tuple[int, ...]]  # of the checkpoint's tensors, by name
+
+# An expert's projections in the stacked tensors of newer checkpoints, [E, 2 I, H] and [E, H, I]: the tensor, and which
+# half of an expert's rows.
+STACKED = {"gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "down_proj": (DOWN, 0)}
+OTHER = "use an adapter of this model"
 
 
 def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
-    """Of headers and the adapter's hash. Raises InputError or UnsupportedError for one of another checkpoint."""
+    """Build the plan from headers and the adapter. Raises InputError or UnsupportedError for one of another model."""
     folder = request.options.adapter
-    plan = plan_dequantize(request, partial(_with_adapter, folder))
-    return replace(plan, reads=(*plan.reads, folder / CONFIG, folder / WEIGHTS))
+    require_adapter(folder)
+    # Both are small beside a checkpoint, so their content tells them from others, on resume and once it is finished.
+    files = {
+        folder / name: msgspec.structs.replace(
+            seen(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
+        )
+        for name in (CONFIG, WEIGHTS)
+    }
+    identity = "".join(str(file.sha256) for file in files.values())
+    plan = plan_dequantize(request, partial(_with_adapter, folder, identity))
+    return replace(plan, files={**plan.files, **files}, reads=(*plan.reads, *files))
 
 
-def _with_adapter(folder: Path, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:
-    """The tensors with what is added to them, and a sentence. Raises where the checkpoint has no such weights."""
-    blocks: dict[str, list[tuple[int, Delta]]] = {}
-    shapes = {tail(tensor.key): tensor.entry.shape for tensor in tensors}
-    for module, delta in by_tail(read_adapter(folder)).items():
-        name, row = f"{module}.weight", 0
-        if name not in shapes and (match := OF_EXPERT.fullmatch(module)) and match["name"] in STACKED:
-            stacked, half = STACKED[match["name"]]
-            name = f"{match['experts']}.{stacked}"
-            row = (int(match["expert"]) * (2 if stacked == "gate_up_proj" else 1) + half) * delta.shape[0]
-        shape = shapes.get(name)
-        rows = 0 if shape is None or len(shape) < 2 else math.prod(shape[:-1])
-        if (
-            shape is None
-            or shape[-1] != delta.shape[1]
-            or row + delta.shape[0] > rows
-            or (len(shape) == 2 and rows != delta.shape[0])
-        ):
-            has = "lacks it" if shape is None else f"has {list(shape)}"
-            size = ", ".join(map(str, delta.shape))
-            raise InputError(f"the adapter changes {module}, [{size}], and the checkpoint {has}", path=folder)
-        blocks.setdefault(name, []).append((row, delta))
-    made, identity = [], publish.sha256_file(folder / WEIGHTS)
+def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:
+    """Return the tensors with what is added to them, and a note. Raises where the checkpoint has no such weights."""
+    shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
+    blocks: dict[str, dict[int, Delta]] = {}
+    experts: dict[str, set[int]] = {}
+    for module, delta in read_adapter(folder).items():
+        name, row = _find_place(module, delta, shapes, folder)
+        if row in blocks.setdefault(name, {}):
+            raise InputError(f"changes {name} twice, with {module} and another module", OTHER, path=folder)
+        blocks[name][row] = delta
+        if match := OF_EXPERT.fullmatch(module):
+            experts.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
+    _require_all_experts(experts, shapes, folder)
+    made = []
     for tensor in tensors:
-        mine = blocks.get(tail(tensor.key))
-        if mine is not None:
+        if tensor.key in blocks:
             if tensor.entry.dtype != "BF16" or (isinstance(tensor.stored, Weight) and len(tensor.entry.shape) > 2):
                 raise UnsupportedError(
                     f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, and an adapter is added to BF16 "
                     "matrices: give what `ktconvert dequantize` writes",
                     path=folder,
                 )
-            tensor = replace(tensor, added=Added(tensor.entry.shape[-1], tuple(mine), identity))
+            tensor = replace(
+                tensor, added=Added(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
+            )
         made.append(tensor)
     return made, f"the adapter {folder.name} is added to {len(blocks)} tensors, each rounded to BF16 once"
+
+
+def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
+    """The tensor that a module's weight is, or lies in, and its first row there."""
+    name = _find_name(f"{module}.weight", shapes, folder)
+    if name is not None and shapes[name] == delta.shape:
+        return name, 0
+    match = OF_EXPERT.fullmatch(module)
+    if name is None and match is not None and match["name"] in STACKED:
+        stacked, half = STACKED[match["name"]]
+        gate_up, down = (_find_name(f"{match['experts']}.{part}", shapes, folder) for part in (GATE_UP, DOWN))
+        name = gate_up if stacked == GATE_UP else down
+        number, (rows, _) = int(match["expert"]), delta.shape
+        if gate_up is not None and down is not None and name is not None:
+            count, hidden, width = (*shapes[down], 0, 0, 0)[:3]
+            expected = (width, hidden) if stacked == GATE_UP else (hidden, width)
+            # Both shapes together: other families store them transposed.
+            untransposed = shapes[gate_up] == (count, 2 * width, hidden) and shapes[down] == (count, hidden, width)
+            if untransposed and delta.shape == expected and number < count:
+                return name, (number * (2 if stacked == GATE_UP else 1) + half) * rows
+    has = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
+    raise InputError(f"the adapter changes {module}, {list(delta.shape)}, and the checkpoint {has}", OTHER, path=folder)
+
+
+def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
+    """The checkpoint's name of a tensor of transformers' model: the same, or one that begins in another known way."""
+    if name in shapes:
+        return name
+    start = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
+    names = [name.removeprefix("model.")] if start is None else [prefix + name[len(start) :] for prefix in PREFIXES]
+    found = [other for other in names if other in shapes]
+    if len(found) > 1:
+        what = f"changes {name}, which may be the checkpoint's {found[0]} or {found[1]}"
+        raise InputError(what, "train it with the transformers model of this checkpoint", path=folder)
+    return found[0] if found else None
+
+
+def _require_all_experts(experts: Mapping[str, set[int]], shapes: Shapes, folder: Path) -> None:
+    """Raise InputError where an adapter changes only some of a layer's experts: then it is of another model."""
+    for projection, numbers in experts.items():
+        at, name = projection.split(".*.")
+        stacked = _find_name(f"{at}.{STACKED[name][0]}", shapes, folder) if name in STACKED else None
+        count = len(numbers)
+        if stacked is not None:
+            count = shapes[stacked][0]
+        elif _find_name(f"{at}.{count}.{name}.weight", shapes, folder) is not None:
+            count += 1
+        if count != len(numbers):
+            what = f"changes {projection} of {len(numbers)} experts, and the checkpoint has more"
+            raise InputError(what, OTHER, path=folder)

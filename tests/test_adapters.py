@@ -1,0 +1,347 @@
+"""LoRA adapters as files: which settings are computed, experts in part, and what merge-adapter folds into what."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ktconvert
+from ktconvert.layouts import patterns
+from ktconvert.layouts.checkpoints import adapter
+from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from rig.conversion import checkpoint, here
+from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
+
+LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 2, 2, 128, 256, 4  # of rig.conversion.checkpoint
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8}
+SLOW = r"(?:(?:.|..)*?)*[!#]"  # a regular expression that would take years
+SIZES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+
+
+def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int = RANK, **config: Any) -> Path:
+    """Random matrices for modules of these shapes."""
+    rng, tensors = np.random.default_rng(0), {}
+    for module, (rows, columns) in shapes.items():
+        for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            values = (rng.standard_normal(shape) / 16).astype(np.float32)
+            tensors[f"base_model.model.{module}.lora_{side}.weight"] = ("F32", values)
+    folder.mkdir()
+    write_file(folder / adapter.WEIGHTS, tensors)
+    targets = sorted({module.split(".")[-1] for module in shapes})
+    (folder / adapter.CONFIG).write_text(json.dumps(PLAIN | {"target_modules": targets} | config))
+    return folder
+
+
+def of_experts(numbers: Any = range(EXPERTS), width: int = WIDTH, at: str = "model.") -> dict[str, tuple[int, int]]:
+    sizes = {name: tuple(width if size == WIDTH else size for size in shape) for name, shape in SIZES.items()}
+    modules = {f"{at}layers.{layer}.mlp.experts.{e}" for layer in range(LAYERS) for e in numbers}
+    return {f"{module}.{name}": shape for module in sorted(modules) for name, shape in sizes.items()}  # type: ignore[misc]
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    file = folder / adapter.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_every_field_of_peft_is_in_the_table():
+    """With its default: a new PEFT may have a field that changes what an adapter computes."""
+    peft = pytest.importorskip("peft")
+    fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields.keys() == SETTINGS.keys() | {"peft_type"}
+    plain = peft.LoraConfig()
+    for name, setting in SETTINGS.items():
+        if name not in ("runtime_config", "peft_version"):
+            assert getattr(plain, name) == setting.default, name
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "uses"),
+    [
+        ("alora_invocation_tokens", [5, 6], ()),
+        ("layer_replication", [[0, 1], [0, 2]], ()),
+        ("use_qalora", True, ()),
+        ("kasa_config", {"beta": 1}, ()),
+        ("strength_of_tomorrow", 0.5, ()),
+        ("use_dora", True, (RUN, SERVE)),
+        ("modules_to_save", ["lm_head"], (RUN, SERVE)),
+        ("init_lora_weights", "pissa", (RUN,)),
+        ("bias", "all", (RUN,)),
+        ("init_lora_weights", "gaussian", (RUN, SERVE, MERGE)),
+        ("lora_dropout", 0.5, (RUN, SERVE, MERGE)),
+        ("strength_of_tomorrow", None, (RUN, SERVE, MERGE)),
+    ],
+)
+def test_a_setting_is_computed_or_refused(setting, value, uses, tmp_path):
+    """By each command that reads adapters, before any tensor is read."""
+    folder = write_adapter(tmp_path / "a", {}, **{setting: value})
+    for use in (RUN, SERVE, MERGE):
+        if use in uses:
+            read_settings(folder, use)
+        else:
+            with pytest.raises(UnsupportedError, match=rf"adapter_config\.json: its '?{setting}'? .*; \w+ ") as refused:
+                read_settings(folder, use)
+            assert refused.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"alpha_pattern": {"(": 8}}, "is no regular expression"),
+        ({"alpha_pattern": {SLOW: 8}}, "takes too long"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "its alpha_pattern is"),
+        ({"target_modules": SLOW}, "takes too long"),
+        ({"lora_alpha": 10**400}, "its lora_alpha is"),
+        ({"lora_alpha": "x"}, "its lora_alpha is 'x'"),
+        ({"r": 0}, "its r is 0"),
+        ({"r": 8}, "says that their rank is 8"),
+        ({"rank_pattern": {"q_proj": 2}}, "says that their rank is 2"),
+        ({"target_modules": 5}, "its target_modules is 5"),
+        ({"target_modules": ["v_proj"]}, "is of a module that adapter_config.json does not name"),
+        ({"peft_type": ["LORA"]}, "it has no peft_type"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(changes, why, tmp_path, monkeypatch):
+    monkeypatch.setattr(patterns, "ONE_MATCH", 0.1)
+    folder = write_adapter(tmp_path / "a", {f"model.{'decoder.' * 9}layers.0.self_attn.q_proj": (8, 8)})
+    configure(folder, **changes)
+    with pytest.raises(InputError, match=why) as refused:
+        read_adapter(folder)
+    assert str(refused.value).startswith(str(folder)) and "\n" not in str(refused.value)
+
+
+def test_what_is_no_configuration_is_one_sentence(tmp_path):
+    folder = write_adapter(tmp_path / "a", {})
+    for text in ("[]", "null", "{", "[" * 100_000, '{"peft_type": "\\ud800"}', '{"r": NaN}'):
+        (folder / adapter.CONFIG).write_text(text)
+        with pytest.raises(InputError, match=r"is no configuration of LoRA \("):
+            read_settings(folder, RUN)
+
+
+def test_patterns_choose_as_peft_does(tmp_path):
+    """The first one that matches the end of a name, at a dot."""
+    peft = pytest.importorskip("peft.utils.other")
+    values = {"proj": 1.0, r"layers\.0\..*": 2.0, "q_proj|v_proj": 3.0, "experts.gate_up_proj": 4.0}
+    settings = read_settings(write_adapter(tmp_path / "a", {}, alpha_pattern=values, r=1), MERGE)
+    for name in ("model.layers.0.self_attn.q_proj", "layers.1.v_proj", "x.proj", "mlp.experts.gate_up_proj", "z"):
+        assert settings.scaling(name) == values.get(peft.get_pattern_key(values, name), 8.0), name
+
+
+# --- experts in part ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(example) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """transformers' model, and the same whose experts ours compute, in BF16."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from ktconvert import KTConvertConfig
+
+    def load(**more: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(example, **more)
+
+    return load, lambda: load(quantization_config=KTConvertConfig())
+
+
+def saved(model: Any, folder: Path, **settings: Any) -> Path:
+    import peft
+
+    config = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "target_modules": ["q_proj"]} | settings
+    peft.get_peft_model(model, peft.LoraConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+def by_expert(folder: Path, projections: tuple[str, ...], **settings: Any) -> Path:
+    """As transformers 4 and PEFT wrote them."""
+    layers = settings.pop("layers", (0, 1))
+    modules = [f"model.layers.{layer}.mlp.experts.{e}.{p}" for layer in layers for e in range(8) for p in projections]
+    return write_adapter(folder, dict.fromkeys(modules, (256, 256)), lora_alpha=64, **settings)
+
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARTS: dict[str, Any] = {
+    "gate_up": lambda plain, folder: saved(plain(), folder, target_parameters=BOTH[:1]),
+    "a layer": lambda plain, folder: saved(plain(), folder, target_parameters=BOTH, layers_to_transform=[0]),
+    "a parameter of a layer": lambda plain, folder: saved(
+        plain(), folder, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={r".*\.1\..*down_proj": 2}
+    ),
+    "gate of each": lambda plain, folder: by_expert(folder, ("gate_proj",)),
+    "scalings": lambda plain, folder: by_expert(folder, tuple(SIZES), alpha_pattern={"gate_proj": 4, "down_proj": 99}),
+    "layer 0 of each": lambda plain, folder: by_expert(folder, tuple(SIZES), layers=(0,)),
+}
+
+
+def folded(model: Any, folder: Path) -> Any:
+    """The model with what merge-adapter reads added to its weights."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, delta in read_adapter(folder).items():
+            a, b = map(torch.from_numpy, delta.matrices())
+            match = re.fullmatch(r"(.*)\.(\d+)\.(gate|up|down)_proj", name)
+            if match is None:
+                parameters[f"{name}.weight"] += b @ a
+                continue
+            half = {"gate": slice(256), "up": slice(256, 512), "down": slice(256)}[match[3]]
+            stacked = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+            parameters[stacked][int(match[2]), half] += b @ a
+    return model
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_experts_in_part_compute_what_peft_computes(part, models, tmp_path):
+    """In our runtime as folded into the weights; where PEFT loads them (gate alone it refuses), as there."""
+    import torch
+    from peft import PeftModel
+
+    from ktconvert.pipeline.models.adapter_loading import with_adapter
+
+    plain, ours = models
+    folder = PARTS[part](plain, tmp_path / "adapter")
+    ids = torch.randint(0, 2048, (1, 40), generator=torch.Generator().manual_seed(3))
+
+    def logits(model: Any) -> Any:
+        with torch.inference_mode():
+            return model.eval()(ids).logits.float()
+
+    def error(one: Any, other: Any) -> float:
+        return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
+
+    found = logits(with_adapter(ours(), folder, "model"))
+    assert error(found, logits(plain())) > 0.03
+    assert error(found, logits(folded(plain(), folder))) < 0.012
+    if part not in ("gate of each", "scalings"):  # PEFT 0.21 leaves patterns out where it stacks experts
+        assert error(found, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
+
+
+# --- merge-adapter --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return checkpoint(tmp_path / "model", layers=LAYERS, experts=EXPERTS)
+
+
+def merge(model: Path, folder: Path, *, refused: str = "") -> Path:
+    output = model.with_name("merged")
+    done = here("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
+    if refused:
+        assert isinstance(done.exception, KtconvertError) and refused in str(done.exception), done.output
+        assert done.exception.exit_code == 5 and not output.exists()
+    else:
+        assert done.exit_code == 0, done.exception or done.output
+    return output
+
+
+def stack(model: Path) -> None:
+    """Store the checkpoint's experts as newer ones do."""
+    (model / "model.safetensors.index.json").unlink()
+    tensors = read_folder(model)
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.mlp.experts"
+        bits = {p: np.stack([tensors.pop(f"{at}.{e}.{p}.weight").bits for e in range(EXPERTS)]) for p in SIZES}
+        both = np.concatenate([bits["gate_proj"], bits["up_proj"]], 1)
+        tensors[f"{at}.gate_up_proj"] = Tensor("BF16", both.shape, both.tobytes())
+        tensors[f"{at}.down_proj"] = Tensor("BF16", bits["down_proj"].shape, bits["down_proj"].tobytes())
+    write_file(model / "model.safetensors", tensors, {"format": "pt"})
+
+
+def changed(model: Path, output: Path) -> set[str]:
+    before, after = read_folder(model), read_folder(output)
+    assert before.keys() == after.keys()
+    return {name for name in before if before[name] != after[name]}
+
+
+def test_only_the_tensors_of_the_named_modules_change(model, tmp_path):
+    """Not those of another tower whose names end alike; a checkpoint's own beginning of the model's names is known."""
+    file = model / "model-00001-of-00003.safetensors"
+    router, vision = "model.layers.0.mlp.gate.weight", "vision_model.model.layers.0.mlp.gate.weight"
+    index = model / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"][vision] = file.name
+    index.write_text(json.dumps(listed))
+    edit_file(file, lambda tensors: tensors.update({vision: tensors[router]}))
+    folder = write_adapter(tmp_path / "a", {"model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
+    assert changed(model, merge(model, folder)) == {router}
+    shutil.rmtree(tmp_path / "merged")
+    other = write_adapter(tmp_path / "b", {"model.language_model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
+    assert changed(model, merge(model, other)) == {router}
+    wrong = write_adapter(tmp_path / "c", {"audio.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
+    shutil.rmtree(tmp_path / "merged")
+    merge(model, wrong, refused="the adapter changes audio.layers.0.mlp.gate, [2, 128], and the checkpoint lacks it")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_adapters_of_models_of_other_sizes_are_refused(stacked, model, tmp_path):
+    """Half the width, experts counted from 1, fewer and more experts; the right one changes every expert."""
+    if stacked:
+        stack(model)
+    merge(model, write_adapter(tmp_path / "half", of_experts(width=WIDTH // 2)), refused="use an adapter of this model")
+    merge(model, write_adapter(tmp_path / "from-1", of_experts((1, 2))), refused="but none for expert 0")
+    merge(model, write_adapter(tmp_path / "one", of_experts((0,))), refused="of 1 experts, and the checkpoint has more")
+    merge(model, write_adapter(tmp_path / "more", of_experts(range(3))), refused="use an adapter of this model")
+    before = read_folder(model)
+    output = merge(model, write_adapter(tmp_path / "right", of_experts()))
+    assert changed(model, output) == {name for name in before if ".experts." in name}
+
+
+def test_stacked_matrices_are_folded_into_separate_and_stacked_experts(model, tmp_path):
+    """PEFT's target_parameters, all experts in two matrices: the same weights either way."""
+    rng = np.random.default_rng(1)
+    at, folder = (
+        "model.layers.0.mlp.experts",
+        write_adapter(tmp_path / "a", {}, target_parameters=["experts.gate_up_proj"]),
+    )
+    a = rng.standard_normal((EXPERTS * RANK, HIDDEN)).astype(np.float32)
+    b = rng.standard_normal((2 * WIDTH, RANK * EXPERTS)).astype(np.float32)
+    names = (f"base_model.model.{at}.lora_{side}.weight" for side in "AB")
+    write_file(folder / adapter.WEIGHTS, dict(zip(names, (("F32", a), ("F32", b)), strict=True)))
+    separate = read_folder(merge(model, folder))
+    shutil.rmtree(tmp_path / "merged")
+    stack(model)
+    together = read_folder(merge(model, folder))[f"{at}.gate_up_proj"].bits
+    source = read_file(model / "model.safetensors")[f"{at}.gate_up_proj"].bits
+    as_float = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32)  # noqa: E731
+    for expert in range(EXPERTS):
+        own = [separate[f"{at}.{expert}.{name}.weight"].bits for name in ("gate_proj", "up_proj")]
+        assert np.array_equal(np.concatenate(own), together[expert])
+        expected = as_float(source[expert]) + 2 * b[:, expert::EXPERTS] @ a[expert * RANK : (expert + 1) * RANK]
+        assert np.allclose(as_float(together[expert]), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_another_adapter_is_another_input(model, tmp_path):
+    """Its settings and its weights: in each fingerprint that they change, and in what a finished output was made of."""
+    folder = write_adapter(tmp_path / "a", of_experts())
+
+    def fingerprints() -> Iterator[str]:
+        (plan,) = ktconvert.plan(
+            "merge-adapter", input=str(model), adapter=str(folder), output=str(tmp_path / "merged")
+        )
+        return (unit.fingerprint for unit in plan.units)
+
+    first = list(fingerprints())
+    merge(model, folder)
+    assert here("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged").exit_code == 0  # nothing to do
+    configure(folder, lora_alpha=9)
+    second = list(fingerprints())
+    assert not set(first) & set(second)
+    done = here("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged")
+    assert "adapter/adapter_config.json was" in str(done.exception) and done.exception.exit_code == 5  # type: ignore[union-attr]
+    edit_file(
+        folder / adapter.WEIGHTS,
+        lambda tensors: tensors.update({n: t._replace(data=t.data[::-1]) for n, t in tensors.items()}),
+    )
+    assert set(fingerprints()).isdisjoint({*first, *second})
