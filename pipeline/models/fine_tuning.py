@@ -422,7 +422,7 @@ def _make_checkpoints(
         unit = by_step[step]
         made = Made(folder, _described(unit, folder), time.monotonic() - began)
         publish_unit(plan, work, reporter, unit, made)
-        for old in checkpoints[: checkpoints.index(unit) + 1 - KEPT]:
+        for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT)]:
             publish.remove_tree(work.paths.store / old.stored_name)
         start(step)
 
