@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError
+from ktconvert.pipeline.cli.status import look
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.loop import recorded
 from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.engine.workdir import WorkDir
 from rig import conversion, forks, killpoint
 from rig.conversion import tree
 from rig.safetensors import read_file
@@ -382,12 +386,74 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(servers, example,
     killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
 
 
+@pytest.fixture(scope="module")
+def begun(servers, example, int8, text, tmp_path_factory) -> tuple[Path, Path, Path]:
+    """A training that was killed with a checkpoint, one that was not, and their data set."""
+    folder = tmp_path_factory.mktemp("begun")
+    data = Path(shutil.copy(text, folder))
+    words = ("train", example, "--cpu-weights", int8, "--dataset", data, *SHORT, "--max-steps", 4, "-q", "-o")
+    assert servers.run([*words, folder / "whole"], folder / "said").returncode == 0
+    env = killpoint.settings(Path(f"{folder / 'killed'}.work/store/checkpoint.4"), 2)  # 1: a sync of store/
+    assert servers.run([*words, folder / "killed"], folder / "said", env).returncode == killpoint.KILLED
+    return folder / "killed", folder / "whole", data
+
+
+def copy_of(killed: Path, folder: Path) -> tuple[Path, Path]:
+    """The output of a copy of a begun training, and its checkpoint."""
+    output = folder / "out"
+    shutil.copytree(f"{killed}.work", f"{output}.work")
+    (checkpoint,) = locate(output).store.glob("checkpoint.2.*")
+    return output, checkpoint
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "no optimizer"])
+def test_a_damaged_checkpoint_is_not_used(how, servers, begun, tmp_path):
+    killed, whole, _ = begun
+    output, checkpoint = copy_of(killed, tmp_path)
+    if how == "no optimizer":
+        (checkpoint / "optimizer.pt").unlink()
+    else:
+        data = bytearray((checkpoint / "adapter_model.safetensors").read_bytes())
+        data[-5] ^= 64
+        (checkpoint / "adapter_model.safetensors").write_bytes(data)
+    done = servers.run(["resume", output, "-q"], tmp_path / "said")
+    assert done.returncode == 0 and re.search("is not what was written there|lacks files", done.stderr), done.stderr
+    assert conversion.differing(tree(output), tree(whole)) == []
+
+
+def test_a_killed_training_is_stopped_and_one_at_work_runs(begun, tmp_path):
+    output, _ = copy_of(begun[0], tmp_path)
+    stopped = look(output)
+    assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
+    assert journal.last_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
+    with WorkDir(locate(output)) as work, recorded(work):
+        assert look(output)["state"] == "running"
+
+
+def test_a_resumed_training_refuses_other_data_and_another_command_its_place(servers, example, begun, tmp_path):
+    killed, _, data = begun
+    output, checkpoint = copy_of(killed, tmp_path)
+    convert = ("cpu", "-i", example, "-o", output, "--quant-method", "int8", "-q")
+    assert servers.run(convert, tmp_path / "said").returncode == OutputError.exit_code and checkpoint.exists()
+    before = data.read_text()
+    try:
+        data.write_text(before.upper())
+        done = servers.run(["resume", output, "-q"], tmp_path / "said")
+    finally:
+        data.write_text(before)
+    assert done.returncode == InputError.exit_code and f"the content of dataset/{data.name} was" in done.stderr
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    done = servers.run(["resume", output, "-q"], tmp_path / "said")
+    assert done.returncode == OutputError.exit_code and tree(output).keys() == {"thesis.txt"} and checkpoint.exists()
+
+
 def test_a_loss_that_is_not_finite_ends_a_training_and_overwrite_begins_anew(cli, example, int8, text, tmp_path):
     adapter = tmp_path / "adapter"
     words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "-o", adapter)
     failed = cli(*words, "--learning-rate", 1e30, code=6)
     assert re.search("is not finite at step .*; give a smaller --learning-rate", failed.stderr) and not adapter.exists()
-    old = locate(adapter).store / "checkpoint-5"
+    old = locate(adapter).store / "checkpoint.5"
     old.mkdir()
     cli(*words, "--max-steps", 1, "--overwrite")
     assert (adapter / "adapter_model.safetensors").exists() and not old.exists()

@@ -21,6 +21,7 @@ from ktconvert.layouts.tensors import TensorInfo
 
 WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
+TRAIN = "train"  # the command whose output is an adapter
 FOREIGN_NAME = "not a name that kt-kernel reads"
 IMPOSSIBLE = "no model has a layer, an expert or a NUMA part of this number"
 
@@ -32,7 +33,7 @@ def is_output(path: Path) -> bool:
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
-        return about.command not in decoded.COMMANDS
+        return about.command not in (*decoded.COMMANDS, TRAIN)
     if loose.layers_in(path):
         return True
     kinds = _by_names({})

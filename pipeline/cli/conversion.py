@@ -19,7 +19,7 @@ from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, Request, require_parts
 from ktconvert.pipeline.options import quantization
-from ktconvert.pipeline.options.declare import Option, with_values
+from ktconvert.pipeline.options.declare import Option, leaves, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.ui import dry_run
@@ -158,8 +158,7 @@ def resume(options: quantization.ResumeOptions) -> None:
 
 def convert(name: str, options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
-    if options.existing.delete_others and not options.existing.overwrite:
-        raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
+    options.existing.require_consistent()
     requests = commands.outputs_of(Request(name, options))
     for note in dict.fromkeys(note for each in requests for note in _notes_of_unused(each.options)):
         reporter.note(note)
@@ -187,10 +186,7 @@ def go_on(options: quantization.ResumeOptions) -> None:
     if options.leftovers.force_unlock and not options.dry_run:
         take_lock_away(paths, reporter)
     if (old := saved_plan(paths)) is None:
-        from ktconvert.pipeline.models import fine_tuning
-
-        made = options.output
-        if made.is_dir() and (manifest.read(made) is not None or fine_tuning.settings_of(made) is not None):
+        if options.output.is_dir() and manifest.read(options.output) is not None:
             if not options.dry_run:
                 tidy(paths)
             return nothing_to_do(options.output, reporter)
@@ -202,8 +198,10 @@ def go_on(options: quantization.ResumeOptions) -> None:
         from ktconvert.pipeline.cli import train
         from ktconvert.pipeline.options.training_options import TrainOptions
 
-        begun = commands.restored(TrainOptions, options.output, old)
-        return train.start(replace(begun, dry_run=options.dry_run, reporting=options.reporting))
+        begun = commands.restored(TrainOptions, options.output, old, input=old.input)
+        leftovers = {leaf.name: leaf.of(options.leftovers) for leaf in leaves(type(options.leftovers))}
+        call = {"dry_run": options.dry_run, "verify_inputs": options.verify_inputs, **leftovers}
+        return train.start(replace(with_values(begun, **call), reporting=options.reporting))
     preconditions.check_kernels()
     request = commands.saved_request(options.output, old)
     execution = options.execution

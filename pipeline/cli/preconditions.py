@@ -95,6 +95,6 @@ def model_choice(command: str, options: Options, reporter: Reporter, extra: str 
     check_kernels("the command again")
     require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
     transformers_version.require(reporter.warn)
-    values = {leaf.name: leaf.of(options) for leaf in leaves(type(options))}
+    values = {getattr(leaf.declared, "argument", None) or leaf.name: leaf.of(options) for leaf in leaves(type(options))}
     values["threads"] = computing_threads(values["threads"], reporter)
     return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

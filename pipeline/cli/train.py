@@ -6,7 +6,10 @@ import click
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.engine.existing import nothing_to_do
+from ktconvert.pipeline.cli.conversion import take_lock_away
+from ktconvert.pipeline.engine.execute import tidy
+from ktconvert.pipeline.engine.existing import already_finished, nothing_to_do
+from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.options.training_options import TrainOptions
 
 
@@ -30,15 +33,19 @@ def train(options: TrainOptions) -> None:
 
 def start(options: TrainOptions) -> None:
     from ktconvert.pipeline.models import fine_tuning, loading, training_memory
+    from ktconvert.pipeline.plans.commands import plan_request
     from ktconvert.pipeline.ui.plots import require_matplotlib
     from ktconvert.pipeline.ui.text import aligned, size
 
-    reporter = options.reporting.reporter
+    reporter, existing = options.reporting.reporter, options.existing
+    existing.require_consistent()
     choice = preconditions.model_choice("train", options, reporter)
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    if not fine_tuning.require_free(options) and not options.dry_run:
+    plan = plan_request(Request("train", options), None if options.dry_run else reporter.hashed)
+    if already_finished(plan, existing.overwrite) and not options.dry_run:
+        tidy(plan.locate())
         return nothing_to_do(options.output, reporter)
     found = training_memory.needs(options, choice)
     reporter.event("memory", bytes=found)
@@ -47,6 +54,9 @@ def start(options: TrainOptions) -> None:
         if not options.reporting.json_events:
             click.echo("\n".join(aligned(rows)))
         return
+    if existing.force_unlock:
+        take_lock_away(plan.locate(), reporter)
     reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
-    fine_tuning.train(options, choice, reporter)
+    if not fine_tuning.train(plan, options, choice, reporter, training_memory.adapter_bytes(found)):
+        return nothing_to_do(options.output, reporter)
     reporter.event("finished", output=str(options.output))

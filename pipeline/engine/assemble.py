@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
@@ -87,7 +87,7 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
 def _files_of(unit: Unit[Any], work: WorkDir) -> Iterator[OutputFile]:
     result = work.finished[unit.fingerprint].result
     for w in result.files:
-        name = f"{unit.final}/{w.path}" if w.path else unit.final
+        name = (PurePosixPath(unit.final) / w.path).as_posix()
         yield OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
 
 

@@ -58,7 +58,7 @@ def execute(
     for plan in left:
         plan.require_ready()
     if len(left) > 1:
-        _require_possible(left, overwrite)
+        require_possible(left, overwrite)
         if executor is None:
             fit_threads(left)
     for plan, done in zip(plans, finished, strict=True):
@@ -76,7 +76,7 @@ def execute(
         if not works:
             return False
         for plan, work in works:
-            _take_up(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
+            take_up(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
         require_disk(
             [(plan, work.paths, [u for u in plan.units if work.done_reason(u) is None]) for plan, work in works]
         )
@@ -107,7 +107,7 @@ def execute(
     return True
 
 
-def _require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
+def require_possible(plans: Sequence[Plan], overwrite: bool) -> None:
     """Raise what would be raised once work directories are there, as far as that can be seen without them."""
     to_make = []
     for plan in plans:
@@ -131,7 +131,8 @@ def _locked(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]
     return works
 
 
-def _take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
+def take_up(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
+    """Agree with what was begun here before, and let what was finished count."""
     _adopt_plan(plan, work, reporter, overwrite)
     require_free(plan, work.finished, work.may_replace)
     if work.may_replace and journal.assembled(work.journal.records) is None:

@@ -60,9 +60,13 @@ def begun_with(output: Path) -> dict[str, Any] | None:
 
 
 def nothing_made(paths: Paths) -> bool:
-    """Whether no unit was finished yet, here or by a part: what was begun, and perhaps refused, then binds nobody."""
-    return not journal.finished(journal.read(paths.journal)) and not any(
-        attempt.is_whole(paths) for attempt in attempts.read(paths)
+    """Whether no unit was finished yet, here or by a part: what was begun, and perhaps refused, then binds nobody.
+    A unit in the store counts without its record, too: a kill may have come between the two.
+    """
+    return (
+        not journal.finished(journal.read(paths.journal))
+        and not any(attempt.is_whole(paths) for attempt in attempts.read(paths))
+        and not (paths.store.is_dir() and any(paths.store.iterdir()))
     )
 
 

@@ -16,9 +16,9 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.options.option_groups import ConversionOptions
+from ktconvert.pipeline.options.option_groups import OutputOptions
 
-S = TypeVar("S", bound=ConversionOptions, covariant=True)
+S = TypeVar("S", bound=OutputOptions, covariant=True)
 Stats = Sequence[Mapping[str, Any]]  # the figures of units (Result.stats)
 
 FORMAT = 1
@@ -87,11 +87,12 @@ class Plan:
     kept_layers    loose layer folders that were in the output before and stay as they are; None where it must hold none
     scratch_bytes  of files that exist while it runs, beside the units; portion_bytes: more, where workers make portions
     advice         sentences on what it takes, for who looks at the plan; remedies: where memory is not enough
+    read_once      whether the input is read at the beginning and may change afterwards
     require_ready  raises KtconvertError where this machine must not run what is left to do
     check          looks at the complete folder before it appears: VerificationError where it is not what it should be
     """
 
-    request: Request[ConversionOptions]
+    request: Request[OutputOptions]
     files: Mapping[Path, SourceFile]
     reads: tuple[Path, ...]
     stages: tuple[Stage[Any], ...]
@@ -109,6 +110,7 @@ class Plan:
     portion_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
+    read_once: bool = False
     require_ready: Callable[[], None] = lambda: None
     check: Callable[[Path], object] = lambda assembled: None
 
@@ -187,7 +189,7 @@ def require_unchanged(plan: Plan) -> None:
             return False
         return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
 
-    if changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]:
+    if not plan.read_once and (changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]):
         remedy = "put the old file back and resume"
         raise InputError(f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 

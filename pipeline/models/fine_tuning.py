@@ -1,36 +1,56 @@
 """Training a LoRA adapter with transformers' Trainer: samples, checkpoints that appear whole, the adapter at the end.
 
-The work directory beside the output (engine/paths.py) has the settings in plan.json, what is being written in partial/,
-and whole checkpoints in store/; the adapter is put together in out/ and appears in one step.
+A training is a plan (engine/plan.py) whose units are its checkpoints and, at the end, the adapter. It shares with every
+conversion the guard of what exists, lock, journal, the hashes of what a resumed run reads, and the way in which an
+output appears. Checkpoints do not become a part of the output; the last KEPT of them stay in the store.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.adapter import CONFIG
-from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, VerificationError
-from ktconvert.layouts.files import documents, publish
-from ktconvert.pipeline.engine.existing import saved_plan
-from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.engine.plan import CARD, FORMAT, SavedPlan, tool_version
-from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
+from msgspec import structs
+
+from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, VerificationError
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import explained
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.assemble import assemble
+from ktconvert.pipeline.engine.execute import require_possible, take_up
+from ktconvert.pipeline.engine.existing import already_finished
+from ktconvert.pipeline.engine.loop import publish_unit, recorded
+from ktconvert.pipeline.engine.plan import Plan, Stats, require_unchanged, tool_version
+from ktconvert.pipeline.engine.units import Context, Made, Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.options.declare import hashable
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import first_line, tokens
 
 COMMAND = "train"
+CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
+VERSION = 1  # raised when the bytes of checkpoints or adapters change
 MOST = 1 << 40  # of samples, and of tokens of one: all
 KEPT = 2  # checkpoints
 CURVE = "losses.svg"
 EXPERTS = "experts"
+STATE = "trainer_state.json"
+PROBE = 1 << 20  # bytes
+RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 Rows = list[dict[str, Any]]  # what Trainer reads
 
@@ -92,7 +112,7 @@ def adapted(options: TrainOptions, model: Any) -> Any:
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise UnsupportedError(f"{options.model}: {first_line(error)}") from error
+        raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
 
 
 def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
@@ -130,19 +150,19 @@ def arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
     )
 
 
-def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Rows, held_out: Rows | None, tell: Any) -> Any:
-    """Trainer, whose checkpoints appear whole in store/, and which tells every loss: tell(state, losses)."""
+def trainer(
+    options: TrainOptions, model: Any, work: WorkDir, rows: Rows, held_out: Rows | None, keep: Any, tell: Any
+) -> Any:
+    """Return a Trainer that hands over every checkpoint, keep(step, folder), and every loss, tell(state, losses)."""
     import transformers
+
+    partial = work.paths.partial
 
     class WholeCheckpoints(transformers.Trainer):
         def _save_checkpoint(self, *model_and_trial: Any) -> None:
-            super()._save_checkpoint(*model_and_trial)
-            (made,) = paths.partial.iterdir()
-            publish.sync_tree(made)
-            publish.remove_tree(paths.store / made.name)
-            publish.publish(made, paths.store / made.name)
-            for old in checkpoints(paths)[:-KEPT]:
-                publish.remove_tree(old)
+            with explained_writes(partial):
+                super()._save_checkpoint(*model_and_trial)
+            keep(self.state.global_step, partial / f"checkpoint-{self.state.global_step}")
 
     class Listener(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -150,7 +170,7 @@ def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Rows, held_ou
 
     made = WholeCheckpoints(
         model=model,
-        args=arguments(options, paths.partial, held_out is not None),
+        args=arguments(options, partial, held_out is not None),
         train_dataset=rows,
         eval_dataset=held_out,
         callbacks=[Listener()],
@@ -159,70 +179,90 @@ def trainer(options: TrainOptions, model: Any, paths: Paths, rows: Rows, held_ou
     return made
 
 
-def checkpoints(paths: Paths) -> list[Path]:
-    """The whole ones, the last one last."""
-    return sorted(paths.store.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def require_free(options: TrainOptions) -> bool:
-    """Whether there is anything to do. Raises OutputError where something else lies at the output, or it was begun with
-    other settings.
-    """
-    paths, output = locate(options.output), options.output
-    old = saved_plan(paths)
-    if options.overwrite:
-        if output.exists() and not (output / CONFIG).is_file():
-            raise OutputError(f"{output}: is no adapter; move it away or choose another --output.")
-        return True
-    if old is None and output.exists():
-        made = output / CONFIG
-        if made.is_file() and settings_of(output) == documents.parse(json.dumps(options.settings).encode()):
-            return False
-        raise OutputError(f"{output}: lies there already; give --overwrite to replace it, or another --output.")
-    if old is not None and old.command != COMMAND:
-        raise OutputError(
-            f"{output}: `ktconvert {old.command}` was begun there; finish it, or choose another --output."
-        )
-    if old is not None and (differing := sorted(n for n, v in options.settings.items() if old.settings.get(n) != v)):
-        name = differing[0]
-        was, now = old.settings.get(name), options.settings[name]
-        raise OutputError(
-            f"{output}: the training was begun with --{name.replace('_', '-')} {was}, and now it is {now}; "
-            "give the old options, or --overwrite to begin anew."
-        )
-    return True
-
-
-def settings_of(adapter: Path) -> Any:
-    """The settings that an adapter of ours was trained with; None of another's."""
-    try:
-        return documents.parse((adapter / "ktconvert.json").read_bytes())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 @contextmanager
-def work_directory(options: TrainOptions, steps: int) -> Iterator[Paths]:
-    """The work directory, locked, with the settings in it; it goes at the end. OutputError: another process has it."""
-    paths = locate(options.output)
-    with WorkDir(paths) as work:
-        if options.overwrite:
-            work.drop()
-        publish.remove_tree(paths.assembly)
-        document = SavedPlan(
-            version=FORMAT,
-            tool_version=tool_version(),
-            command=COMMAND,
-            input=options.model,
-            settings=options.settings,
-            tuning=options.tuning,
-            source=(),
-            units=steps,
-            overwrite=options.overwrite,
-        )
-        save_plan(paths, document)
-        yield paths
-        work.remove()
+def explained_writes(folder: Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise for a failed write below a folder into an OSError, or a ResourceError."""
+    from safetensors import SafetensorError
+
+    try:
+        with explained(folder):
+            yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        number = _reason(error) or _probe(folder)
+        if number is None:
+            raise
+        with explained(folder):
+            raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+def _reason(error: BaseException | None) -> int | None:
+    """Return the errno of a failed write; None where the library that failed does not tell it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        if found := RUST_ERRNO.search(str(error)):
+            return int(found[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _probe(folder: Path) -> int | None:
+    """Return the errno with which this folder refuses a small file, or a file reached the size limit; else None."""
+    limit = machine.file_size_limit()
+    if limit is not None and any(path.stat().st_size >= limit for path in folder.rglob("*")):
+        return errno.EFBIG
+    try:
+        publish.write_file(folder / "probe", bytes(PROBE))
+    except ResourceError as error:
+        return _reason(error)
+    except OSError as error:
+        return error.errno
+    finally:
+        with suppress(OSError):
+            (folder / "probe").unlink(missing_ok=True)
+    return None
+
+
+# --- checkpoints and the adapter as units of a plan -----------------------------------------------
+
+
+def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: int, adapter_bytes: int) -> Plan:
+    """Return the plan with a unit for each checkpoint, named by its step, and one for the adapter. data: the samples,
+    whose token ids are part of every fingerprint, since a hub's data set has no files of ours to identify.
+    """
+    ids = hashlib.sha256()
+    for row in (row for rows in data for row in rows):
+        ids.update(row["input_ids"].numpy().tobytes())
+    read = frozenset(file.name for file in plan.source)
+    common: dict[str, Any] = {"versions": (VERSION,), "files": read, "folder": True}
+    params = (*((name, hashable(value)) for name, value in sorted(options.settings.items())), ("ids", ids.hexdigest()))
+    saved = [*range(options.save_steps, steps, options.save_steps), steps]
+    checkpoints = tuple(
+        Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, kept=False, **common) for step in saved
+    )
+    adapter = Unit(ADAPTER, COMMAND, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
+    return replace(
+        plan,
+        stages=(
+            Stage(CHECKPOINT, "checkpoints", checkpoints, _described, chain=True),
+            Stage(ADAPTER, "adapter", (adapter,), _described),
+        ),
+        # Each holds the matrices and AdamW's two moments in float32; the new one is complete before an old one goes.
+        scratch_bytes=3 * adapter_bytes * (KEPT + 1),
+    )
+
+
+def _described(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
+    """Return the durable files of a folder, hashed."""
+    publish.sync_tree(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return Result(
+        tuple(
+            Written(path.relative_to(folder).as_posix(), path.stat().st_size, publish.sha256_file(path))
+            for path in files
+        ),
+        tensors=0,
+    )
 
 
 class Progress:
@@ -267,65 +307,165 @@ class Progress:
         self.step = state.global_step
 
 
-def train(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> None:
-    """Train, from the last checkpoint where there is one, and let the adapter appear. Raises KtconvertError."""
+def train(
+    plan: Plan, options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter, adapter_bytes: int
+) -> bool:
+    """Train from the last whole checkpoint, or from the beginning, and let the adapter appear. Return False if another
+    process finished it meanwhile. Raises KtconvertError.
+    """
     loading.prepare(choice)  # before torch is imported
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    plan = options.schedule_options
-    tokenizer = loading.load_tokenizer(choice)
-    rows = sequences(options, tokenizer, options.dataset, reporter.note)
-    held_out = options.eval_dataset and sequences(options, tokenizer, options.eval_dataset, reporter.note)
-    per_epoch = math.ceil(math.ceil(len(rows) / plan.batch_size) / plan.gradient_accumulation)
-    steps = plan.max_steps or max(1, math.ceil(plan.epochs * per_epoch))
-    model, _ = loading.load(choice)
-    if (most := loading.longest(model.config)) is not None and plan.sequence_length > most:
-        raise UnsupportedError(f"--sequence-length {plan.sequence_length}: the model reads at most {most} tokens.")
-    model.config.use_cache = False
-    transformers.set_seed(plan.seed)
-    model = adapted(options, model)
-    progress = Progress(reporter, plan.sequence_length * plan.batch_size * plan.gradient_accumulation, steps)
-    with work_directory(options, steps) as paths:
-        learner = trainer(options, model, paths, rows, held_out or None, progress.tell)
-        whole = checkpoints(paths)
-        progress.begin(int(whole[-1].name.rpartition("-")[2]) if whole else 0)
-        if whole:
-            reporter.note(f"goes on from step {progress.step}")
+    tokenizer, overwrite = loading.load_tokenizer(choice), options.existing.overwrite
+    named = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
+    data = [sequences(options, tokenizer, dataset, reporter.note) for dataset in named]
+    steps = steps_of(options, len(data[0]))
+    plan = with_stages(plan, options, data, steps, adapter_bytes)
+    require_possible([plan], overwrite)
+    with WorkDir(plan.locate()) as work:
+        if already_finished(plan, overwrite):
+            work.remove()
+            return False
+        begun = work.paths.plan.exists()
+        take_up(plan, work, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
+        if {*work.finished} - {unit.fingerprint for unit in plan.units}:
+            raise InputError(
+                f"{options.dataset}: its token ids are not those that the training was begun with (the data set or the "
+                "tokenizer changed); put the old files back, or start over with --overwrite."
+            )
         try:
-            learner.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
-        finally:
-            reporter.end()
-        finish(options, learner, paths)
+            with recorded(work):
+                _train(plan, work, options, choice, data, steps, reporter)
+        except KtconvertError:
+            if not begun and not work.finished:  # a model or options that are refused leave nothing behind
+                work.remove()
+            raise
+    return True
 
 
-def finish(options: TrainOptions, learner: Any, paths: Paths) -> None:
-    """Put the adapter together, and let it appear in place of an older one."""
-    learner.model.save_pretrained(paths.assembly)
-    config = json.loads((paths.assembly / CONFIG).read_bytes())
+def steps_of(options: TrainOptions, rows: int) -> int:
+    """Return the number of steps for this many sequences."""
+    schedule = options.schedule_options
+    per_epoch = math.ceil(math.ceil(rows / schedule.batch_size) / schedule.gradient_accumulation)
+    return schedule.max_steps or max(1, math.ceil(schedule.epochs * per_epoch))
+
+
+def _train(
+    plan: Plan,
+    work: WorkDir,
+    options: TrainOptions,
+    choice: loading.ModelChoice,
+    data: Sequence[Rows],
+    steps: int,
+    reporter: Reporter,
+) -> None:
+    checkpoints, (adapter,) = (stage.units for stage in plan.stages)
+    if work.done_reason(adapter) is None:
+        last = _last_whole(checkpoints, work, reporter)
+        if last is None or last.work < steps:
+            plan = _make_checkpoints(plan, work, options, choice, data, steps, reporter, last)
+        began = time.monotonic()
+        work.journal.append(journal.Start(unit=adapter.name))
+        folder = work.paths.partial / adapter.name
+        stats = write_adapter(options, work.paths.store / checkpoints[-1].stored_name, folder)
+        made = structs.replace(_described(adapter, folder), stats=stats)
+        publish_unit(plan, work, reporter, adapter, Made(folder, made, time.monotonic() - began))
+    work.journal.append(journal.Start(unit="assemble"))
+    assemble(replace(plan, read_once=True), work)
+
+
+def _last_whole(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Reporter) -> Unit[int] | None:
+    """Return the last checkpoint that is whole, or None; warn where the last one that was recorded is not."""
+    recorded = [unit for unit in checkpoints if unit.fingerprint in work.finished]
+    whole = [unit for unit in recorded if work.done_reason(unit) is not None]
+    if recorded and recorded[-1:] != whole[-1:]:
+        reporter.warn(f"{work.paths.store / recorded[-1].stored_name}: lacks files; an earlier checkpoint is used.")
+    return whole[-1] if whole else None
+
+
+def _make_checkpoints(
+    plan: Plan,
+    work: WorkDir,
+    options: TrainOptions,
+    choice: loading.ModelChoice,
+    data: Sequence[Rows],
+    steps: int,
+    reporter: Reporter,
+    last: Unit[int] | None,
+) -> Plan:
+    """Train from a checkpoint, or from the beginning, to the last one. Return the plan, whose input was read."""
+    import transformers
+
+    schedule, checkpoints = options.schedule_options, plan.stages[0].units
+    model, _ = loading.load(choice)
+    if (most := loading.longest(model.config)) is not None and schedule.sequence_length > most:
+        raise UnsupportedError(f"--sequence-length {schedule.sequence_length}: the model reads at most {most} tokens.")
+    model.config.use_cache = False
+    require_unchanged(plan)
+    plan = replace(plan, read_once=True)
+    transformers.set_seed(schedule.seed)
+    model = adapted(options, model)
+    progress = Progress(
+        reporter, schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation, steps
+    )
+    by_step, began = {unit.work: unit for unit in checkpoints}, time.monotonic()
+
+    def start(step: int) -> None:
+        nonlocal began
+        began = time.monotonic()
+        following = next((unit for unit in checkpoints if unit.work > step), None)
+        if following is not None:
+            work.journal.append(journal.Start(unit=following.name))
+
+    def keep(step: int, folder: Path) -> None:
+        unit = by_step[step]
+        made = Made(folder, _described(unit, folder), time.monotonic() - began)
+        publish_unit(plan, work, reporter, unit, made)
+        for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT)]:
+            publish.remove_tree(work.paths.store / old.stored_name)
+        start(step)
+
+    held_out = data[1] if len(data) > 1 else None
+    learner = trainer(options, model, work, data[0], held_out, keep, progress.tell)
+    progress.begin(0 if last is None else last.work)
+    start(progress.step)
+    if last is not None:
+        reporter.note(f"goes on from step {progress.step}")
+    try:
+        learner.train(resume_from_checkpoint=last and str(work.paths.store / last.stored_name))
+    finally:
+        reporter.end()
+    return plan
+
+
+def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Write the adapter of a checkpoint into a new folder. Return the losses that its card shows."""
+    publish.remove_tree(folder)
+    folder.mkdir()
+    publish.copy_file(checkpoint / WEIGHTS, folder / WEIGHTS)
+    config = json.loads((checkpoint / CONFIG).read_bytes())
     config["target_modules"] = sorted(config["target_modules"])  # PEFT has them in the order of a set
     config["lora_dropout"] = 0.0  # it is over; PEFT adapts no stacked experts with it
-    publish.write_file(paths.assembly / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
-    history = learner.state.log_history
-    losses = [(row["step"], row["loss"]) for row in history if "loss" in row]
-    measured = [*{row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
+    publish.write_file(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+    history = json.loads((checkpoint / STATE).read_bytes())["log_history"]
+    losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
+    measured = [[*each] for each in {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
     if options.plot:
         from ktconvert.pipeline.ui.plots import plot_losses
 
-        plot_losses(paths.assembly / CURVE, Path(options.model).name, losses, measured)
-    about = {"ktconvert": tool_version(), "settings": options.settings, "losses": losses, "eval_losses": measured}
-    publish.write_file(paths.assembly / "ktconvert.json", json.dumps(about, indent=1).encode() + b"\n")
-    publish.write_file(paths.assembly / CARD, card(options, losses, measured))
-    publish.make_readable(paths.assembly)
-    publish.sync_tree(paths.assembly)
-    if options.output.exists():
-        publish.exchange(paths.assembly, options.output, aside=paths.old)
-    else:
-        publish.publish(paths.assembly, options.output)
+        plot_losses(folder / CURVE, Path(options.input).name, losses, measured)
+    about = {"ktconvert": tool_version(), "model": options.input, "settings": options.settings}
+    data = json.dumps({**about, "losses": losses, "eval_losses": measured}, indent=1)
+    publish.write_file(folder / "ktconvert.json", data.encode() + b"\n")
+    publish.make_readable(folder)
+    return {"losses": [losses[0], losses[-1]], "eval_losses": [measured[0], measured[-1]] if measured else []}
 
 
-def card(options: TrainOptions, losses: Sequence[Any], measured: Sequence[Any]) -> bytes:
-    plan, lora, model = options.schedule_options, options.lora, options.model
+def card(options: TrainOptions, stats: Stats) -> bytes:
+    """Return README.md of the adapter; stats: what write_adapter returned."""
+    plan, lora, model = options.schedule_options, options.lora, options.input
+    losses, measured = stats[-1]["losses"], stats[-1]["eval_losses"]
     weights = options.cpu_weights.name if options.cpu_weights else "the model's own"
     per_step = plan.sequence_length * plan.batch_size * plan.gradient_accumulation
     rows = [

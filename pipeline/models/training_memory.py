@@ -7,6 +7,13 @@ from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.fine_tuning import EXPERTS, target_modules
 from ktconvert.pipeline.options.training_options import TrainOptions
 
+LORA = "LoRA with gradients and AdamW"
+
+
+def adapter_bytes(needed: dict[str, int]) -> int:
+    """Return the bytes of the adapter's matrices in float32, of which `needs` counts gradients and two moments, too."""
+    return needed[LORA] // 4
+
 
 def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
     """What a step takes, in bytes, by the model's config alone."""
@@ -39,6 +46,6 @@ def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
         "activations of a step": kept,
         "gradients of one layer": 2 * routes,
         "logits and their gradient": 16 * count * text.vocab_size,  # in BF16 and float32, and of log_softmax
-        "LoRA with gradients and AdamW": 16 * parameters,
+        LORA: 16 * parameters,
     }
     return {**found, "together": sum(found.values())}

@@ -67,8 +67,13 @@ class Existing(Leftovers):
     overwrite: bool = option("Replace the existing output, once the new one is complete.", default=False)
     delete_others: bool = tuning("With --overwrite: also delete what no manifest of ktconvert lists.", default=False)
 
+    def require_consistent(self) -> None:
+        """Raise UsageError for options that do not go together."""
+        if self.delete_others and not self.overwrite:
+            raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
 
-class ConversionOptions(PlannedOptions):
+
+class OutputOptions(PlannedOptions):
     """Settings of every command that makes an output. part: as --part says, where a command has it."""
 
     input: str = recorded(Effect.CALL, default=NONE)
@@ -76,6 +81,26 @@ class ConversionOptions(PlannedOptions):
     dry_run: bool = option("Print the plan and stop; read headers only, write nothing.", default=False)
     verify_inputs: bool = tuning("Hash all input files, and notice any change of them on resume.", default=False)
     part: str | None = recorded(Effect.TUNING)
+
+    @property
+    def execution(self) -> Execution:
+        """Threads and memory."""
+        raise NotImplementedError
+
+    @property
+    def existing(self) -> Existing:
+        """What may become of an output that exists."""
+        raise NotImplementedError
+
+    @property
+    def reporting(self) -> Reporting:
+        """What is printed."""
+        raise NotImplementedError
+
+
+class ConversionOptions(OutputOptions):
+    """Settings of every conversion."""
+
     execution: Execution = Execution()
     workers: Workers = Workers()
     existing: Existing = Existing()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ktconvert.pipeline.options.declare import NONE, Options, PlannedOptions, files, option, tuning
-from ktconvert.pipeline.options.option_groups import Hub, Reporting
+from ktconvert.pipeline.options.declare import NONE, Options, files, option, tuning
+from ktconvert.pipeline.options.option_groups import Execution, Existing, Hub, OutputOptions, Reporting
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
 
 DATA = "a file or folder (.txt, .jsonl, .json, .parquet), or a hub id"
@@ -45,8 +45,8 @@ class Schedule(Options, title="Training"):
     )
 
 
-class TrainOptions(PlannedOptions):
-    model: str = files(
+class TrainOptions(OutputOptions):
+    input: str = option(
         "A directory or a hub id (org/name).", PathOrHubId(absolute=True), argument="model", default=NONE
     )
     output: Path = option(
@@ -71,5 +71,9 @@ class TrainOptions(PlannedOptions):
     hub: Hub = Hub()
     trust_remote_code: bool = tuning("Let transformers run Python code that comes with MODEL.", default=False)
     dry_run: bool = option("Print what it takes, and stop.", default=False)
-    overwrite: bool = option("Replace what is there already, finished or begun.", default=False)
+    existing: Existing = Existing()
     reporting: Reporting = Reporting()
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(cpuinfer_threads=self.threads)

@@ -33,6 +33,7 @@ from ktconvert.pipeline.options.quantization import (
     QuantizationOptions,
     ResplitOptions,
 )
+from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.options.types import OneOrMore
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import plural
@@ -49,7 +50,8 @@ COMMANDS: Mapping[str, type[ConversionOptions]] = {
     "merge-adapter": MergeAdapterOptions,
     "resplit": ResplitOptions,
 }
-HASHED = (QuantizationOptions, CalibrateOptions, DequantizeOptions)  # of these, --verify-inputs hashes the shards
+# The commands whose shards --verify-inputs hashes.
+HASHED = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOptions)
 
 
 def request(command: str, **options: Any) -> Request[ConversionOptions]:

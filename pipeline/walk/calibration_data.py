@@ -8,6 +8,7 @@ read, and nothing of them stays in a cache. No code of a data set is ever run: `
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import logging
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
@@ -41,8 +43,10 @@ LOADING: dict[str, dict[str, Any]] = {
     "parquet": {},
 }
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")  # SPLIT-00000-of-00003.parquet, as data sets of the hub name their files
+SPACE = re.compile(r"\s*")
 NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
 INSTRUCTION = ("instruction", "input", "output")
+BLOCK = 16 << 20  # bytes; `datasets` reads blocks of 10 MiB
 STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
 
@@ -239,30 +243,56 @@ def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Ro
     try:
         if file.stat().st_size == 0:
             return
+        if kind == "json":
+            _require_objects(file, most)
         files = [glob.escape(str(file.absolute()))]
         options = {"data_files": files, "split": "train", "streaming": True, "cache_dir": cache, **LOADING[kind]}
         rows = datasets.load_dataset(kind, **options)
         yield from rows if most is None else rows.take(most)
     except Exception as error:  # every library underneath raises its own
-        line = _bad_line(file) if kind == "json" else None
-        raise InputError(f"{file}: cannot be read as {kind} ({line or first_line(error)}); repair it") from error
+        raise InputError(f"{file}: cannot be read as {kind} ({first_line(error)}); repair it") from error
 
 
-def _bad_line(file: Path) -> str | None:
-    """Which line of a JSON Lines file is invalid; None if all are valid or the file has another format."""
-    number = 0
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if number == 1 and line.lstrip().startswith(b"["):
-                    return None
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is no JSON object"
-    except ValueError as error:
-        return f"line {number}: {getattr(error, 'msg', error)}"
-    except OSError:
-        pass
-    return None
+def _require_objects(file: Path, most: int | None) -> None:
+    """Raise ValueError for JSON that `datasets` must not see: rows that are no objects, or are nested deeply, end the
+    process in pyarrow. Look as far as `datasets` reads for `most` rows.
+    """
+    left, beyond = most, 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                _require_rows(documents.parse(line.removeprefix(codecs.BOM_UTF8)))
+            except ValueError as error:
+                if number == 1 and isinstance(error, json.JSONDecodeError) and line.strip()[:1] in (b"[", b"{"):
+                    return _require_rows_of(file.read_text(encoding="utf-8-sig"))
+                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
+            if left is not None:
+                left -= 1
+                beyond += len(line) if left < 0 else 0
+            if beyond > BLOCK:
+                return
+
+
+def _require_rows_of(text: str) -> None:
+    """Raise ValueError where a text is not an array, or objects of several lines one after the other."""
+    at, decoder = SPACE.match(text).end(), json.JSONDecoder()  # type: ignore[union-attr]
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        _require_rows(value)
+        at = SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _require_rows(value: Any) -> None:
+    """Raise ValueError for anything but an object or an array of objects, nested a few levels deep."""
+    for row in value if isinstance(value, list) else [value]:
+        if not isinstance(row, dict):
+            raise ValueError("no JSON object")
+        documents.require_plain(row)
 
 
 def rows_of_hub(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:

@@ -1,0 +1,73 @@
+"""The plan of `ktconvert train`: the files that training reads, and their identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.containers import CONTAINERS
+from ktconvert.layouts.errors import damaged_file
+from ktconvert.layouts.files.manifest import SourceFile
+from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.pipeline.engine.plan import Plan, Request, seen
+from ktconvert.pipeline.models.fine_tuning import card
+from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.walk.calibration_data import local_files, of_split
+
+LOOSE = "_layer_*/_numa_*/*.kt"
+
+
+def plan_train(request: Request[TrainOptions]) -> Plan:
+    """Build the plan from headers and the content of small files and data sets; fine_tuning.with_stages adds
+    the stages, once texts are tokens. Raises InputError for missing or unreadable files.
+    """
+    files = {path: _identity(path, name) for path, name in _files_read(request.options)}
+    return Plan(
+        request=request,
+        files=files,
+        reads=tuple(files),
+        stages=(),
+        facts={"method": "LoRA"},
+        notes=(),
+        loose=True,
+        peak_memory=lambda threads: 0,
+        card=partial(card, request.options),
+    )
+
+
+def _files_read(options: TrainOptions) -> Iterator[tuple[Path, str]]:
+    """Yield every local file that training reads, with a name that does not depend on where the file is."""
+    yield from _weight_files(hub.resolve(options.input, options.hub.revision), "")
+    if options.cpu_weights is not None:
+        yield from _weight_files(options.cpu_weights, "cpu-weights/")
+    for dataset, prefix in ((options.dataset, "dataset/"), (options.eval_dataset, "eval-dataset/")):
+        if dataset is not None:
+            files = local_files(dataset)
+            yield from ((file, prefix + file.name) for file in of_split(files, options.dataset_split))
+
+
+def _weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a checkpoint or of converted weights."""
+    if root.is_file():
+        yield root, prefix + root.name
+        return
+    names = [path.name for path in root.glob("*") if any(path.suffix == each.suffix for each in CONTAINERS)]
+    names += [path.relative_to(root).as_posix() for path in root.glob(LOOSE)]
+    yield from ((root / name, prefix + name) for name in (*sorted(names), *companion_files(root)))
+
+
+def _identity(path: Path, name: str) -> SourceFile:
+    """Return what tells a file from another: its header, its content, or for loose weights its size and time."""
+    if (container := next((each for each in CONTAINERS if each.suffix == path.suffix), None)) is not None:
+        header = container.read_header(path, name)
+        return SourceFile(name, header.size, header.sha256, header.mtime_ns)
+    try:
+        file = seen(path, name)
+        return file if path.suffix == ".kt" else structs.replace(file, sha256=sha256_file(path))
+    except OSError as error:
+        raise damaged_file(path, f"cannot be read ({error.strerror})", "check its permissions") from None

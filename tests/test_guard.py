@@ -1,0 +1,128 @@
+"""What exists is guarded, by every command that writes an output: files of others, inputs, what another command began."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.errors import OutputError, UsageError
+from ktconvert.pipeline.cli import COMMANDS, CONVERSIONS
+from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.engine.plan import FORMAT, SavedPlan, tool_version
+from ktconvert.pipeline.engine.units import Made, Result, Unit, Written
+from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
+from ktconvert.pipeline.options.declare import leaves
+from ktconvert.pipeline.options.types import OutputPath
+from rig import conversion, forks
+from rig.conversion import tree
+from rig.safetensors import write_file
+
+pytest.importorskip("peft")
+
+READS = {"status", "verify", "inspect", "bench", "experts", "resume"}  # an argument called output is not written to
+RTN = ("--quant-method", "RTN", "--quant-type", "W4A16")
+SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
+# command -> its arguments, with the names of inputs (of `place`) and OUT
+WORDS: dict[str, tuple[Any, ...]] = {
+    "cpu": ("-i", "model", "-o", "OUT", "--quant-method", "int8"),
+    "gpu": ("-i", "model", "-o", "OUT", *RTN),
+    "calibrate": ("-i", "model", "-o", "OUT", "--dataset", "text.txt", *SHORT),
+    "dequantize": ("model", "OUT"),
+    "merge": ("-i", "loose", "-o", "OUT"),
+    "merge-adapter": ("model", "--adapter", "adapter", "-o", "OUT"),
+    "resplit": ("packed", "OUT", "--threadpool-count", 2),
+    "train": ("model", "--cpu-weights", "packed", "--dataset", "text.txt", "-o", "OUT", "--max-steps", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[forks.Forks]:
+    with forks.Forks([], 1, modules=conversion.MODELS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(example: Path, packed_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every input."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(example, folder / "model")
+    for name, more in (("packed", ()), ("loose", ("--no-merge-safetensor",))):
+        shutil.copytree(packed_example("int8", 1, *more), folder / name)
+    (folder / "text.txt").write_text("import os\n" * 100)
+    (folder / "adapter").mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    matrices = {
+        name.format(letter): ("F32", np.zeros((4, 256)[:: 1 if letter == "A" else -1], np.uint32)) for letter in "AB"
+    }
+    write_file(folder / "adapter" / "adapter_model.safetensors", matrices)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def words(command: str, place: Path, output: Path) -> list[Any]:
+    inputs = {path.name: path for path in place.iterdir()}
+    return [command, *(output if word == "OUT" else inputs.get(word, word) for word in WORDS[command])]
+
+
+def test_every_command_that_writes_an_output_is_here():
+    writing = set()
+    for name in {*COMMANDS} - READS:
+        module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
+        for leaf in leaves(getattr(module, name.replace("-", "_")).settings):
+            if isinstance(leaf.type, OutputPath) and leaf.name == "output":
+                writing.add(name)
+    assert writing == {*WORDS}
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_strangers_and_inputs_in_the_output_and_begun_work_are_refused(command, servers, place, tmp_path):
+    """With --overwrite, files that no manifest lists and all that is read stay; without it, another command's work."""
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    done = servers.run([*words(command, place, output), "--overwrite"], tmp_path / "said")
+    assert done.returncode == OutputError.exit_code and "would delete 1 file" in done.stderr, done.stderr
+    assert tree(tmp_path).keys() == {"out", "out/thesis.txt", "said"}
+
+    before = conversion.identity(place)
+    done = servers.run([*words(command, place, place), "--overwrite", "--delete-others"], tmp_path / "said")
+    assert done.returncode == UsageError.exit_code and "is or contains it" in done.stderr, done.stderr
+    assert conversion.identity(place) == before and not locate(place).root.exists()
+
+    begun = tmp_path / "begun"
+    other = "train" if command != "train" else "cpu"
+    about = {"version": FORMAT, "tool_version": tool_version(), "command": other, "input": "model", "units": 2}
+    with WorkDir(locate(begun)) as work:
+        save_plan(work.paths, SavedPlan(settings={}, tuning={}, source=(), **about))
+        unit = Unit("checkpoint", "2", (1,), 0, None, folder=True)
+        (work.paths.store / unit.stored_name).mkdir()
+        (work.paths.store / unit.stored_name / "file").write_text("hours of work")
+        work.record(unit, Made(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
+    kept = tree(work.paths.root)
+    done = servers.run(words(command, place, begun), tmp_path / "said")
+    assert done.returncode == OutputError.exit_code and f"command was {other}, is {command}" in done.stderr, done.stderr
+    assert tree(work.paths.root).keys() == kept.keys() and not begun.exists()
+    assert (work.paths.store / unit.stored_name / "file").read_text() == "hours of work"
+
+
+@pytest.mark.parametrize("inside", ["text.txt", "packed"])
+def test_a_data_set_or_weights_in_the_output_are_refused(inside, servers, place, tmp_path):
+    """Though the output is one that --overwrite could replace."""
+    (tmp_path / "out").mkdir()
+    (shutil.copytree if inside == "packed" else shutil.copy)(place / inside, tmp_path / "out" / inside)
+    given = words("train", place, tmp_path / "out")
+    given[given.index(place / inside)] = tmp_path / "out" / inside
+    done = servers.run([*given, "--overwrite", "--delete-others"], tmp_path / "said")
+    assert done.returncode == UsageError.exit_code and (tmp_path / "out" / inside).exists(), done.stderr
+
+
+def test_a_broken_link_at_the_output_is_refused_at_once(servers, place, tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    done = servers.run(words("train", place, tmp_path / "out"), tmp_path / "said")
+    assert done.returncode == OutputError.exit_code and "is a file or a broken link" in done.stderr
