@@ -57,6 +57,20 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
+def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
+    """Return what is wrong with the recorded number for a model that computes with it; None for no number, and for 1 to
+    `experts`. A list has a number for each layer, 0 for one without experts.
+    """
+    entry = find(config, TOPK)
+    if entry is None or experts < 1:
+        return None
+    key, value = entry
+    most = max(value, default=0) if isinstance(value, list) and all(type(n) is int for n in value) else value
+    if type(most) is not int or 0 < most <= experts:
+        return None
+    return f"{key} is {most}, and a layer has {experts} experts; give the number with which the model was trained"
+
+
 def families(config: dict[str, Any]) -> list[str]:
     """The model's names of its family: model_type and architectures, the outermost first."""
     names: list[str] = []

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from ktconvert.native_quant.runtime import adapters, hf_rest, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import adapters, hf_dtypes, hf_rest, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
@@ -229,6 +229,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
         return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
 
 
+hf_dtypes.keep_routers()
 _loading: Any = modeling_utils
 _get_hf_quantizer = _loading.get_hf_quantizer
 

@@ -35,7 +35,7 @@ def run(options: RunOptions) -> None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline.models import generating, loading
+    from ktconvert.pipeline.models import building, generating, loading
     from ktconvert.pipeline.ui.progress import Reporter
 
     reporter = Reporter()
@@ -49,9 +49,10 @@ def run(options: RunOptions) -> None:
         loaded = loading.load(choice)
 
     def write(inputs: Any) -> str:
-        text, speed = generating.write(
-            *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
-        )
+        with building.explained(choice.model, building.GENERATION, doing="generate as it says", passing=(OSError,)):
+            text, speed = generating.write(
+                *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
+            )
         _say("\n")
         click.echo(speed.line(), err=True)
         return text

@@ -16,9 +16,8 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
-from ktconvert.pipeline.models.loading import auto_class
+from ktconvert.pipeline.models import building
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
-from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk.footprint import AT_ONCE
 
 if TYPE_CHECKING:
@@ -66,18 +65,16 @@ class LayeredModel:
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
         try:
-            config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
-            for part in (config, config.get_text_config(decoder=True)):
-                if getattr(part, "quantization_config", None) is not None:
-                    del part.quantization_config
-            options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
-            with init_empty_weights(include_buffers=False):  # those stay real
-                self.model = auto_class(config).from_config(config, **options).eval()
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            version, why = transformers.__version__, first_line(error)
-            raise UnsupportedError(
-                f"{source.root}: transformers {version} cannot build this model ({why}); {instead}."
-            ) from error
+            config = building.read_config(str(source.root), trust_remote_code=trust_remote_code)
+        except UnsupportedError as error:
+            raise error.advising(f"{instead}.") from error
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+        # Buffers stay real.
+        with self._explained(building.BUILD), init_empty_weights(include_buffers=False):
+            self.model = building.auto_class(config).from_config(config, **options).eval()
         found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for experts in found:
@@ -112,20 +109,11 @@ class LayeredModel:
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer. Raises InputError where there is none."""
-        import transformers
+        return building.read_tokenizer(str(self.source.root), trust_remote_code=self._trusted)
 
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.source.root, trust_remote_code=self._trusted)
-            usable = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
-        except (OSError, ValueError, ImportError, KeyError):
-            usable = False
-        if usable:
-            return tokenizer
-        raise InputError(
-            f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
-            "files (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it "
-            "brings code of its own."
-        )
+    def _explained(self, doing: str) -> AbstractContextManager[None]:
+        """Raise InputError, which names config.json, for what transformers raises inside."""
+        return building.explained(str(self.source.root), building.CONFIG, doing=doing, passing=(_Reached,))
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -146,7 +134,8 @@ class LayeredModel:
             device_map={"": self.device}, dtype=kind, dtype_plan=plan, weight_mapping=self._mapping
         )
         stored = {name: self._tensor(self.tensors[name]) for name in names}
-        loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
+        with self._explained(building.BUILD):
+            loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
         del stored
         if lacks := sorted(needed & loading.missing_keys):
             raise InputError(
@@ -210,7 +199,7 @@ class LayeredModel:
         for module in self.layers:
             module.forward = record
         try:
-            with torch.inference_mode(), suppress(_Reached):
+            with self._explained(building.COMPUTE), torch.inference_mode(), suppress(_Reached):
                 self.stack(**inputs, use_cache=False)
         finally:
             for module in self.layers:
@@ -236,7 +225,7 @@ class LayeredModel:
             experts.forward = routed
         args, kwargs = self.call(layer, hidden.shape[0])
         try:
-            with torch.inference_mode():
+            with self._explained(building.COMPUTE), torch.inference_mode():
                 out = self.layers[layer](hidden[None].to(self.device), *args, **kwargs)
         finally:
             if experts is not None:
@@ -289,7 +278,7 @@ class LayeredModel:
         import torch
 
         generator, made = torch.Generator().manual_seed(seed), []
-        with self._head(), torch.inference_mode(False), torch.enable_grad():
+        with self._head(), self._explained(building.COMPUTE), torch.inference_mode(False), torch.enable_grad():
             for first in range(0, len(hidden), AT_ONCE):
                 leaving = hidden[first : first + AT_ONCE].clone()[None].to(self.device).requires_grad_()
                 logits = self.model(inputs_embeds=leaving, use_cache=False).logits[0].float()

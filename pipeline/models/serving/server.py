@@ -20,7 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.models.loading import ModelChoice, explained, prepare
+from ktconvert.pipeline.models import building
+from ktconvert.pipeline.models.loading import ModelChoice, prepare
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
@@ -136,7 +137,7 @@ def load(
     from ktconvert.pipeline.models.serving.model_manager import OneModel
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
-    with explained(choice.model):
+    with building.explained(choice.model, building.GENERATION):
         manager = OneModel(choice, config, name or choice.model, adapters or {})
         scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)
     return Application(manager, scheduler, key), scheduler
