@@ -240,7 +240,8 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
         model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
-        hf_rest.give_way(config, model)
+        hf_rest.require_combinable(config, model)
+        hf_rest.give_way(config)
         own = getattr(config, "quantization_config", None) or {}
         if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():

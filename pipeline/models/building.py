@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
@@ -19,6 +19,9 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, 
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.hot_mask import REMEDY
 from ktconvert.pipeline.ui.text import first_line
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -32,6 +35,7 @@ COMPARE = "compare it with the file that the model was released with"
 NO_MEMORY = "DefaultCPUAllocator"
 # What transformers says of a model type that it does not have.
 UNKNOWN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model in")
+WHERE = ("revision", "trust_remote_code")  # what of from_pretrained says which files, and how they are read
 # A dimension of config.json that is this many times larger than any of the checkpoint's is an error: packed words hold
 # up to 8 values, and gate and up may be one tensor. Up to FREE nothing takes long.
 PACKED, FREE = 16, 1 << 20
@@ -184,22 +188,34 @@ def read_tokenizer(model: str, kind: str = "AutoTokenizer", **where: Any) -> Any
     return made
 
 
-def require_generation_config(model: str, **where: Any) -> None:
-    """Raise InputError for a generation_config.json that cannot be used: from_pretrained would leave it out in silence."""
+def read_generation_config(model: str, **where: Any) -> Any:
+    """Return the generation config; None for a model without one. Raises InputError for one that cannot be used, which
+    from_pretrained would leave out in silence.
+    """
     import transformers
 
-    if Path(model, GENERATION).is_file():
-        with explained(model, GENERATION):
-            transformers.GenerationConfig.from_pretrained(model, **where)
+    if not Path(model, GENERATION).is_file():
+        return None
+    with explained(model, GENERATION):
+        return transformers.GenerationConfig.from_pretrained(model, **where)
 
 
-def load_weights(kind: Any, model: str, config: Any, **options: Any) -> Any:
-    """Return the model with its weights: what from_pretrained of a class gives. Raises InputError for tensors that are
-    missing or have other shapes than the config says, and for a model that cannot compute.
+def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Tensor] | None, **options: Any) -> Any:
+    """Return the model with its weights: what from_pretrained of an auto class gives, with these weights if there are
+    any. Raises InputError for tensors that are missing or have other shapes than the config says, and for a model that
+    cannot compute.
     """
+    where = {name: options[name] for name in WHERE}
+    generation = read_generation_config(model, **where)
     with memory_explained(model), explained(model, CONFIG, doing=BUILD):
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        made, loading = kind.from_pretrained(model, config=config, **options)
+        if weights is None:
+            made, loading = kind.from_pretrained(model, config=config, **options)
+        else:
+            options = {name: value for name, value in options.items() if name not in WHERE} | {"state_dict": weights}
+            made, loading = kind._model_mapping[type(config)].from_pretrained(None, config=config, **options)
+            made.config.name_or_path = made.name_or_path = model
+            made.generation_config = generation or made.generation_config
     if mismatched := sorted(loading["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
@@ -213,8 +229,11 @@ def load_weights(kind: Any, model: str, config: Any, **options: Any) -> Any:
 
 
 def require_computing(made: Any, model: str) -> None:
-    """Raise InputError for a model that cannot compute two tokens."""
+    """Raise InputError for a model that cannot compute two tokens, or computes no numbers."""
     import torch
 
-    with explained(model, CONFIG, doing=COMPUTE), torch.no_grad():
-        made(input_ids=torch.zeros((1, 2), dtype=torch.long, device=made.device))
+    with memory_explained(model), explained(model, CONFIG, doing=COMPUTE), torch.no_grad():
+        logits = made(input_ids=torch.zeros((1, 2), dtype=torch.long, device=made.device)).logits
+    if not bool(logits.isfinite().any(-1).all()):
+        what = "with the numbers that it gives, predictions are NaN or infinite, unless weights are"
+        raise InputError(f"{_place(model, CONFIG)}: {what}; {COMPARE}")

@@ -17,7 +17,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.pipeline.models import building
+from ktconvert.pipeline.models import building, decoding
 from ktconvert.pipeline.models.adapter_loading import with_adapter
 
 RUN = ("torch", "transformers", "accelerate")
@@ -75,6 +75,10 @@ class ModelChoice:
         """What every from_pretrained of transformers takes."""
         return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
 
+    def root(self) -> Path | None:
+        """The directory with the model's files; None where the hub's cache has none yet."""
+        return Path(self.model) if Path(self.model).is_dir() else hub.snapshot(self.model, self.revision)
+
     @property
     def hot(self) -> bool:
         """Whether some experts are to come from the model although others do not."""
@@ -126,6 +130,7 @@ class ModelChoice:
             cpu_weights=self.cpu_weights.expanduser().absolute(),
             exact=self.exact,
             threads=self.threads,
+            gpu_experts=self.root() if self.hot else None,
             gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
             num_gpu_experts=self.num_gpu_experts,
         )
@@ -159,7 +164,7 @@ def prepare(choice: ModelChoice) -> Any:
         return config
     from ktconvert.native_quant.runtime import hf_rest
 
-    hf_rest.give_way(config, choice.model)
+    hf_rest.give_way(config)
     return config
 
 
@@ -191,8 +196,12 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
     """The model, to generate one answer at a time. Raises InputError where a part is missing or cannot be used."""
-    building.require_generation_config(choice.model, **choice.where())
-    model = building.load_weights(kind, choice.model, config, **options, **choice.where())
+    root, weights = choice.root(), None
+    if root is not None and not choice.is_converted and not getattr(config, "auto_map", None):
+        weights = decoding.decoded_weights(root, whole=choice.cpu_weights is None)
+    if weights is not None:
+        vars(config).pop("quantization_config", None)
+    model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)

@@ -7,7 +7,6 @@ transformers' eager one with a causal mask, which llmcompressor traces too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import numpy as np
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.models import building
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
+from ktconvert.pipeline.models.decoding import read_tensor
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.footprint import AT_ONCE
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ class LayeredModel:
         config = LoadStateDictConfig(
             device_map={"": self.device}, dtype=kind, dtype_plan=plan, weight_mapping=self._mapping
         )
-        stored = {name: self._tensor(self.tensors[name]) for name in names}
+        remedy = f"take the model's BF16 release, or {self._instead}."
+        stored = {name: read_tensor(self.source, self.tensors[name], remedy) for name in names}
         with self._explained(building.BUILD):
             loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
         del stored
@@ -149,25 +150,6 @@ class LayeredModel:
             for name in names:
                 for info in self.tensors[name].reads:
                     self.source.release(info)
-
-    def _tensor(self, tensor: OtherTensor) -> torch.Tensor:
-        """A stored tensor: a view of the file where its bytes can be used as they are."""
-        import torch
-
-        info, entry = tensor.reads[0], tensor.entry
-        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
-        if kind is None:
-            raise UnsupportedError(
-                f"{self.source.path(info)}: tensor {info.name!r} is {entry.dtype}, which cannot be "
-                f"computed with; take the model's BF16 release, or {self._instead}."
-            )
-        if tensor.stored is info and info.start % kind.itemsize == 0:
-            raw = self.source.view(info).reshape(-1).view(np.uint8)
-        else:
-            raw = np.concatenate(list(bytes_of(self.source, tensor)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
-            return torch.from_numpy(raw).view(kind).reshape(entry.shape)
 
     # --- computing --------------------------------------------------------------------------------
 
