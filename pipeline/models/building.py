@@ -207,7 +207,7 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
     """
     where = {name: options[name] for name in WHERE}
     generation = read_generation_config(model, **where)
-    with memory_explained(model), explained(model, CONFIG, doing=BUILD):
+    with memory_explained(model), explained(model, CONFIG, doing=BUILD), without_report():
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if weights is None:
             made, loading = kind.from_pretrained(model, config=config, **options)
@@ -226,6 +226,20 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
         raise InputError(f"{model}: {what}; compare both with the release")
     require_computing(made, model)
     return made
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Silence transformers' table of missing and other tensors: one sentence says it."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def require_computing(made: Any, model: str) -> None:

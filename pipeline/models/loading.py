@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -12,13 +13,17 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.adapter import require_adapter
+from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
+from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.pipeline.models import building, decoding
 from ktconvert.pipeline.models.adapter_loading import with_adapter
+from ktconvert.quantizers.reference import bf16_to_f32
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
@@ -35,6 +40,8 @@ LONGEST = "max_position_embeddings"  # what a config calls the most tokens that 
 # What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
 # parts, and several answers at once are not streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
+
+SAME = 0.5  # the least cosine of a weight and its converted one; those of different experts have one near 0
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
@@ -202,9 +209,40 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     if weights is not None:
         vars(config).pop("quantization_config", None)
     model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())
+    if root is not None and choice.cpu_weights is not None:
+        require_same_experts(model, root, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
+
+
+def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
+    """Raise InputError where converted experts are not those of the model's directory: others of equal shapes, or in
+    another order. Compare some experts of the first and the last layer that have some there; adapters and quantizers
+    move weights far less than this allows.
+    """
+    import numpy as np
+
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    stored: Any = None
+    with suppress(KtconvertError):  # a directory without readable experts has none to compare with
+        stored = recognise(open_checkpoint(root), to_read=True)
+    modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    if stored is None or cpu_weights.expanduser().resolve() == root.resolve():
+        return
+    for module in {modules[0], modules[-1]} if modules else ():
+        count = module.num_experts
+        for expert in sorted({0, 1 % count, count // 2, count - 1}):
+            if module.layer not in stored.moe_layers:
+                continue
+            parts = [gate for gate, _, _ in module.experts.packed.linears(expert)]
+            ours, theirs = np.concatenate(parts), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
+            both = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
+            if both > 0 and float(np.vdot(ours, theirs)) / both < SAME:
+                what = f"expert {expert} of layer {module.layer} is not that of {root}"
+                remedy = "give what was converted from this model"
+                raise InputError(what, remedy, path=cpu_weights)
 
 
 def load_tokenizer(choice: ModelChoice) -> Any:
