@@ -17,7 +17,7 @@ import torch
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.pipeline.models import loading
-from rig import calibrated, conversion, encodings, families, family_rows, hf, stored
+from rig import calibrated, conversion, encodings, family_rows, hf, stored
 from rig.calibrated import HELDOUT
 from rig.safetensors import Tensor, edit_file, read_file, write_file
 
@@ -138,7 +138,9 @@ def test_a_correction_bias_in_float32_chooses_the_same_experts_everywhere(text, 
     assert counted.sum() == 2 * 4 * 64 and np.abs(counted - expected).sum() <= 0.02 * counted.sum()
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "laguna", "minimax_m3_vl_text", "step3p7", "lfm2_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["kimi_linear", "laguna", "minimax_m3_vl_text", "step3p7", "lfm2_moe", "deepseek_v3"]
+)
 def test_biases_of_routers_keep_their_stored_dtype(family):
     """Of families that transformers rounds; of others it keeps float32."""
     import transformers
@@ -210,7 +212,12 @@ FIXED: list[tuple[str, str, Any, str]] = [
     ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, and a layer has 8 experts; "),
     ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than"),
     ("config.json", "head_dim", 10**9, "head_dim is 1000000000, which is more than the stored tensors have; "),
-    ("config.json", "head_dim", 0, "makes model.layers.0.self_attn.k_norm.weight [0], and the stored tensor is [64] (and "),
+    (
+        "config.json",
+        "head_dim",
+        0,
+        "makes model.layers.0.self_attn.k_norm.weight [0], and the stored tensor is [64] (and ",
+    ),
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
     ("config.json", "rms_norm_eps", float("nan"), "with the numbers that it gives, predictions are NaN"),
     ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
@@ -220,7 +227,9 @@ FIXED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("file", "key", "value", "said"), FIXED, ids=[f"{row[1]} {row[2]}" for row in FIXED])
-def test_a_wrong_value_is_one_sentence_that_names_the_file(file, key, value, said, model, example, packed_example, text):
+def test_a_wrong_value_is_one_sentence_that_names_the_file(
+    file, key, value, said, model, example, packed_example, text
+):
     change(model, example, file, (key,), value)
     words = commands(model, packed_example("int8"), text, model.parent)
     error = conversion.here(*words["run"]).exception
@@ -315,5 +324,7 @@ def test_experts_of_another_model_are_refused(model, packed_example):
             tensors[f"{before}.experts.{(int(expert) + 1) % 8}.{part}"] = moved[name]
 
     edit_file(model / "model.safetensors", rotate)
-    with pytest.raises(InputError, match=f"int8-T1: expert 0 of layer 1 is not that of {model}; give what was converted"):
+    with pytest.raises(
+        InputError, match=f"int8-T1: expert 0 of layer 1 is not that of {model}; give what was converted"
+    ):
         loading.load(choice())

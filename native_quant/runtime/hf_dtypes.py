@@ -44,4 +44,3 @@ def _casts(kind: type) -> bool:
         return CASTS.search(inspect.getsource(kind)) is not None
     except (OSError, TypeError):  # there is no source
         return False
-

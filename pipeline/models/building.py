@@ -1,6 +1,6 @@
-"""Configs, tokenizers and models of transformers, for every command: the only module that asks transformers for a config
-or a tokenizer (tests/test_structure.py). Settings beside predictions are switched off here, and what transformers raises
-for the files of a model becomes one sentence.
+"""Configs, tokenizers and models of transformers, for every command: the only module that asks transformers for a
+config or a tokenizer (tests/test_structure.py). It switches off settings beside predictions, and turns errors of
+transformers for a model's files into one sentence.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def memory_explained(model: str) -> Iterator[None]:
     except Exception as error:
         if not is_memory(error):
             raise
-        what = "the system has too little memory for it; convert its experts with `ktconvert cpu`, or end other programs"
+        what = "the system has too little memory; convert the experts with `ktconvert cpu`, or end other programs"
         if isinstance(error, torch.OutOfMemoryError):
             what = f"the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
         raise ResourceError(f"{model}: {what}") from error
@@ -108,7 +108,9 @@ def _place(model: str, file: str) -> str:
 
 
 def read_config(model: str, **where: Any) -> Any:
-    """Return the config of a model, which asks for predictions only. where: as for from_pretrained. Raises InputError."""
+    """Return the config of a model, which asks for predictions only. where: as from_pretrained takes it. Raises the
+    errors of explained and require_plausible.
+    """
     import transformers
 
     from ktconvert.native_quant.runtime import hf_dtypes
@@ -134,8 +136,8 @@ def ask_for_predictions(config: Any) -> None:
 
 
 def require_plausible(config: Any, model: str, revision: str | None = None) -> None:
-    """Raise InputError for a number of experts per token that the model does not have, and for sizes with which building
-    the model would take forever.
+    """Raise InputError for a number of experts per token that the model does not have, and for sizes with which it
+    would take forever to build the model.
     """
     text, place = config.get_text_config(decoder=True).to_dict(), _place(model, CONFIG)
     experts = cfg.number(text, NUM_EXPERTS)
@@ -173,7 +175,7 @@ def auto_class(config: Any) -> Any:
 
 
 def read_tokenizer(model: str, kind: str = "AutoTokenizer", **where: Any) -> Any:
-    """Return the tokenizer, or what another auto class makes of its files. Raises InputError for one that is unusable."""
+    """Return the tokenizer, or what another auto class makes of its files. Raises InputError where it is unusable."""
     import transformers
 
     with explained(model, TOKENIZER):

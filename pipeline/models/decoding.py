@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 FP8 = "fp8"  # quant_method of E4M3 with a scale per block
-# quant_method of checkpoints that transformers loads whole; and beside experts of ours (native_quant/runtime/hf_rest.py).
+# quant_method of checkpoints that transformers loads: whole, and beside experts of ours (native_quant/runtime/hf_rest).
 BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
 FLOATS = ("BF16", "F16", "F32", "F64")
 
