@@ -45,8 +45,8 @@ def run(options: RunOptions) -> None:
     except UnsupportedError as error:
         if options.torch_experts or options.cpu_weights is not None:
             raise
-        reporter.note(f"transformers computes the experts, since: {error}")
         loaded = loading.load(choice)
+        reporter.note(f"transformers computes the experts, since: {error}")
 
     def write(inputs: Any) -> str:
         with building.explained(choice.model, building.GENERATION, doing="generate as it says", passing=(OSError,)):

@@ -36,9 +36,9 @@ NO_MEMORY = "DefaultCPUAllocator"
 # What transformers says of a model type that it does not have.
 UNKNOWN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model in")
 WHERE = ("revision", "trust_remote_code")  # what of from_pretrained says which files, and how they are read
-# A dimension of config.json that is this many times larger than any of the checkpoint's is an error: packed words hold
-# up to 8 values, and gate and up may be one tensor. Up to FREE nothing takes long.
-PACKED, FREE = 16, 1 << 20
+# Sizes and numbers of layers up to which no time is lost; larger ones are compared with the stored tensors. Packed
+# words hold up to 8 values, and gate and up may be one tensor.
+WIDE, DEEP, PACKED = 1 << 20, 1000, 16
 SIZE = re.compile(r"(^|_)(size|dim|heads|layers|experts|rank|depth)$")
 LAYERS = re.compile(r"(^|_)(layers|depth)$")
 NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")
@@ -98,6 +98,8 @@ def _place(model: str, file: str) -> str:
     """Return the path of a file of a model where the model is a directory, else the model."""
     if not Path(model).is_dir():
         return model
+    if file == GENERATION and not Path(model, file).is_file():
+        file = CONFIG
     if file == TOKENIZER:
         import tokenizers
 
@@ -143,16 +145,18 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     experts = cfg.number(text, NUM_EXPERTS)
     if experts is not None and (why := cfg.wrong_experts_per_token(text, experts[1])) is not None:
         raise InputError(f"{place}: {why}")
+    limits = {True: DEEP, False: WIDE}
+    large = [(key, value) for key, value in _sizes(config.to_dict()) if value > limits[bool(LAYERS.search(key))]]
     root = Path(model) if Path(model).is_dir() else hub.snapshot(model, revision)
+    if not large or root is None:
+        return
     tensors: dict[str, TensorInfo] = {}
     with suppress(KtconvertError):  # of weights; whoever reads them raises it
-        tensors = {} if root is None else open_checkpoint(root).tensors
-    if not tensors:
-        return
-    dimension = max(max(info.shape, default=0) for info in tensors.values())
-    layers = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
-    for key, value in _sizes(config.to_dict()):
-        if value > (layers if LAYERS.search(key) else max(FREE, PACKED * dimension)):
+        tensors = open_checkpoint(root).tensors
+    limits[True] = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
+    limits[False] = PACKED * max((size for info in tensors.values() for size in info.shape), default=0)
+    for key, value in large:
+        if value > limits[bool(LAYERS.search(key))]:
             raise InputError(f"{place}: {key} is {value}, which is more than the stored tensors have; {COMPARE}")
 
 
@@ -187,6 +191,7 @@ def read_tokenizer(model: str, kind: str = "AutoTokenizer", **where: Any) -> Any
             or not tokenizer("a", add_special_tokens=False)["input_ids"]
         ):
             raise InputError(f"{model}: has no tokenizer; put its files ({TOKENIZER}) beside {CONFIG}")
+        tokenizer.decode(tokenizer("a b")["input_ids"])
     return made
 
 

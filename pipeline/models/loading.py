@@ -83,8 +83,11 @@ class ModelChoice:
         return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
 
     def root(self) -> Path | None:
-        """The directory with the model's files; None where the hub's cache has none yet."""
-        return Path(self.model) if Path(self.model).is_dir() else hub.snapshot(self.model, self.revision)
+        """The directory with all of the model's files; None where the hub's cache has none yet."""
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        folder = hub.snapshot(self.model, self.revision)
+        return folder if folder is not None and hub.complete(folder) else None
 
     @property
     def hot(self) -> bool:
