@@ -212,14 +212,10 @@ FIXED: list[tuple[str, str, Any, str]] = [
     ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, and a layer has 8 experts; "),
     ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than"),
     ("config.json", "head_dim", 10**9, "head_dim is 1000000000, which is more than the stored tensors have; "),
-    (
-        "config.json",
-        "head_dim",
-        0,
-        "makes model.layers.0.self_attn.k_norm.weight [0], and the stored tensor is [64] (and ",
-    ),
+    ("config.json", "head_dim", 0, "transformers cannot build the model that it describes: "),
+    ("config.json", "head_dim", 32, "transformers cannot compute with the model that it describes: "),
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
-    ("config.json", "rms_norm_eps", float("nan"), "with the numbers that it gives, predictions are NaN"),
+    ("config.json", "rms_norm_eps", float("nan"), "with the numbers that it gives, or with damaged weights, the model"),
     ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
     ("tokenizer.json", "model", 5, "transformers cannot load it: "),
     ("tokenizer_config.json", "added_tokens_decoder", 5, "transformers cannot load it: "),
@@ -237,7 +233,14 @@ def test_a_wrong_value_is_one_sentence_that_names_the_file(
     assert "\n" not in str(error)
     if file != "generation_config.json":
         error = conversion.here(*words["calibrate"]).exception
-        assert isinstance(error, InputError) and str(error).startswith(f"{model / file}: "), error
+        assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
+
+
+def test_tensors_of_other_shapes_are_named(model, example):
+    change(model, example, "config.json", ("head_dim",), 32)
+    said = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
+    with pytest.raises(InputError, match=said):
+        loading.load(loading.ModelChoice(str(model)))
 
 
 def test_a_model_type_that_is_unknown_is_not_supported(model, example, packed_example, text):

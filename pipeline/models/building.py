@@ -5,7 +5,6 @@ transformers for a model's files into one sentence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,18 +29,13 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
 PREDICTIONS_ONLY["return_dict"] = True
 BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
+NO_NUMBERS = "with the numbers that it gives, or with damaged weights, the model computes NaN or infinity"
 COMPARE = "compare it with the file that the model was released with"
 # What torch's RuntimeError says where an allocation on the CPU fails.
 NO_MEMORY = "DefaultCPUAllocator"
 # What transformers says of a model type that it does not have.
 UNKNOWN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model in")
 WHERE = ("revision", "trust_remote_code")  # what of from_pretrained says which files, and how they are read
-# Sizes and numbers of layers up to which no time is lost; larger ones are compared with the stored tensors. Packed
-# words hold up to 8 values, and gate and up may be one tensor.
-WIDE, DEEP, PACKED = 1 << 20, 1000, 16
-SIZE = re.compile(r"(^|_)(size|dim|heads|layers|experts|rank|depth)$")
-LAYERS = re.compile(r"(^|_)(layers|depth)$")
-NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 
 
 @contextmanager
@@ -145,28 +139,13 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     experts = cfg.number(text, NUM_EXPERTS)
     if experts is not None and (why := cfg.wrong_experts_per_token(text, experts[1])) is not None:
         raise InputError(f"{place}: {why}")
-    limits = {True: DEEP, False: WIDE}
-    large = [(key, value) for key, value in _sizes(config.to_dict()) if value > limits[bool(LAYERS.search(key))]]
     root = Path(model) if Path(model).is_dir() else hub.snapshot(model, revision)
-    if not large or root is None:
-        return
-    tensors: dict[str, TensorInfo] = {}
-    with suppress(KtconvertError):  # of weights; whoever reads them raises it
-        tensors = open_checkpoint(root).tensors
-    limits[True] = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
-    limits[False] = PACKED * max((size for info in tensors.values() for size in info.shape), default=0)
-    for key, value in large:
-        if value > limits[bool(LAYERS.search(key))]:
-            raise InputError(f"{place}: {key} is {value}, which is more than the stored tensors have; {COMPARE}")
-
-
-def _sizes(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of a config, and of those within it, that become dimensions of tensors or count layers."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _sizes(value)
-        elif isinstance(value, int) and SIZE.search(str(key)):
-            yield str(key), value
+    if root is not None and (large := cfg.large_sizes(config.to_dict())):
+        tensors: dict[str, TensorInfo] = {}
+        with suppress(KtconvertError):  # of weights; whoever reads them raises it
+            tensors = open_checkpoint(root).tensors
+        if why := cfg.wrong_size(large, tensors):
+            raise InputError(f"{place}: {why}; {COMPARE}")
 
 
 def auto_class(config: Any) -> Any:
@@ -256,5 +235,4 @@ def require_computing(made: Any, model: str) -> None:
     with memory_explained(model), explained(model, CONFIG, doing=COMPUTE), torch.no_grad():
         logits = made(input_ids=torch.zeros((1, 2), dtype=torch.long, device=made.device)).logits
     if not bool(logits.isfinite().any(-1).all()):
-        what = "with the numbers that it gives, predictions are NaN or infinite, unless weights are"
-        raise InputError(f"{_place(model, CONFIG)}: {what}; {COMPARE}")
+        raise InputError(f"{_place(model, CONFIG)}: {NO_NUMBERS}; {COMPARE}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.config import wrong_experts_per_token
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
@@ -130,11 +130,13 @@ class LayerWork:
 
 
 def require_calibratable(model: MoeModel, instead: str) -> None:
-    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly; InputError for a
-    number of experts per token that the model does not have.
+    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly; InputError for
+    numbers in config.json that the model does not have.
     """
-    if (why := wrong_experts_per_token(model.source.config, model.shape(model.layers[0])[0])) is not None:
-        raise InputError(f"{model.source.companion_root / 'config.json'}: {why}")
+    source, experts = model.source, model.shape(model.layers[0])[0]
+    large = cfg.large_sizes(source.config)
+    if why := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
+        raise InputError(f"{source.companion_root / 'config.json'}: {why}")
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
             f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "

@@ -295,7 +295,9 @@ class LayeredModel:
                     del layer.forward
 
     def require_causal(self, layer: int) -> None:
-        """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model."""
+        """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model. Raise
+        InputError for a layer that computes no numbers.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(layer)
@@ -307,6 +309,8 @@ class LayeredModel:
             return torch.zeros_like(x)
 
         a, b = (self.run(layer, x, nothing)[:-1].float() for x in (first, other))
+        if not bool(a.isfinite().all()):
+            raise InputError(f"{self.source.root / building.CONFIG}: {building.NO_NUMBERS}; {building.COMPARE}")
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
