@@ -34,7 +34,7 @@ COMPARE = "compare it with the file that the model was released with"
 # What torch's RuntimeError says where an allocation on the CPU fails.
 NO_MEMORY = "DefaultCPUAllocator"
 # What transformers says of a model type that it does not have.
-UNKNOWN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model in")
+UNKNOWN = ("does not recognize this architecture", "Unrecognized configuration class")
 WHERE = ("revision", "trust_remote_code")  # what of from_pretrained says which files, and how they are read
 
 
@@ -112,6 +112,8 @@ def read_config(model: str, **where: Any) -> Any:
     from ktconvert.native_quant.runtime import hf_dtypes
 
     hf_dtypes.keep_routers()
+    if Path(model).is_dir() and not Path(model, CONFIG).is_file():
+        raise InputError(f"{model}: has no {CONFIG}; put the model's own there")
     with explained(model, CONFIG):
         config = transformers.AutoConfig.from_pretrained(model, **where)
         require_plausible(config, model, where.get("revision"))
@@ -203,9 +205,9 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
             made.config.name_or_path = made.name_or_path = model
             made.generation_config = generation or made.generation_config
     if mismatched := sorted(loading["mismatched_keys"]):
-        name, stored, wanted = mismatched[0]
+        name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        what = f"makes {name} {list(wanted)}, and the stored tensor is {list(stored)}{more}"
+        what = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
         raise InputError(f"{_place(model, CONFIG)}: {what}; {COMPARE}")
     if missing := sorted(loading["missing_keys"]):
         what = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
