@@ -234,12 +234,13 @@ def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if stored is None or cpu_weights.expanduser().resolve() == root.resolve():
         return
+    opened = open_experts(cpu_weights.expanduser())
     for module in {modules[0], modules[-1]} if modules else ():
         count = module.num_experts
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
             if module.layer not in stored.moe_layers:
                 continue
-            parts = [gate for gate, _, _ in module.experts.packed.linears(expert)]
+            parts = [gate for gate, _, _ in opened.linears(module.experts.packed, expert)]
             ours, theirs = np.concatenate(parts), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
             both = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
             if both > 0 and float(np.vdot(ours, theirs)) / both < SAME:
