@@ -340,9 +340,7 @@ def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
     floats = config | {"format": "float-quantized"}
     model = copied(case, tmp_path / "model")
     stored.configure(model, quantization_config=floats)
-    error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception
-    assert type(error) is UnsupportedError and "is quantized itself (compressed-tensors)" in str(error)
-    with pytest.raises(UnsupportedError, match=re.escape(str(error))):  # the same sentence
+    with pytest.raises(UnsupportedError, match=r"is quantized itself \(compressed-tensors\)"):
         transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig(case.cold))
     stored.configure(model, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedError, match="is not an input yet"):

@@ -41,7 +41,7 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # they import these at the top; other modules import them inside a function.
 SERVING = ("application", "model_manager", "rendering", "scheduler", "scoring", "stream_decoder")
 RUNTIME = ("adapters", "gradient_window", "hf", "hf_modules", "hf_rest", "hot_experts", "layer_forwards", "models")
-RUNTIME += ("peft_tuner", "sft", "streams", "training", "wrapper")
+RUNTIME += ("hf_dtypes", "peft_tuner", "sft", "streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out
@@ -193,6 +193,22 @@ def test_heavy_packages_are_imported_where_they_are_used():
             if name not in SUBCLASSING and (module.split(".")[0] in HEAVY or module in SUBCLASSING)
         ]
     none(wrong)
+
+
+BUILDING = ROOT / "pipeline" / "models" / "building.py"
+
+
+def test_one_module_asks_transformers_for_configs_and_tokenizers():
+    """It switches off settings beside predictions, and explains what fails."""
+    asking = {"AutoConfig", "AutoTokenizer", "AutoProcessor"}
+    none(
+        [
+            f"{path.relative_to(ROOT)}:{node.lineno}: use models.building instead of {node.attr}"
+            for path, tree in trees().items()
+            for node in ast.walk(tree)
+            if path != BUILDING and isinstance(node, ast.Attribute) and node.attr in asking
+        ]
+    )
 
 
 # Words that say nothing to somebody who is new here. Say runner, threads, remote, side output, other tensors, request

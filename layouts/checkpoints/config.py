@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from ktconvert.layouts.tensors import TensorInfo
 
 # The names that config.json has for the number of experts per token.
 TOPK = (
@@ -13,6 +16,12 @@ TOPK = (
     *("top_k_experts", "experts_per_token", "moe_k"),
 )
 USUAL_TOPK = 8
+# Keys of dimensions and of numbers of layers. Up to WIDE and DEEP no time is lost; larger ones are compared with the
+# stored tensors. Packed words hold up to 8 values, and gate and up may be one tensor.
+SIZE = re.compile(r"(^|_)(size|dim|heads|layers|experts|rank|depth)$")
+LAYERS = re.compile(r"(^|_)(layers|depth)$")
+NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")  # in a tensor's name
+WIDE, DEEP, PACKED = 1 << 20, 1000, 16
 # Where multimodal models keep the language model's configuration.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -55,6 +64,41 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
+
+
+def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
+    """Return what is wrong with the recorded number for a model that computes with it; None for no number, and for 1 to
+    `experts`. A list has a number for each layer, 0 for one without experts.
+    """
+    entry = find(config, TOPK)
+    if entry is None or experts < 1:
+        return None
+    key, value = entry
+    most = max(value, default=0) if isinstance(value, list) and all(type(n) is int for n in value) else value
+    if type(most) is not int or 0 < most <= experts:
+        return None
+    return f"{key} is {most}, and a layer has {experts} experts; give the number with which the model was trained"
+
+
+def large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the sizes and numbers of layers, within nested objects too, with which a model takes long to build."""
+    large = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            large += large_sizes(value)
+        elif isinstance(value, int) and SIZE.search(str(key)) and value > (DEEP if LAYERS.search(str(key)) else WIDE):
+            large.append((str(key), value))
+    return large
+
+
+def wrong_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Return what is wrong with the first of these sizes that is more than the tensors have; None if none is."""
+    deep = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
+    wide = PACKED * max((size for info in tensors.values() for size in info.shape), default=0)
+    for key, value in large:
+        if value > (deep if LAYERS.search(key) else wide):
+            return f"{key} is {value}, which is more than the stored tensors have"
+    return None
 
 
 def families(config: dict[str, Any]) -> list[str]:

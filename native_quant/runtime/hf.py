@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from ktconvert.native_quant.runtime import adapters, hf_rest, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import adapters, hf_dtypes, hf_rest, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
@@ -229,6 +229,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
         return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
 
 
+hf_dtypes.keep_routers()
 _loading: Any = modeling_utils
 _get_hf_quantizer = _loading.get_hf_quantizer
 
@@ -239,7 +240,8 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
         model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
-        hf_rest.give_way(config, model)
+        hf_rest.require_combinable(config, model)
+        hf_rest.give_way(config)
         own = getattr(config, "quantization_config", None) or {}
         if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():

@@ -104,22 +104,26 @@ def _load_the_original(root: Path, why: str) -> str:
     return f"{root}: {why}; load the checkpoint that it was converted from, with these experts: {call}"
 
 
-def give_way(config: Any, model: str) -> None:
+def give_way(config: Any) -> None:
     """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it;
-    dequantizer and require_plain see to what is quantized. Raises UnsupportedError at once for another format of
-    compressed-tensors than that of `ktconvert gpu`.
+    dequantizer and require_plain see to what is quantized.
     """
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
         own = own if isinstance(own, dict) else own.to_dict()
-        method = own.get("quant_method")
-        if method in (NAME, cpu_card.QUANT_METHOD):
-            continue
-        if method == METHOD and own.get("format") != FORMAT:
+        if own.get("quant_method") not in (NAME, cpu_card.QUANT_METHOD):
+            vars(part).pop("quantization_config", None)
+
+
+def require_combinable(config: Any, model: str) -> None:
+    """Raise UnsupportedError at once for another format of compressed-tensors than that of `ktconvert gpu`."""
+    for part in (config, config.get_text_config(decoder=True)):
+        own = getattr(part, "quantization_config", None) or {}
+        own = own if isinstance(own, dict) else own.to_dict()
+        if own.get("quant_method") == METHOD and own.get("format") != FORMAT:
             which = "only routed experts that `ktconvert gpu` packed can be combined with others"
             remedy = f"give what `ktconvert dequantize {model} BF16` writes, with the same CPU weights"
-            raise UnsupportedError(f"{model}: is quantized itself ({method}), and {which}; {remedy}")
-        vars(part).pop("quantization_config", None)
+            raise UnsupportedError(f"{model}: is quantized itself ({METHOD}), and {which}; {remedy}")
 
 
 def dequantizer(root: Path) -> Any:

@@ -35,7 +35,7 @@ def run(options: RunOptions) -> None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline.models import generating, loading
+    from ktconvert.pipeline.models import building, generating, loading
     from ktconvert.pipeline.ui.progress import Reporter
 
     reporter = Reporter()
@@ -45,13 +45,14 @@ def run(options: RunOptions) -> None:
     except UnsupportedError as error:
         if options.torch_experts or options.cpu_weights is not None:
             raise
-        reporter.note(f"transformers computes the experts, since: {error}")
         loaded = loading.load(choice)
+        reporter.note(f"transformers computes the experts, since: {error}")
 
     def write(inputs: Any) -> str:
-        text, speed = generating.write(
-            *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
-        )
+        with building.explained(choice.model, building.GENERATION, doing="generate as it says", passing=(OSError,)):
+            text, speed = generating.write(
+                *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
+            )
         _say("\n")
         click.echo(speed.line(), err=True)
         return text

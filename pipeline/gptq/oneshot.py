@@ -10,6 +10,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.pipeline.models import building
 from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.ui.text import first_line
 from ktconvert.pipeline.walk import bf16
@@ -38,8 +39,9 @@ def quantize_model(
     assert scheme.weights is not None
     weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
     try:
+        config = building.read_config(str(root), trust_remote_code=trust_remote_code)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            root, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            root, config=config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
         names = {found.layer: found.name for found in find_experts(model)}
         ids = [torch.from_numpy(sample)[None] for sample in samples]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -13,21 +13,17 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.adapter import require_adapter
+from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.pack_quantized import METHOD
-from ktconvert.layouts.errors import (
-    INCOMPLETE,
-    InputError,
-    KtconvertError,
-    ResourceError,
-    UnsupportedError,
-    UsageError,
-)
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
+from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.native_quant.runtime.hot_mask import REMEDY
+from ktconvert.pipeline.models import building, decoding
 from ktconvert.pipeline.models.adapter_loading import with_adapter
-from ktconvert.pipeline.ui.text import first_line
+from ktconvert.quantizers.reference import bf16_to_f32
 
 RUN = ("torch", "transformers", "accelerate")
 # extra -> the packages without which its commands cannot start
@@ -41,13 +37,11 @@ NEEDS = {
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = "1000000000"  # seconds before a bar is drawn
 LONGEST = "max_position_embeddings"  # what a config calls the most tokens that a model reads
-# What a config.json may ask of a model beside its predictions, and how it is left out. Left over from training, router
-# logits make transformers add up a loss, which fails for a prompt in parts, with padding and with beams.
-PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
-PREDICTIONS_ONLY["return_dict"] = True
 # What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
 # parts, and several answers at once are not streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
+
+SAME = 0.5  # the least cosine of a weight and its converted one; those of different experts have one near 0
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
@@ -87,6 +81,13 @@ class ModelChoice:
     def where(self) -> dict[str, Any]:
         """What every from_pretrained of transformers takes."""
         return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
+
+    def root(self) -> Path | None:
+        """The directory with all of the model's files; None where the hub's cache has none yet."""
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        folder = hub.snapshot(self.model, self.revision)
+        return folder if folder is not None and hub.complete(folder) else None
 
     @property
     def hot(self) -> bool:
@@ -139,25 +140,10 @@ class ModelChoice:
             cpu_weights=self.cpu_weights.expanduser().absolute(),
             exact=self.exact,
             threads=self.threads,
+            gpu_experts=self.root() if self.hot else None,
             gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
             num_gpu_experts=self.num_gpu_experts,
         )
-
-
-@contextmanager
-def explained(model: str) -> Iterator[None]:
-    """What transformers raises for a model that it cannot load as InputError; no memory left as ResourceError."""
-    import torch
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"{model}: the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
-        ) from error
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise InputError(f"{model}: transformers cannot load it: {first_line(error)}") from error
 
 
 def prepare(choice: ModelChoice) -> Any:
@@ -172,9 +158,7 @@ def prepare(choice: ModelChoice) -> Any:
     if choice.threads is not None:
         torch.set_num_threads(choice.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with explained(choice.model):
-        config = transformers.AutoConfig.from_pretrained(choice.model, **choice.where())
-    ask_for_predictions(config)
+    config = building.read_config(choice.model, **choice.where())
     parts = (config, config.get_text_config(decoder=True))
     own: dict[str, Any] = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), {})
     if choice.is_converted:
@@ -190,20 +174,8 @@ def prepare(choice: ModelChoice) -> Any:
         return config
     from ktconvert.native_quant.runtime import hf_rest
 
-    hf_rest.give_way(config, choice.model)
+    hf_rest.give_way(config)
     return config
-
-
-def ask_for_predictions(config: Any) -> None:
-    """Have a model of this config, and of those within it, give its predictions and nothing else."""
-    import transformers
-
-    for name, value in PREDICTIONS_ONLY.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    for part in vars(config).values():
-        if isinstance(part, transformers.PreTrainedConfig):
-            ask_for_predictions(part)
 
 
 def with_own_experts(choice: ModelChoice) -> ModelChoice:
@@ -229,45 +201,54 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     tokenizer = load_tokenizer(choice)
-    with explained(choice.model):
-        return load_model(auto_class(config), choice, config, **options), tokenizer
-
-
-def auto_class(config: Any) -> Any:
-    """The auto class of transformers for a model of this config that writes text."""
-    import transformers
-
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText
+    return load_model(building.auto_class(config), choice, config, **options), tokenizer
 
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
-    """The model, to generate one answer at a time. Raises InputError where a part is missing."""
-    where = choice.where()
-    model, loading = kind.from_pretrained(choice.model, config=config, **options, **where, output_loading_info=True)
-    if missing := sorted(loading["missing_keys"]):
-        raise InputError(
-            f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; {INCOMPLETE}"
-        )
+    """The model, to generate one answer at a time. Raises InputError where a part is missing or cannot be used."""
+    root, weights = choice.root(), None
+    if root is not None and not choice.is_converted and not getattr(config, "auto_map", None):
+        weights = decoding.decoded_weights(root, whole=choice.cpu_weights is None)
+    if weights is not None:
+        vars(config).pop("quantization_config", None)
+    model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())
+    if root is not None and choice.cpu_weights is not None:
+        require_same_experts(model, root, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
 
 
+def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
+    """Raise InputError where converted experts are not those of the model's directory: others of equal shapes, or in
+    another order. Compare some experts of the first and the last layer that have some there; adapters and quantizers
+    move weights far less than this allows.
+    """
+    import numpy as np
+
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    stored: Any = None
+    with suppress(KtconvertError):  # a directory without readable experts has none to compare with
+        stored = recognise(open_checkpoint(root), to_read=True)
+    modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    if stored is None or cpu_weights.expanduser().resolve() == root.resolve():
+        return
+    opened = open_experts(cpu_weights.expanduser())
+    for module in {modules[0], modules[-1]} if modules else ():
+        count = module.num_experts
+        for expert in sorted({0, 1 % count, count // 2, count - 1}):
+            if module.layer not in stored.moe_layers:
+                continue
+            parts = [gate for gate, _, _ in opened.linears(module.experts.packed, expert)]
+            ours, theirs = np.concatenate(parts), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
+            both = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
+            if both > 0 and float(np.vdot(ours, theirs)) / both < SAME:
+                what = f"expert {expert} of layer {module.layer} is not that of {root}"
+                remedy = "give what was converted from this model"
+                raise InputError(what, remedy, path=cpu_weights)
+
+
 def load_tokenizer(choice: ModelChoice) -> Any:
     """The tokenizer. Raises InputError for one that cannot be used."""
-    import transformers
-
-    with explained(choice.model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        require_tokenizer(tokenizer, choice.model)
-    return tokenizer
-
-
-def require_tokenizer(tokenizer: Any, model: str) -> None:
-    """Raises InputError for what is no tokenizer, or makes no token of a text: that comes where files are missing."""
-    from transformers import PreTrainedTokenizerBase
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise InputError(f"{model}: has no tokenizer; put its files (tokenizer.json) beside config.json")
+    return building.read_tokenizer(choice.model, **choice.where())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ktconvert.layouts.checkpoints.config import experts_per_token
-from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models import building, loading
 from ktconvert.pipeline.models.fine_tuning import EXPERTS, target_modules
 from ktconvert.pipeline.options.training_options import TrainOptions
 
@@ -22,8 +22,8 @@ def needs(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
 
-    with loading.explained(choice.model), torch.device("meta"):
-        model = loading.auto_class(config).from_config(config)
+    with building.explained(choice.model, building.CONFIG, doing=building.BUILD), torch.device("meta"):
+        model = building.auto_class(config).from_config(config)
     modules, plan, rank = find_experts(model), options.schedule_options, options.lora.rank
     names = target_modules(options, model)
     inside = tuple(f"{module.name}." for module in modules)

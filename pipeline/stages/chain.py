@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
@@ -21,6 +22,7 @@ from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
+from ktconvert.pipeline.models.building import is_memory
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
 from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk import bf16
@@ -32,7 +34,6 @@ from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.portions import Portion, PortionWork, unit_of
 
 SAMPLES = "samples"
-CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,13 @@ class LayerWork:
 
 
 def require_calibratable(model: MoeModel, instead: str) -> None:
-    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly."""
+    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly; InputError for
+    numbers in config.json that the model does not have.
+    """
+    source, experts = model.source, model.shape(model.layers[0])[0]
+    large = cfg.large_sizes(source.config)
+    if why := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
+        raise InputError(f"{source.companion_root / 'config.json'}: {why}")
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
             f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
@@ -187,12 +194,10 @@ def walk(unit: Unit[Any], context: Context, consumers: Sequence[Consumer]) -> No
 @contextmanager
 def _memory_explained(key: str, remedies: str) -> Iterator[None]:
     """Turn torch's ways to say that memory ran out into a ResourceError that names the unit."""
-    import torch
-
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and CPU_FULL not in str(error):
+        if not is_memory(error):
             raise
         raise ResourceError(
             f"{key}: not enough memory. {remedies} Then resume, or start again with --overwrite."

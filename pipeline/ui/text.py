@@ -55,5 +55,8 @@ def first_of(problems: Sequence[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what another library's exception says, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first line of what another library's exception says, without its full stop; if it ends with a colon,
+    with the line after it.
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")

@@ -26,7 +26,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models import building, loading
 from ktconvert.pipeline.models.evaluate import compare
 from ktconvert.pipeline.ui.text import first_line, first_of, size
 from ktconvert.pipeline.verify.checks import Check
@@ -104,8 +104,7 @@ def model_class(root: Path) -> tuple[Any, Any]:
     import transformers
 
     with quiet():
-        config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False, local_files_only=True)
-    loading.ask_for_predictions(config)
+        config = building.read_config(str(root), trust_remote_code=False, local_files_only=True)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             kind: Any = table[type(config)]
@@ -254,13 +253,11 @@ def _read_source(
 
 def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
     """Token ids [n, length]: of a text, or drawn with a fixed seed where there is no tokenizer. InputError."""
-    from transformers import AutoTokenizer
-
     read = PROSE + inspect.getsource(check_reload) if text is None else text
     length = min(LENGTH, loading.longest(config) or LENGTH)
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+            tokenizer = building.read_tokenizer(str(root), trust_remote_code=False, local_files_only=True)
             ids = np.array(tokenizer(read)["input_ids"], np.int64)
     except Exception:  # whatever transformers raises where a tokenizer's files are missing or need code of their own
         ids = np.empty(0, np.int64)

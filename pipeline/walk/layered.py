@@ -7,7 +7,6 @@ transformers' eager one with a causal mask, which llmcompressor traces too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,9 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
-from ktconvert.pipeline.models.loading import auto_class
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
-from ktconvert.pipeline.ui.text import first_line
+from ktconvert.pipeline.models import building
+from ktconvert.pipeline.models.decoding import read_tensor
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.footprint import AT_ONCE
 
 if TYPE_CHECKING:
@@ -66,18 +65,16 @@ class LayeredModel:
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
         try:
-            config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
-            for part in (config, config.get_text_config(decoder=True)):
-                if getattr(part, "quantization_config", None) is not None:
-                    del part.quantization_config
-            options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
-            with init_empty_weights(include_buffers=False):  # those stay real
-                self.model = auto_class(config).from_config(config, **options).eval()
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            version, why = transformers.__version__, first_line(error)
-            raise UnsupportedError(
-                f"{source.root}: transformers {version} cannot build this model ({why}); {instead}."
-            ) from error
+            config = building.read_config(str(source.root), trust_remote_code=trust_remote_code)
+        except UnsupportedError as error:
+            raise error.advising(f"{instead}.") from error
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+        # Buffers stay real.
+        with self._explained(building.BUILD), init_empty_weights(include_buffers=False):
+            self.model = building.auto_class(config).from_config(config, **options).eval()
         found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for experts in found:
@@ -112,20 +109,11 @@ class LayeredModel:
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer. Raises InputError where there is none."""
-        import transformers
+        return building.read_tokenizer(str(self.source.root), trust_remote_code=self._trusted)
 
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.source.root, trust_remote_code=self._trusted)
-            usable = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
-        except (OSError, ValueError, ImportError, KeyError):
-            usable = False
-        if usable:
-            return tokenizer
-        raise InputError(
-            f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
-            "files (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it "
-            "brings code of its own."
-        )
+    def _explained(self, doing: str) -> AbstractContextManager[None]:
+        """Raise InputError, which names config.json, for what transformers raises inside."""
+        return building.explained(str(self.source.root), building.CONFIG, doing=doing, passing=(_Reached,))
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -145,8 +133,10 @@ class LayeredModel:
         config = LoadStateDictConfig(
             device_map={"": self.device}, dtype=kind, dtype_plan=plan, weight_mapping=self._mapping
         )
-        stored = {name: self._tensor(self.tensors[name]) for name in names}
-        loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
+        remedy = f"take the model's BF16 release, or {self._instead}."
+        stored = {name: read_tensor(self.source, self.tensors[name], remedy) for name in names}
+        with self._explained(building.BUILD):
+            loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
         del stored
         if lacks := sorted(needed & loading.missing_keys):
             raise InputError(
@@ -160,25 +150,6 @@ class LayeredModel:
             for name in names:
                 for info in self.tensors[name].reads:
                     self.source.release(info)
-
-    def _tensor(self, tensor: OtherTensor) -> torch.Tensor:
-        """A stored tensor: a view of the file where its bytes can be used as they are."""
-        import torch
-
-        info, entry = tensor.reads[0], tensor.entry
-        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
-        if kind is None:
-            raise UnsupportedError(
-                f"{self.source.path(info)}: tensor {info.name!r} is {entry.dtype}, which cannot be "
-                f"computed with; take the model's BF16 release, or {self._instead}."
-            )
-        if tensor.stored is info and info.start % kind.itemsize == 0:
-            raw = self.source.view(info).reshape(-1).view(np.uint8)
-        else:
-            raw = np.concatenate(list(bytes_of(self.source, tensor)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
-            return torch.from_numpy(raw).view(kind).reshape(entry.shape)
 
     # --- computing --------------------------------------------------------------------------------
 
@@ -210,7 +181,7 @@ class LayeredModel:
         for module in self.layers:
             module.forward = record
         try:
-            with torch.inference_mode(), suppress(_Reached):
+            with self._explained(building.COMPUTE), torch.inference_mode(), suppress(_Reached):
                 self.stack(**inputs, use_cache=False)
         finally:
             for module in self.layers:
@@ -236,7 +207,7 @@ class LayeredModel:
             experts.forward = routed
         args, kwargs = self.call(layer, hidden.shape[0])
         try:
-            with torch.inference_mode():
+            with self._explained(building.COMPUTE), torch.inference_mode():
                 out = self.layers[layer](hidden[None].to(self.device), *args, **kwargs)
         finally:
             if experts is not None:
@@ -289,7 +260,7 @@ class LayeredModel:
         import torch
 
         generator, made = torch.Generator().manual_seed(seed), []
-        with self._head(), torch.inference_mode(False), torch.enable_grad():
+        with self._head(), self._explained(building.COMPUTE), torch.inference_mode(False), torch.enable_grad():
             for first in range(0, len(hidden), AT_ONCE):
                 leaving = hidden[first : first + AT_ONCE].clone()[None].to(self.device).requires_grad_()
                 logits = self.model(inputs_embeds=leaving, use_cache=False).logits[0].float()
@@ -324,7 +295,9 @@ class LayeredModel:
                     del layer.forward
 
     def require_causal(self, layer: int) -> None:
-        """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model."""
+        """Raise VerificationError where a token of a loaded layer sees later ones: it would be another model. Raise
+        InputError for a layer that computes no numbers.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(layer)
@@ -336,6 +309,8 @@ class LayeredModel:
             return torch.zeros_like(x)
 
         a, b = (self.run(layer, x, nothing)[:-1].float() for x in (first, other))
+        if not bool(a.isfinite().all()):
+            raise InputError(f"{self.source.root / building.CONFIG}: {building.NO_NUMBERS}; {building.COMPARE}")
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "

@@ -19,9 +19,10 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from ktconvert.pipeline.models import building
 from ktconvert.pipeline.models.adapter_loading import Adapters
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
-from ktconvert.pipeline.models.loading import ModelChoice, load_model, longest, require_tokenizer
+from ktconvert.pipeline.models.loading import ModelChoice, load_model, longest
 from ktconvert.pipeline.models.serving.access import Refused
 from ktconvert.pipeline.models.serving.rendering import ChatTemplate
 
@@ -81,8 +82,7 @@ class OneModel(theirs):  # type: ignore[misc]
         return load_model(kind, self.choice, self.config, quantization_config=quantization, **options)
 
     def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
-        processor = auto.AutoProcessor.from_pretrained(self.choice.model, **self.choice.where())
-        require_tokenizer(getattr(processor, "tokenizer", processor), self.choice.model)
+        processor = building.read_tokenizer(self.choice.model, "AutoProcessor", **self.choice.where())
         if not getattr(processor, "chat_template", None):
             processor.chat_template = PLAIN_TEMPLATE
         return processor

@@ -22,7 +22,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.models.loading import ModelChoice, explained, prepare
+from ktconvert.pipeline.models import building
+from ktconvert.pipeline.models.loading import ModelChoice, prepare
 from ktconvert.pipeline.models.serving.template_process import the_process
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def load(
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
     from ktconvert.pipeline.models.serving.stream_decoder import parse_answers_of
 
-    with explained(choice.model):
+    with building.explained(choice.model, building.GENERATION):
         manager = OneModel(choice, config, name or choice.model, adapters or {})
         parse_answers_of(manager.prompts.template, manager.model)
         scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)

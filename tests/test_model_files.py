@@ -1,0 +1,333 @@
+"""What the small files of a model say (config.json, generation_config.json, the tokenizer's) in every command that builds
+the model: settings beside predictions change nothing, and a wrong value is one sentence that names the file."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.pipeline.models import loading
+from rig import calibrated, conversion, encodings, family_rows, hf, stored
+from rig.calibrated import HELDOUT
+from rig.safetensors import Tensor, edit_file, read_file, write_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), True)
+SETTINGS |= {"use_cache": False, "return_dict": False}
+FEW = ("--num-calibration-samples", 2, "--max-sequence-length", 32, "--cpuinfer-threads", 1, "--force-cpu", "-q")
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+# What takes the place of any value; DELETED: nothing does.
+DELETED = "DELETED"
+VALUES = (None, True, 0, 1, -1, 1.5, 1e9, 10**9, 1 << 63, float("nan"), "", "x", [], [1], {}, {"a": 1}, DELETED)
+FIRST = 40  # members of an object, such as a vocabulary, of which only the first one is changed
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(HELDOUT.read_text()[:3000])
+    return path
+
+
+@pytest.fixture
+def model(example: Path, tmp_path: Path) -> Path:
+    """A copy of the bundled model that may be changed."""
+    return stored.model(example, tmp_path / "model", "BF16")
+
+
+def commands(model: Path, int8: Path, text: Path, out: Path) -> dict[str, tuple[object, ...]]:
+    """Every command that builds a model, as briefly as it can."""
+    weights, data = ("--cpu-weights", int8, "--threads", 1), ("--dataset", text, *FEW)
+    small = ("--sequence-length", 32, "--batch-size", 1, "--rank", 2, "--max-steps", 1, "--target-modules", "q_proj")
+    return {
+        "cpu": ("cpu", "-i", model, "-o", out / "gptq", "--scale", "gptq", "--threadpool-count", 1, *data),
+        "gpu": ("gpu", "-i", model, "-o", out / "gpu", "--quant-type", "W8A16", *data),
+        "verify": ("verify", out / "gpu", "--against", model, "--json"),
+        "calibrate": ("calibrate", model, "--output", out / "statistics", *data),
+        "run": ("run", model, *weights, "--prompt", "import os", "--max-new-tokens", 3),
+        "eval": ("eval", model, *weights, "--text", text, "--window", 64, "--max-windows", 1),
+        "train": ("train", model, *weights, "--dataset", text, "-o", out / "adapter", *small, "-q"),
+    }
+
+
+def serve(model: Path, int8: Path) -> None:
+    from ktconvert.pipeline.models.serving.server import load
+
+    _, scheduler = load(loading.ModelChoice(str(model), cpu_weights=int8, threads=1))
+    scheduler.stop()
+
+
+def test_settings_beside_predictions_fail_no_command(model, example, packed_example, text, tmp_path):
+    pytest.importorskip("llmcompressor")
+    stored.configure(model, **SETTINGS)
+    int8 = packed_example("int8")
+    for name, words in commands(model, int8, text, tmp_path).items():
+        done = conversion.here(*words)
+        assert done.exit_code == 0, (name, done.exception)
+        assert name != "verify" or "KL divergence" in done.stdout
+        if name == "run":
+            assert done.stdout == conversion.here(words[0], example, *words[2:]).stdout
+    serve(model, int8)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_are_those_of_predictions_alone(setting, model, example):
+    """`--scale gptq` asks how predictions feel what leaves a layer, of the whole model."""
+    stored.configure(model, **{setting: SETTINGS[setting]})
+    hidden = torch.randn((5, 256), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found, expected = (layered(each).gradients(hidden, 0) for each in (model, example))
+    assert torch.equal(found, expected) and bool(expected.any())
+
+
+def layered(root: Path) -> Any:
+    from ktconvert.layouts.checkpoints.moe_model import recognise
+    from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+    from ktconvert.layouts.checkpoints.source import open_checkpoint
+    from ktconvert.pipeline.stages import copy_tensors
+    from ktconvert.pipeline.walk.layered import LayeredModel
+
+    source = open_checkpoint(root)
+    names = recognise(source).expert_tensor_names()
+    rest = copy_tensors.decoded_others(other_tensors(source, names, source.quantization))
+    return LayeredModel(source, {tensor.key: tensor for tensor in rest})
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+def test_a_correction_bias_in_float32_chooses_the_same_experts_everywhere(text, tmp_path):
+    """Between 6.8 and 7.1, where BF16 has 9 numbers: of the walk, of `run`, and of transformers with our experts."""
+    model = calibrated.make("minimax_m2", False, tmp_path / "model", num_local_experts=32, num_experts_per_tok=4)
+    biases = 6.817 + 0.246 * torch.rand((2, 32), generator=torch.Generator().manual_seed(0))
+
+    def publish(tensors: Any) -> None:
+        for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+            layer = int(name.split("layers.")[1].split(".")[0])
+            tensors[name] = Tensor("F32", (32,), biases[layer].numpy().tobytes())
+        for name in [name for name in tensors if name.endswith("block_sparse_moe.gate.weight")]:
+            bits = tensors[name].bits.astype(np.uint32) << 16  # published in float32, too
+            tensors[name] = Tensor("F32", tensors[name].shape, (bits.view(np.float32) * 1.001).tobytes())
+
+    edit_file(model / "model.safetensors", publish)
+    done = conversion.here("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
+    assert done.exit_code == 0, done.exception
+    loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
+    ours = hf.load(model, cpu_weights=model, threads=1)
+    for one in (loaded, ours):
+        for layer, module in enumerate(one.model.layers):
+            assert torch.equal(module.mlp.e_score_correction_bias, biases[layer])
+            assert module.mlp.gate.weight.dtype == torch.float32
+    ids = tokenizer(text.read_text(), add_special_tokens=False, return_tensors="pt")["input_ids"][:, :64]
+    original = hf.complete(model, dtype=torch.bfloat16, attn_implementation="eager")
+    counts = read_file(tmp_path / "out" / "counts.safetensors")["counts"]
+    counted = np.frombuffer(counts.data, np.int64).reshape(counts.shape)
+    expected = np.zeros_like(counted)
+    for sample in ids.split(32, dim=1):
+        for layer, (_, chosen, *_) in hf.heard(original, sample).items():
+            expected[layer] += np.bincount(chosen.flatten(), minlength=32)
+    assert counted.sum() == 2 * 4 * 64 and np.abs(counted - expected).sum() <= 0.02 * counted.sum()
+
+
+@pytest.mark.parametrize(
+    "family", ["kimi_linear", "laguna", "minimax_m3_vl_text", "step3p7", "lfm2_moe", "deepseek_v3"]
+)
+def test_biases_of_routers_keep_their_stored_dtype(family):
+    """Of families that transformers rounds; of others it keeps float32."""
+    import transformers
+    from test_families import config_of
+
+    from ktconvert.native_quant.runtime import hf_dtypes
+
+    hf_dtypes.keep_routers()
+    if family not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this transformers has no {family}")
+    config = config_of(family, family_rows.ROWS[family])
+    with torch.device("meta"):
+        made = (
+            transformers.AutoModelForCausalLM
+            if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            else transformers.AutoModelForImageTextToText
+        ).from_config(config)
+    plan = made._get_dtype_plan(torch.bfloat16)
+    names = [name for name in made.state_dict() if name.endswith(hf_dtypes.BIASES)]
+    assert names and all(name.split(".")[-1] in plan for name in names)
+    assert {plan[name.split(".")[-1]] for name in names} == {torch.float32 if family == "deepseek_v3" else None}
+
+
+# --- wrong values ---------------------------------------------------------------------------------
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to every value; of a list and of a large object, only to the first."""
+    items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
+    for key, value in items[:1] if isinstance(node, list) or len(items) > FIRST else items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def changes(example: Path) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """(file, keys of the value, what takes its place) of all."""
+    documents = {name: json.loads((example / name).read_text()) for name in FILES}
+    return [(name, keys, value) for name in FILES for keys in places(documents[name]) for value in VALUES]
+
+
+def change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: Any) -> None:
+    """Change one value of a file; all other files are those of the example."""
+    for file in FILES:
+        shutil.copyfile(example / file, model / file)
+    document = node = copy.deepcopy(json.loads((example / name).read_text()))
+    for key in keys[:-1]:
+        node = node[key]
+    if value is DELETED:
+        del node[keys[-1]]
+    else:
+        node[keys[-1]] = value
+    (model / name).write_text(json.dumps(document))
+
+
+def refused_or_done(words: tuple[object, ...], model: Path) -> bool:
+    """Whether a command refuses the model, in one sentence with one of the exit codes of wrong input."""
+    done = conversion.here(*words)
+    if done.exit_code == 0:
+        return False
+    assert isinstance(done.exception, KtconvertError), (words[0], done.exception)
+    assert done.exception.exit_code in (2, 3, 5) and str(done.exception)
+    return True
+
+
+FIXED: list[tuple[str, str, Any, str]] = [
+    # file, key, value, what is said of it
+    ("config.json", "hidden_size", "x", "transformers cannot load it: Validation error for field 'hidden_size': "),
+    ("config.json", "num_experts_per_tok", 0, "num_experts_per_tok is 0, and a layer has 8 experts; "),
+    ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, and a layer has 8 experts; "),
+    ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than"),
+    ("config.json", "head_dim", 10**9, "head_dim is 1000000000, which is more than the stored tensors have; "),
+    ("config.json", "head_dim", 0, "transformers cannot build the model that it describes: "),
+    ("config.json", "head_dim", 32, "transformers cannot compute with the model that it describes: "),
+    ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
+    ("config.json", "rms_norm_eps", float("nan"), "with the numbers that it gives, or with damaged weights, the model"),
+    ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
+    ("tokenizer.json", "model", 5, "transformers cannot load it: "),
+    ("tokenizer_config.json", "added_tokens_decoder", 5, "transformers cannot load it: "),
+]
+
+
+@pytest.mark.parametrize(("file", "key", "value", "said"), FIXED, ids=[f"{row[1]} {row[2]}" for row in FIXED])
+def test_a_wrong_value_is_one_sentence_that_names_the_file(
+    file, key, value, said, model, example, packed_example, text
+):
+    change(model, example, file, (key,), value)
+    words = commands(model, packed_example("int8"), text, model.parent)
+    error = conversion.here(*words["run"]).exception
+    assert isinstance(error, InputError) and str(error).startswith(f"{model / file}: {said}"), error
+    assert "\n" not in str(error)
+    if file != "generation_config.json":
+        error = conversion.here(*words["calibrate"]).exception
+        assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
+
+
+def test_tensors_of_other_shapes_are_named(model, example):
+    change(model, example, "config.json", ("head_dim",), 32)
+    said = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
+    with pytest.raises(InputError, match=said):
+        loading.load(loading.ModelChoice(str(model)))
+
+
+def test_a_model_type_that_is_unknown_is_not_supported(model, example, packed_example, text):
+    change(model, example, "config.json", ("model_type",), "x")
+    for name, words in commands(model, packed_example("int8"), text, model.parent).items():
+        if name in ("run", "eval", "train", "calibrate"):
+            error = conversion.here(*words).exception
+            assert isinstance(error, UnsupportedError) and "does not recognize this architecture" in str(error), error
+
+
+def test_any_wrong_value_is_one_sentence(model, example, packed_example, text):
+    words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.chance()
+    for which in draw.sample(changes(example), 12):
+        change(model, example, *which)
+        refused_or_done(words, model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["run", "eval", "train", "calibrate", "serve"])
+def test_every_wrong_value_is_one_sentence(command, model, example, packed_example, text, tmp_path):
+    """All of them in `run`, and every fifth in the others."""
+    int8, refused = packed_example("int8"), 0
+    found = changes(example)[:: 1 if command == "run" else 5]
+    for number, which in enumerate(found):
+        change(model, example, *which)
+        if command == "serve":
+            try:
+                serve(model, int8)
+            except KtconvertError:
+                refused += 1
+        else:
+            refused += refused_or_done(commands(model, int8, text, tmp_path / f"{number}")[command], model)
+        shutil.rmtree(tmp_path / f"{number}", ignore_errors=True)
+    print(f"{command}: {len(found)} values, {refused} refused")
+    assert len(found) > 200 and refused > len(found) / 4
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["modelopt NVFP4", "FP8 in rows"])
+def test_quantized_weights_beside_the_experts_are_decoded(name, model, example, tmp_path):
+    """The same predictions as those of the decoded checkpoint."""
+    rng = np.random.default_rng(0)
+    plain, quantized = {}, {}
+    for key, tensor in read_file(example / "model.safetensors").items():
+        plain[key] = quantized[key] = ("BF16", tensor.bits)
+        if key.endswith("_proj.weight"):
+            parts, bits = encodings.ENCODINGS[name].make(rng, *tensor.shape)
+            plain[key] = ("BF16", bits)
+            del quantized[key]
+            quantized |= {key.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+    decoded = Path(shutil.copytree(model, tmp_path / "decoded"))
+    write_file(decoded / "model.safetensors", plain, {"format": "pt"})
+    write_file(model / "model.safetensors", quantized, {"format": "pt"})
+    methods = {"modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    stored.configure(model, quantization_config=methods.get(name, {"quant_method": "other"}))
+
+    def logits(root: Path, own: bool) -> Any:
+        choice = loading.ModelChoice(str(root), cpu_weights=root if own else None, threads=1)
+        return hf.logits(loading.load(choice)[0], torch.arange(3, 20)[None])
+
+    assert torch.equal(logits(model, False), logits(decoded, False))
+    distances = hf.row_distances(logits(model, True), logits(decoded, True))
+    assert float(distances.max()) < 0.05
+    done = conversion.here("run", model, "--prompt", "import os", "--max-new-tokens", 2, "--threads", 1)
+    assert done.exit_code == 0 and "note" not in done.stderr, done.exception
+
+
+def test_experts_of_another_model_are_refused(model, packed_example):
+    """Of equal shapes; and the same experts in another order."""
+
+    def choice() -> loading.ModelChoice:
+        return loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)
+
+    loading.load(choice())
+
+    def rotate(tensors: Any) -> None:
+        names = [name for name in tensors if ".experts." in name and "layers.1." in name]
+        moved = {name: tensors[name] for name in names}
+        for name in names:
+            before, _, after = name.partition(".experts.")
+            expert, _, part = after.partition(".")
+            tensors[f"{before}.experts.{(int(expert) + 1) % 8}.{part}"] = moved[name]
+
+    edit_file(model / "model.safetensors", rotate)
+    with pytest.raises(
+        InputError, match=f"int8-T1: expert 0 of layer 1 is not that of {model}; give what was converted"
+    ):
+        loading.load(choice())
