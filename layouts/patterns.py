@@ -1,0 +1,93 @@
+"""Regular expressions that come from files: bounded in size and in time, and refused with the file's name.
+
+`re` cannot be stopped: a pattern of 15 characters can run for years on one tensor name. The package `regex` takes the
+same patterns, can be stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError
+
+LONGEST = 10_000  # characters of a pattern
+LARGEST = 100_000  # elements of a compiled pattern: `regex` repeats what a count repeats, 4 µs and 300 bytes each
+ONE_MATCH = 1.0  # seconds
+PER_MATCH, SLACK = 50e-6, 3.0  # seconds that all patterns of a file take together: for each match, and besides
+
+
+class Pattern:
+    """A regular expression of a file. A match that takes too long, alone or with the others, raises InputError."""
+
+    def __init__(self, text: str, path: Path | str, timer: _Timer) -> None:
+        self.text, self._path, self._timer = text, path, timer
+        self._compiled = _compile(text, path)
+
+    def match(self, name: str) -> Any:
+        return self._run(self._compiled.match, name)
+
+    def fullmatch(self, name: str) -> Any:
+        return self._run(self._compiled.fullmatch, name)
+
+    def search(self, name: str) -> Any:
+        return self._run(self._compiled.search, name)
+
+    def _run(self, function: Callable[..., Any], name: str) -> Any:
+        start = time.perf_counter()
+        try:
+            found = function(name, timeout=ONE_MATCH)
+        except (TimeoutError, MemoryError):
+            raise self._slow(name) from None
+        if self._timer.add(min(time.perf_counter() - start, ONE_MATCH)):
+            raise self._slow(name)
+        return found
+
+    def _slow(self, name: str) -> InputError:
+        what = f"the regular expression {_short(self.text)} takes too long for names like {_short(name)}"
+        return InputError(what, "write it without nested repeats", path=self._path)
+
+
+class _Timer:
+    """The time that the patterns of one file have taken beyond PER_MATCH for each match."""
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+
+    def add(self, seconds: float) -> bool:
+        """Add the time of a match; return whether the file's patterns have taken too long."""
+        self._spent += seconds - PER_MATCH
+        return self._spent > SLACK
+
+
+def compile(text: str, path: Path | str) -> Pattern:
+    """Compile a regular expression of this file. Raise InputError if it is none, or too large."""
+    return compile_all([text], path)[0]
+
+
+def compile_all(texts: Iterable[str], path: Path | str) -> list[Pattern]:
+    """Compile the regular expressions of this file, whose matches have a time limit together."""
+    timer = _Timer()
+    return [Pattern(text, path, timer) for text in texts]
+
+
+def _compile(text: str, path: Path | str) -> Any:
+    import regex
+
+    unrolled = math.prod(max(1.0, float(count)) for count in re.findall(r"\{\s*([0-9]+)", text))
+    if len(text) > LONGEST or len(text) * unrolled > LARGEST:
+        raise InputError(f"the regular expression {_short(text)} is too large", "shorten it", path=path)
+    try:
+        return regex.compile(text, regex.VERSION0, cache_pattern=False)
+    except Exception as error:  # regex.error, RecursionError, ValueError ...: parsing strange text
+        reason = error if isinstance(error, regex.error) else type(error).__name__
+        what = f"{_short(text)} is no regular expression ({reason})"
+        raise InputError(what, "correct it", path=path) from None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")
