@@ -205,6 +205,28 @@ def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> N
     cli("verify", tmp_path / "int8", "--against", out)
     cli("verify", tmp_path / "int8", "--against", packed)
 
+    edit(next(packed.glob("*.safetensors")))
+    for command in ("dequantize", "cpu"):
+        words = ("-i", packed, "-o", tmp_path / f"damaged-{command}")
+        assert "is not what was written: its sha256 is" in cli(command, *words, code=5).stderr
+        assert not (tmp_path / f"damaged-{command}").exists()
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path) -> None:
+    """As by `cpu` and `gpu`; what is copied bit for bit may hold NaN and infinities (test_a_whole_model...)."""
+    rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts.1.up_proj"
+    tensors = {f"{name}{end}": tensor for end, tensor in blocks_of_fp8(rng, I, H)[0].items()}
+    dtype, values = tensors[f"{name}.weight"]
+    values = np.array(values)
+    values.view(np.uint8)[200, 100] = code
+    tensors[f"{name}.weight"] = dtype, values
+    source = written(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
+    words = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
+    with pytest.raises(InputError, match=words):
+        run(plan_request(request("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
+    assert not (tmp_path / "out").exists()
+
 
 def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)

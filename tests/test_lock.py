@@ -13,7 +13,7 @@ import pytest
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.lock import unlock
+from ktconvert.pipeline.engine.lock import acquire, unlock
 from rig import conversion, forks, killpoint, shims
 from rig.programs import printed
 
@@ -408,3 +408,51 @@ def test_without_any_way_to_be_alone_it_is_refused(tmp_path):
     source = conversion.checkpoint(tmp_path / "source", layers=1)
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", env={"LD_PRELOAD": str(library)})
     conversion.refused(done, 7, str(tmp_path / "out.work/lock.held"), "choose another")
+
+
+@pytest.mark.parametrize("name", ["partial", "attempts", "store", "out", "plan.json", "journal.jsonl", "lock"])
+def test_links_in_a_work_directory_are_refused(tmp_path, name):
+    output, root, victim = tmp_path / "out", tmp_path / "out.work", tmp_path / "victim"
+    victim.mkdir()
+    (victim / "a").write_text("precious")
+    root.mkdir()
+    (root / "lock").touch()
+    (root / name).unlink(missing_ok=True)
+    folders = name in ("partial", "attempts", "store", "out")
+    (root / name).symlink_to(victim if folders else victim / "a")
+    with pytest.raises(OutputError, match=rf"out\.work/{name}: is a link where ktconvert expects its own"):
+        acquire(root, output)
+    assert (victim / "a").read_text() == "precious"
+
+
+def test_a_link_is_no_work_directory(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.work").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match=r"out\.work: is a link, and ktconvert works in a folder of its own"):
+        acquire(tmp_path / "out.work", tmp_path / "out")
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_only_its_user_enters_a_work_directory(tmp_path):
+    """Those of versions that left them open, too."""
+    for name in ("new", "old"):
+        root = tmp_path / f"{name}.work"
+        if name == "old":
+            root.mkdir()
+            (root / "lock").touch()
+            root.chmod(0o2775)
+        acquire(root, tmp_path / name).release()
+        assert root.stat().st_mode & 0o777 == 0o700
+        acquire(root, tmp_path / name).remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("name", ["", "store"])
+def test_a_work_directory_of_another_user_is_refused(tmp_path, name):
+    root = tmp_path / "out.work"
+    (root / "store").mkdir(parents=True)
+    (root / "lock").touch()
+    os.chown(root / name, 12345, -1)
+    with pytest.raises(OutputError, match=r"user 12345, and (this is user 0|the work directory to user 0)"):
+        acquire(root, tmp_path / "out")
+    assert {path.name for path in root.iterdir()} == {"lock", "store"}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.stages.expert_files import Parts, empty_parts
@@ -263,6 +264,14 @@ def test_parts_are_rearranged_by_the_definition(form, data):
         assert (np.abs(before.astype(np.float64) - after) <= bound * (1 + 1e-6) + 2.0**-149).all()
 
 
+def list_again(folder: Path) -> None:
+    """Let the manifest list the files as they are now, as after a conversion of another model."""
+    document = json.loads((folder / manifest.NAME).read_text())
+    for file in document["files"]:
+        file["sha256"] = publish.sha256_file(folder / file["name"])
+    (folder / manifest.NAME).write_text(json.dumps({**document, "sha256": manifest.digest(document)}))
+
+
 def test_an_edited_input_is_noticed(bench):
     old = bench.base / "old"
     assert bench.cpu(output=old).returncode == 0
@@ -272,6 +281,7 @@ def test_an_edited_input_is_noticed(bench):
     shutil.rmtree(bench.output)
     assert bench.run(*words, kill=points // 2).returncode == killpoint.KILLED
     conversion.edit(old / "model-00001-of-00003.safetensors", -50000)  # a code of a gate projection
+    list_again(old)
     for again in (bench.run(*words), bench.run("resume", bench.output)):
         conversion.refused(again, 5, "model-00001-of-00003.safetensors", "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
@@ -322,3 +332,15 @@ def test_numbers_that_no_conversion_gives_are_refused(tmp_path, cli, converted):
         said = cli("resplit", damaged, tmp_path / "new", "--threadpool-count", 1, code=5)
         assert words in said and (file.name in said or "blk.1.ffn_down_exps.0" in said), said
         assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["resplit", "merge"])
+def test_a_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli: Any, tmp_path: Path) -> None:
+    """By the hashes of its manifest; else it would come out as good."""
+    loose = ("--no-merge-safetensor",) if command == "merge" else ()
+    damaged = shutil.copytree(converted("int8", 2, *loose), tmp_path / "in")
+    conversion.edit(sorted(damaged.rglob("*quant_.kt" if loose else "*.safetensors"))[0])
+    out = tmp_path / "out"
+    words = ("-i", damaged, "-o", out) if command == "merge" else (damaged, out, "--threadpool-count", 1)
+    said = cli(command, *words, code=5)
+    assert "is not what was written: its sha256 is" in said and not out.exists()

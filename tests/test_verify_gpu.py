@@ -280,7 +280,8 @@ def test_fp8_that_was_left(copy):
 def test_an_ignore_list_that_hits_experts(copy):
     output = copy("W4A16")
     hits = "hits model.layers.0.mlp.experts.7.up_proj, which is quantized"
-    for pattern, words in (("re:.*experts.7.up_proj", hits), ("re:(", "an expression that cannot be read")):
+    slow = ("re:(?:(?:.|..)*?)*[!#]", "the ignore list: the regular expression")
+    for pattern, words in (("re:.*experts.7.up_proj", hits), slow, ("re:(", "the ignore list: '(' is no regular")):
         edit_json(output / "config.json", lambda config, p=pattern: config["quantization_config"]["ignore"].append(p))
         (problem,) = problems(verified(rewrite(output, lambda _: None)), "quantization")
         assert words in problem

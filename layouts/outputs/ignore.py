@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs.card import CONFIG_KEYS
 from ktconvert.layouts.outputs.linear_names import USUAL, linears
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.patterns import Pattern, compile_all
 
 # What kt-kernel's convert_gpu_weights.py names by default.
 USUAL_PATTERNS = (
@@ -28,17 +30,30 @@ USUAL_PATTERNS = (
     r"re:.*\.mlp\.shared_expert_gate$",
     r"re:.*\.linear_attn\..*$",
 )
+OPTION = "--ignore-patterns"
 CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
 
 
-def is_match(name: str, pattern: str) -> bool:
-    """Whether a pattern names this Linear, as compressed-tensors understands it. UsageError: no regular expression."""
-    if not pattern.startswith("re:"):
-        return pattern == name or pattern in CLASSES
-    try:
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    except re.error as e:
-        raise UsageError(f"--ignore-patterns: {pattern!r} is no regular expression: {e}") from None
+class IgnoreList:
+    """Patterns that name Linears, as compressed-tensors understands them. InputError: no regular expression."""
+
+    def __init__(self, texts: Iterable[str], path: Path | str) -> None:
+        self._whole: set[str] = set()
+        self._expressions: list[Pattern] = []
+        self._path = path
+        self.add(texts)
+
+    def add(self, texts: Iterable[str]) -> None:
+        listed = dict.fromkeys(texts)
+        self._whole.update(text for text in listed if not text.startswith("re:"))
+        self._expressions += compile_all((t.removeprefix("re:") for t in listed if t.startswith("re:")), self._path)
+
+    def find(self, name: str) -> str | None:
+        """Return a pattern that names this Linear, or None."""
+        for text in (name, *CLASSES):
+            if text in self._whole:
+                return text
+        return next((f"re:{pattern.text}" for pattern in self._expressions if pattern.match(name)), None)
 
 
 def other_linears(model: MoeModel) -> tuple[str, ...]:
@@ -55,23 +70,26 @@ def other_linears(model: MoeModel) -> tuple[str, ...]:
 def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
     """These patterns, one for each MTP layer, and one for each kind of module left. UsageError if experts are hit."""
     kept = [*patterns, *(rf"re:(.*\.)?layers\.{layer}\..*" for layer in model.mtp_layers)]
-    for name in other_linears(model):
-        if not any(is_match(name, pattern) for pattern in kept):
-            kept.append(_pattern(name))
-    complete = tuple(dict.fromkeys(kept))
-    check_ignore(model, complete)
-    return complete
+    try:
+        ignored = IgnoreList(kept, OPTION)
+        for name in other_linears(model):
+            if ignored.find(name) is None:
+                kept.append(_pattern(name))
+                ignored.add(kept[-1:])
+        check_ignore(model, ignored)
+    except InputError as error:
+        raise UsageError(str(error)) from None
+    return tuple(dict.fromkeys(kept))
 
 
-def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
+def check_ignore(model: MoeModel, ignored: IgnoreList) -> None:
     """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
     named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
     for name in _loader_names(named):
-        for pattern in patterns:
-            if is_match(name, pattern):
-                what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
-                raise UsageError(f"--ignore-patterns: {what}; remove it or make it narrower")
-    missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
+        if (pattern := ignored.find(name)) is not None:
+            what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
+            raise UsageError(f"{OPTION}: {what}; remove it or make it narrower")
+    missed = [n for n in other_linears(model) if ignored.find(n) is None]
     if missed:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
         what = "the router" if ROUTER.search(f"{shown}.") else "the module"
@@ -103,23 +121,22 @@ def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str,
         if isinstance(inner, dict):
             yield from (f"config.json holds a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
     try:
-        yield from list(_ignored_wrongly(output, ignored))
-    except UsageError:
-        yield "the ignore list holds an expression that cannot be read"
+        yield from list(_ignored_wrongly(output, IgnoreList(ignored, "the ignore list")))
+    except InputError as error:
+        yield str(error)
     for name, stored in output.others.items():
         if stored.dtype.startswith("F8") or name.endswith("_scale_inv"):
             yield f"{name} in {stored.file} is FP8 as in the source: loaders would take it without its scales"
 
 
-def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
+def _ignored_wrongly(output: Output, ignored: IgnoreList) -> Iterator[str]:
     linears = dict.fromkeys((place.projection, s.name.rpartition(".")[0]) for (place, _), s in output.tensors.items())
-    names = _loader_names(linears)
-    hit = next(((name, pattern) for name in names for pattern in ignored if is_match(name, pattern)), None)
-    if hit is not None:
-        yield f"the ignore list's {hit[1]!r} hits {hit[0]}, which is quantized"
+    hits = ((ignored.find(name), name) for name in _loader_names(linears))
+    if (hit := next(((pattern, name) for pattern, name in hits if pattern is not None), None)) is not None:
+        yield f"the ignore list's {hit[0]!r} hits {hit[1]}, which is quantized"
     for name, stored in output.others.items():
         module, _, last = name.rpartition(".")
-        if last == "weight" and len(stored.shape) == 2 and not any(is_match(module, pattern) for pattern in ignored):
+        if last == "weight" and len(stored.shape) == 2 and ignored.find(module) is None:
             yield f"{module} is not quantized, and not named in the ignore list"
 
 

@@ -21,6 +21,7 @@ from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
+from ktconvert.pipeline.engine.recorded_inputs import compare_inputs
 from ktconvert.pipeline.options.declare import PlannedOptions, build, checked, leaves, plain, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import (
@@ -135,6 +136,7 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     finally:
         if collects:
             gc.enable()
+    plan = compare_inputs(plan)
     if hashed is None or not request.options.verify_inputs or not isinstance(request.options, HASHED):
         return plan
     return _with_hashes(plan, hashed)

@@ -26,6 +26,7 @@ from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import read_ahead
+from ktconvert.quantizers import differences
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
 NAME = "carry_over"
@@ -279,17 +280,33 @@ def _mapped(source: TensorSource, part: TensorInfo) -> Read:
 
 
 def _opened(source: TensorSource, weight: Weight, expert: int) -> Read:
-    return functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
+    matrix, transposed = weight.matrix(source, expert), weight.encoding.transposed
+
+    def read(start: int, stop: int) -> Bytes:
+        try:
+            return _decode(matrix, transposed, start, stop)
+        except kernels.NonFinite as error:
+            of_expert = f" of expert {expert}" if len(weight.shape) == 3 else ""
+            what = f"holds a value that is not finite at row {error.row}, column {error.column}{of_expert}"
+            info = weight.values
+            remedy = "download the file again or ask its publisher"
+            raise InputError.of_tensor(info.name, what, remedy, source.path(info)) from error
+
+    return read
 
 
-def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
-    """Bytes start..stop-1 of a linear in BF16, or of its transpose; of the rows that they cut, only what is wanted."""
+def _decode(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
+    """Return bytes start..stop-1 of a linear in BF16, or of its transpose. Raise kernels.NonFinite, with the place in
+    the stored linear.
+    """
     row = 2 * linear.shape[0 if transposed else 1]
     first, last = start // row, -(-stop // row)
-    if transposed:
-        bits = np.ascontiguousarray(kernels.decode(linear.columns(first, last)).T)
-    else:
-        bits = kernels.decode(linear.rows(first, last))
+    rows = linear.columns(first, last) if transposed else linear.rows(first, last)
+    try:
+        decoded = differences.decode_finite(rows)
+    except kernels.NonFinite as error:
+        raise kernels.NonFinite(rows.origin[0] + error.row, rows.origin[1] + error.column) from error
+    bits = np.ascontiguousarray(decoded.T) if transposed else decoded
     return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
 
 

@@ -1,0 +1,87 @@
+"""Inputs that are outputs of ktconvert: before a unit reads a file, the file's bytes are compared with its manifest."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError, VerificationError
+from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.manifest import OutputFile
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit
+
+REMEDY = "copy or convert it again; if you changed it on purpose, give a copy of the folder without manifest.json"
+
+
+def compare_inputs(plan: Plan) -> Plan:
+    """Return the plan with units that refuse input files which are not what a manifest beside them says.
+
+    Raise InputError for files of another size. A damaged manifest counts as none here.
+    """
+    recorded: dict[Path, OutputFile] = {}
+    for root in {_root(path, file.name) for path, file in plan.files.items()}:
+        try:
+            listing = manifest.read(root)
+        except VerificationError:
+            continue
+        recorded.update({root / file.name: file for file in listing.files} if listing is not None else {})
+    read = {path: (file, recorded[path]) for path, file in plan.files.items() if path in recorded}
+    weights = {path: was for path, (file, was) in read.items() if file.header_sha256 or path.suffix == ".kt"}
+    for path, was in weights.items():
+        if plan.files[path].size != was.size:
+            raise InputError(f"has {plan.files[path].size} bytes, the manifest says {was.size}", REMEDY, path=path)
+    if not weights:
+        return plan
+    recordings = _Recordings(weights)
+    by_name = {plan.files[path].name: path for path in weights}
+    by_header = {(plan.files[path].header_sha256, plan.files[path].size): path for path in weights}
+
+    def comparing(stage: Stage[Any]) -> Stage[Any]:
+        def run(unit: Unit[Any], partial: Path, context: Context) -> Result:
+            contents = [content for *_, content in unit.inputs if isinstance(content, tuple)]
+            names = {by_name.get(name) for name in unit.files} or {by_header.get(content[:2]) for content in contents}
+            recordings.compare((path for path in names if path is not None), context)
+            return stage.run(unit, partial, context)
+
+        return replace(stage, run=run)
+
+    return replace(plan, stages=tuple(map(comparing, plan.stages)))
+
+
+def _root(path: Path, name: str) -> Path:
+    return path.parents[len(Path(name).parts) - 1]
+
+
+class _Recordings:
+    """What manifests say of files, each of which is hashed once."""
+
+    def __init__(self, files: Mapping[Path, OutputFile]) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._compared: set[Path] = set()
+
+    def compare(self, paths: Iterable[Path], context: Context) -> None:
+        """Raise InputError for the first of these files whose bytes are not the recorded ones."""
+        for _ in context.pool.map(self._compare, sorted(paths)):
+            pass
+
+    def _compare(self, path: Path) -> None:
+        with self._lock:
+            lock = self._locks[path]
+        with lock:
+            if path in self._compared:
+                return
+            try:
+                here, there = publish.sha256_file(path), self._files[path].sha256
+            except OSError as error:
+                raise InputError(f"cannot be read ({error.strerror})", "put it back and resume", path=path) from error
+            if here != there:
+                what = f"is not what was written: its sha256 is {here[:12]}, the manifest says {there[:12]}"
+                raise InputError(what, REMEDY, path=path)
+            self._compared.add(path)
