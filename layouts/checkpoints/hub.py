@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.checkpoints.containers.gguf import parts_of
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
+from ktconvert.layouts.files import documents
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
@@ -101,7 +101,8 @@ def complete(folder: Path) -> bool:
     if (index := next(folder.glob("*.safetensors.index.json"), None)) is None:
         return any(path.exists() for path in folder.glob("*.safetensors"))
     try:
-        return all((folder / shard).exists() for shard in {*json.loads(index.read_bytes())["weight_map"].values()})
+        weight_map = documents.parse(index.read_bytes())["weight_map"]
+        return all((folder / shard).exists() for shard in {*weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
