@@ -193,14 +193,16 @@ class Document:
     draws     how many are damaged in a quick run; a long run makes as many times more of each
     commands  command lines that read it, too
     modules   what `read` imports that takes seconds
+    quick     whether a quick run damages any
     """
 
     make: Callable[[Inputs], Path]
     damage: Callable[[Random, bytes], bytes]
     read: Callable[[Inputs, Path], object]
-    draws: int = 300
+    draws: int = 150
     commands: Callable[[Inputs], list[list[object]]] | None = None
     modules: tuple[str, ...] = ()
+    quick: bool = True
 
 
 # --- work directories -----------------------------------------------------------------------------
@@ -688,14 +690,14 @@ def make_model(file: str) -> Callable[[Inputs], Path]:
     return make
 
 
-def load_model(inputs: Inputs, path: Path) -> None:
+def load_model(_: Inputs, path: Path) -> None:
     """Load a model as `run`, `eval` and `serve` do, and let it write two tokens."""
     from ktconvert.pipeline.models import generating, loading
 
     choice = loading.ModelChoice(str(path.parent))
     model, its_tokenizer = loading.load(choice)
-    inputs_of = its_tokenizer("def ", return_tensors="pt")
-    generating.write(model, its_tokenizer, inputs_of, max_new_tokens=2, temperature=0.0, say=lambda text: None)
+    inputs = its_tokenizer("def ", return_tensors="pt")
+    generating.write(model, its_tokenizer, inputs, max_new_tokens=2, temperature=0.0, say=lambda text: None)
 
 
 def make_model_adapter(file: str) -> Callable[[Inputs], Path]:
@@ -780,13 +782,13 @@ DOCUMENTS: Mapping[str, Document] = {
     "plan": Document(
         lambda i: i.work.plan, of_json, read_plan, commands=lambda i: [*of_broken(i), ["verify", i.broken]]
     ),
-    "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 200, of_broken),
-    "attempt": Document(make_attempt, of_json, read_attempts, 200),
-    "lock": Document(make_lock, of_json, read_lock, 200),
+    "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 100, of_broken),
+    "attempt": Document(make_attempt, of_json, read_attempts, 100),
+    "lock": Document(make_lock, of_json, read_lock, 100),
     "scheduler file": Document(make_scheduler, of_json, read_scheduler),
     "samples of a chain": Document(make_samples, of_safetensors, read_arrays),
-    "index": Document(lambda i: i.source / INDEX, of_json, read_index, 200, of_source),
-    "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 200, of_source),
+    "index": Document(lambda i: i.source / INDEX, of_json, read_index, 100, of_source),
+    "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 100, of_source),
     "params": Document(make_params, of_json, lambda _, path: read_config(path.parent)),
     "config of GPTQ": Document(
         make_quantized("GPTQ_INT4", "config.json"), of_json, read_quantized, 100, of_quantized("GPTQ_INT4")
@@ -801,22 +803,22 @@ DOCUMENTS: Mapping[str, Document] = {
     "header": Document(
         lambda i: i.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), commands=of_source
     ),
-    "GGUF": Document(make_gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), 250, of_file),
-    "hub's index": Document(make_snapshot(INDEX), of_json, read_snapshot, 200),
-    "hub's ref": Document(make_snapshot("ref"), of_bytes, read_snapshot, 200),
+    "GGUF": Document(make_gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), 150, of_file),
+    "hub's index": Document(make_snapshot(INDEX), of_json, read_snapshot, 100),
+    "hub's ref": Document(make_snapshot("ref"), of_bytes, read_snapshot, 100),
     "arch file": Document(
         make_arch,
         of_toml,
         read_arch,
-        200,
+        100,
         lambda i: [[*words, "--arch-file", make_arch(i)] for words in of_source(i)[:3]],
     ),
     "method map": Document(make_map, of_bytes, read_map, 60),
     "mask": Document(make_mask, of_safetensors, read_mask),
-    "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 200, of_statistics),
-    "second moments": Document(make_statistics(file_of(0)), of_safetensors, read_moments, 200),
-    "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 200),
-    "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 200),
+    "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 100, of_statistics),
+    "second moments": Document(make_statistics(file_of(0)), of_safetensors, read_moments, 100),
+    "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 100),
+    "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 100),
     "counts": Document(make_counts, of_safetensors, read_counts),
     "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 100, of_adapter),
     "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 100, of_adapter),
@@ -828,7 +830,7 @@ DOCUMENTS: Mapping[str, Document] = {
         "output",
         MANIFEST,
         more=lambda i: [["cpu", "-i", i.source, "-o", i.root / "output", *PARTED, "--dry-run"]],
-        draws=200,
+        draws=100,
     ),
     "manifest of a packed output": of(
         "packed", MANIFEST, more=lambda i: [["gpu", "-i", i.source, "-o", i.root / "packed", *RTN, "--dry-run"]]
@@ -850,18 +852,15 @@ DOCUMENTS |= {
     for file, damage in {"a.txt": of_bytes, "a.jsonl": of_lines, "a.json": of_json, "a.parquet": of_bytes}.items()
 }
 DOCUMENTS |= {
-    f"{file} of a model": Document(make_model(file), of_json, read, draws, modules=conversion.MODELS)
-    for file, read, draws in (
-        ("config.json", load_model, 4),
-        ("generation_config.json", load_model, 4),
-        ("tokenizer.json", load_model, 4),
-        ("tokenizer_config.json", load_model, 4),
-    )
+    f"{file} of a model": Document(make_model(file), of_json, load_model, 4, modules=conversion.MODELS, quick=False)
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 }
 DOCUMENTS |= {
-    f"{file} of a model's": Document(make_model_adapter(file), damage, load_adapter, 4, modules=conversion.MODELS)
+    f"{file} beside a model": Document(
+        make_model_adapter(file), damage, load_adapter, 4, modules=conversion.MODELS, quick=False
+    )
     for file, damage in {adapter.CONFIG: of_json, adapter.WEIGHTS: of_safetensors}.items()
 }
 DOCUMENTS["config.json of a walk"] = Document(
-    make_model("config.json"), of_json, build_walk, 4, modules=conversion.MODELS
+    make_model("config.json"), of_json, build_walk, 4, modules=conversion.MODELS, quick=False
 )

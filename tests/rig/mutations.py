@@ -22,6 +22,7 @@ VALUES = (
     *("[" * DEEP + "]" * DEEP, "[" * DEEP, "[" * NESTED + "]" * NESTED, '{"text_config":' * NESTED + "{}" + "}" * NESTED),
     *('{"a":1,"a":2}', "[1", "", "nul"),
 )  # fmt: skip
+SIMPLE = ("null", "true", "0", "-1", "1.5", '""', '"a"', "[]", "{}", "[[]]", "[{}]")
 KEYS = ("", "a", "\ud800", "x" * 5000, "\n", "\x1b]0;", "0", "__metadata__", "text_config", "name")
 INSERTED = ("0", "0", "9" * 20, ".", "../", "\0", "\x1b[2J", "\x85", "\ud800", "漢", "*", "(", "{")
 SNIPPETS = (b"\0", b"\xff", b'"', b"{", b"}", b"\n", b"[[", b"\xed\xa0\x80", b"=")
@@ -57,6 +58,11 @@ def write(node: Any) -> str:
             return json.dumps(node)
 
 
+def _value(random: Random) -> str:
+    """A JSON value as text, often a simple one of another type."""
+    return random.choice(SIMPLE if random.random() < 0.4 else VALUES)
+
+
 def places(node: Any) -> list[tuple[Any, int]]:
     """(list or member of an object, position in it) of every value below a node."""
     held = [(m, 1) for m in node.members] if isinstance(node, Object) else []
@@ -76,7 +82,7 @@ def near(random: Random, value: Any) -> Any:
             long, inserted = value.rjust(300, "x"), f"{value[:cut]}{random.choice(INSERTED)}{value[cut:]}"
             return random.choice((value[:cut], value[cut:], inserted, value * 2, value.upper(), long))
         case _:
-            return Text(random.choice(VALUES))
+            return Text(_value(random))
 
 
 def of_json(random: Random, file: bytes) -> bytes:
@@ -87,7 +93,7 @@ def of_json(random: Random, file: bytes) -> bytes:
         where, at = random.choice(every)
         match random.randint(0, 9):
             case 0 | 1 | 2 | 3 | 4:
-                where[at] = Text(random.choice(VALUES))
+                where[at] = Text(_value(random))
             case 5:
                 where[at] = near(random, where[at])
             case 6:  # a value from elsewhere
@@ -114,7 +120,7 @@ def _structure(random: Random, root: list[Any], what: int) -> None:
         key = entries[at][0]
         entries[at][0] = random.choice((*KEYS, key[:-1], f"{key}0", key.upper()))
     else:
-        entries.append([random.choice((entries[at][0], *KEYS)), Text(random.choice(VALUES))])
+        entries.append([random.choice((entries[at][0], *KEYS)), Text(_value(random))])
 
 
 def of_bytes(random: Random, file: bytes) -> bytes:
@@ -140,7 +146,7 @@ def of_bytes(random: Random, file: bytes) -> bytes:
 
 
 def of_lines(random: Random, file: bytes) -> bytes:
-    """Lines removed or doubled, and the JSON document of a line."""
+    """Lines removed, doubled or replaced, and the JSON document of a line."""
     lines = file.splitlines()
     for _ in range(random.randint(1, EDITS)):
         at = random.randrange(len(lines))
@@ -149,6 +155,8 @@ def of_lines(random: Random, file: bytes) -> bytes:
                 del lines[at]
             case 1:
                 lines.insert(random.randint(0, len(lines)), lines[at])
+            case 2:
+                lines[at] = _value(random).encode()
             case _:
                 try:
                     lines[at] = of_json(random, lines[at])
