@@ -3,7 +3,9 @@ success. rig.documents is the table, rig.fuzzing damages.
 """
 
 import ast
+import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +15,13 @@ from typing import Any
 import click
 import pytest
 
+from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.options.queries import Counts
 from ktconvert.pipeline.options.types import Size
 from rig import conversion, documents, fuzzing, mutations, rates
-from rig.documents import DOCUMENTS, Inputs, restored
+from rig.documents import DOCUMENTS, FIRST, Inputs, restored
 from rig.files import edit_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,6 +163,39 @@ def test_a_record_of_a_file_that_cannot_be(name: str, inputs: Inputs) -> None:
         path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
         assert journal.finished(journal.read(path))
         assert command("resume", inputs.broken, "--dry-run") == 0
+
+
+DEEP = b"[" * mutations.DEEP + b"]" * mutations.DEEP
+LONG_NAME = b"x" * 300 + b".safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        (
+            "hub's index",
+            b'"weight_map": {',
+            b'"weight_map": ' + DEEP + b', "other": {',
+            "is incomplete in the local cache",
+        ),
+        ("config of a packed output", b'"architectures": [', b'"a": ' + DEEP + b', "architectures": [', "nested too"),
+        ("index", FIRST.format(3).encode(), LONG_NAME, "in a file whose name has 312 characters; download"),
+        ("plan", b'"input": "', b'"input": "' + b"x" * 5000, "input: Invalid value: 'x"),
+        ("samples of a chain", b"lengths", b"LENGTHS", "holds no lengths of I64 or F32; check the disk, then resume"),
+        ("lock", b'"pid": ', b'"pid": 9999999999', ""),
+        ("journal", b'"pid": ', b'"pid": 9999999999', ""),
+        ("attempt", b'"pid": ', b'"pid": 9999999999', ""),
+    ],
+)
+def test_reading_gives_a_sentence(name: str, old: bytes, new: bytes, words: str, inputs: Inputs) -> None:
+    """What fuzzing has found: nesting, names and numbers beyond what Python, the system or C take, missing tensors."""
+    document = DOCUMENTS[name]
+    path = document.make(inputs)
+    with restored(path) as whole:
+        assert old in whole
+        path.write_bytes(whole.replace(old, new))
+        with pytest.raises(KtconvertError, match=re.escape(words)) if words else contextlib.nullcontext():
+            document.read(inputs, path)
 
 
 def test_a_manifest_of_more_experts_than_memory_holds(inputs: Inputs) -> None:
