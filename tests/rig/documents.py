@@ -142,10 +142,12 @@ def make_inputs(root: Path) -> Inputs:
         ["cpu", "-o", root / "panels", *PARTED, "--quant-method", "mxfp4"],  # in NUMA parts
         ["cpu", "-o", root / "native", *PARTED, "--quant-method", "fp8", "--layout", "kt"],
     ):
-        assert run(*words, "-i", inputs.source, "-q")[0] == 0
+        code, said = run(*words, "-i", inputs.source, "-q")
+        assert code == 0, said
     shard = inputs.source / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\xc0\x7f")  # NaN
-    assert run("cpu", "-i", inputs.source, "-o", inputs.broken, *PARTED, "--cpuinfer-threads", 1, "-q")[0] == 5
+    code, said = run("cpu", "-i", inputs.source, "-o", inputs.broken, *PARTED, "--cpuinfer-threads", 1, "-q")
+    assert code == 5, said
     return inputs
 
 
