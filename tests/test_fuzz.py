@@ -183,7 +183,6 @@ LONG_NAME = b"x" * 300 + b".safetensors"
         ("plan", b'"input": "', b'"input": "' + b"x" * 5000, "input: Invalid value: 'x"),
         ("samples of a chain", b"lengths", b"LENGTHS", "holds no lengths of I64 or F32; check the disk, then resume"),
         ("lock", b'"pid": ', b'"pid": 9999999999', ""),
-        ("journal", b'"pid": ', b'"pid": 9999999999', ""),
         ("attempt", b'"pid": ', b'"pid": 9999999999', ""),
     ],
 )
