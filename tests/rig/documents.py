@@ -611,7 +611,7 @@ def make_adapter(file: str) -> Callable[[Inputs], Path]:
 
 
 def read_adapter(inputs: Inputs, path: Path) -> None:
-    for delta in adapter.by_tail(adapter.read_adapter(path.parent)).values():
+    for delta in adapter.read_adapter(path.parent).values():
         delta.matrices()
     options = {"input": str(inputs.source), "output": str(inputs.new), "adapter": str(path.parent)}
     plan_request(request("merge-adapter", **options))
