@@ -23,7 +23,19 @@ VALUES = (
     *('{"a":1,"a":2}', "[1", "", "nul"),
 )  # fmt: skip
 SIMPLE = ("null", "true", "0", "-1", "1.5", '""', '"a"', "[]", "{}", "[[]]", "[{}]")
-KEYS = ("", "a", "\ud800", "x" * 5000, "\n", "\x1b]0;", "0", "__metadata__", "text_config", "name")
+KEYS = (
+    "",
+    "a",
+    "\ud800",
+    "x" * 5000,
+    "\n",
+    "\x1b]0;",
+    "0",
+    "__metadata__",
+    "text_config",
+    "name",
+    "transformers_weights",
+)
 INSERTED = ("0", "0", "9" * 20, ".", "../", "\0", "\x1b[2J", "\x85", "\ud800", "漢", "*", "(", "{")
 SNIPPETS = (b"\0", b"\xff", b'"', b"{", b"}", b"\n", b"[[", b"\xed\xa0\x80", b"=")
 TOML_VALUES = (*VALUES, "1979-05-27", "0x7f", "inf", "nan", "'a'", "{a = 1}", "{a.b = {}}")
