@@ -41,7 +41,7 @@ from ktconvert.pipeline.engine.existing import agree, begun_with, saved_plan, un
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
-from ktconvert.pipeline.models import evaluate, fine_tuning
+from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.access import key_from
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
@@ -370,6 +370,19 @@ def read_architecture(inputs: Inputs, _: Path) -> None:
     experts_per_token(config, 1, 1)
 
 
+def make_copies(inputs: Inputs) -> Path:
+    """An index beside all tensors in one file, which it names."""
+    path, there = inputs.file("copies", INDEX)
+    if not there:
+        shutil.copy(inputs.source / "config.json", path.parent)
+        tensors: dict[str, Any] = {}
+        for shard in sorted(inputs.source.glob("*.safetensors")):
+            tensors |= read_file(shard)
+        write_file(path.with_name("model.safetensors"), tensors, {"format": "pt"})
+        path.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    return path
+
+
 def read_index(_: Inputs, path: Path) -> None:
     with open_checkpoint(path.parent) as source:
         recognise(source)
@@ -592,8 +605,6 @@ def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]]) -> None:
     write_file(folder / adapter.WEIGHTS, matrices, {"format": "pt"})
     config = {**LORA, "target_modules": sorted({module.rpartition(".")[2] for module in modules})}
     (folder / adapter.CONFIG).write_text(json.dumps(config))
-    about = {"ktconvert": "1", "settings": {"model": "m", "rank": 2}, "losses": [[1, 2.5]], "eval_losses": []}
-    (folder / "ktconvert.json").write_text(json.dumps(about))
 
 
 def make_adapter(file: str) -> Callable[[Inputs], Path]:
@@ -620,10 +631,6 @@ def read_adapter(inputs: Inputs, path: Path) -> None:
 def of_adapter(inputs: Inputs) -> list[list[object]]:
     folder = inputs.root / "documents" / "adapter"
     return [["merge-adapter", inputs.source, "--adapter", folder, "-o", inputs.new, "--dry-run"]]
-
-
-def read_settings(_: Inputs, path: Path) -> None:
-    fine_tuning.settings_of(path.parent)
 
 
 def make_text(inputs: Inputs) -> Path:
@@ -717,10 +724,12 @@ def make_model_adapter(file: str) -> Callable[[Inputs], Path]:
 
 
 def load_adapter(inputs: Inputs, path: Path) -> None:
-    from ktconvert.pipeline.models import loading
+    """Load an adapter as `run` does, and as `serve`."""
+    from ktconvert.pipeline.models import adapter_loading, loading
 
-    model = make_model("config.json")(inputs).parent
-    loading.load(loading.ModelChoice(str(model), adapter=path.parent))
+    model = str(make_model("config.json")(inputs).parent)
+    loading.load(loading.ModelChoice(model, adapter=path.parent))
+    adapter_loading.Adapters(loading.load(loading.ModelChoice(model))[0], {"tuned": path.parent}, model)
 
 
 def build_walk(_: Inputs, path: Path) -> None:
@@ -790,6 +799,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "scheduler file": Document(make_scheduler, of_json, read_scheduler),
     "samples of a chain": Document(make_samples, of_safetensors, read_arrays),
     "index": Document(lambda i: i.source / INDEX, of_json, read_index, 100, of_source),
+    "index of one file": Document(make_copies, of_json, read_index, 100),
     "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 100, of_source),
     "params": Document(make_params, of_json, lambda _, path: read_config(path.parent)),
     "config of GPTQ": Document(
@@ -824,7 +834,6 @@ DOCUMENTS: Mapping[str, Document] = {
     "counts": Document(make_counts, of_safetensors, read_counts),
     "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 100, of_adapter),
     "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 100, of_adapter),
-    "settings of a training": Document(make_adapter("ktconvert.json"), of_json, read_settings),
     "text": Document(make_text, of_bytes, lambda _, path: evaluate.read_text(path)),
     "API key": Document(make_key, of_bytes, lambda _, path: key_from(path)),
     # The same files of other outputs.
