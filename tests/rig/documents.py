@@ -201,7 +201,7 @@ class Document:
     make: Callable[[Inputs], Path]
     damage: Callable[[Random, bytes], bytes]
     read: Callable[[Inputs, Path], object]
-    draws: int = 150
+    draws: int = 100
     commands: Callable[[Inputs], list[list[object]]] | None = None
     modules: tuple[str, ...] = ()
     quick: bool = True
@@ -343,7 +343,7 @@ def of(
     damage: Any = mutations.of_json,
     read: Callable[[Path], None] = read_output,
     more: Callable[[Inputs], Any] = lambda _: [],
-    draws: int = 40,
+    draws: int = 25,
 ) -> Document:
     """A file of an output. more: commands."""
 
@@ -793,47 +793,47 @@ DOCUMENTS: Mapping[str, Document] = {
     "plan": Document(
         lambda i: i.work.plan, of_json, read_plan, commands=lambda i: [*of_broken(i), ["verify", i.broken]]
     ),
-    "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 100, of_broken),
-    "attempt": Document(make_attempt, of_json, read_attempts, 100),
-    "lock": Document(make_lock, of_json, read_lock, 100),
+    "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 60, of_broken),
+    "attempt": Document(make_attempt, of_json, read_attempts, 60),
+    "lock": Document(make_lock, of_json, read_lock, 60),
     "scheduler file": Document(make_scheduler, of_json, read_scheduler),
     "samples of a chain": Document(make_samples, of_safetensors, read_arrays),
-    "index": Document(lambda i: i.source / INDEX, of_json, read_index, 100, of_source),
-    "index of one file": Document(make_copies, of_json, read_index, 100),
-    "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 100, of_source),
+    "index": Document(lambda i: i.source / INDEX, of_json, read_index, 60, of_source),
+    "index of one file": Document(make_copies, of_json, read_index, 60),
+    "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 60, of_source),
     "params": Document(make_params, of_json, lambda _, path: read_config(path.parent)),
     "config of GPTQ": Document(
-        make_quantized("GPTQ_INT4", "config.json"), of_json, read_quantized, 100, of_quantized("GPTQ_INT4")
+        make_quantized("GPTQ_INT4", "config.json"), of_json, read_quantized, 60, of_quantized("GPTQ_INT4")
     ),
     "quantize_config": Document(
-        make_quantized("GPTQ_INT4", "quantize_config.json"), of_json, read_quantized, 100, of_quantized("GPTQ_INT4")
+        make_quantized("GPTQ_INT4", "quantize_config.json"), of_json, read_quantized, 60, of_quantized("GPTQ_INT4")
     ),
     "config of compressed-tensors": Document(
-        make_quantized("RAWINT4", "config.json"), of_json, read_quantized, 100, of_quantized("RAWINT4")
+        make_quantized("RAWINT4", "config.json"), of_json, read_quantized, 60, of_quantized("RAWINT4")
     ),
-    "config of FP8": Document(make_quantized("FP8", "config.json"), of_json, read_quantized, 100, of_quantized("FP8")),
+    "config of FP8": Document(make_quantized("FP8", "config.json"), of_json, read_quantized, 60, of_quantized("FP8")),
     "header": Document(
         lambda i: i.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), commands=of_source
     ),
-    "GGUF": Document(make_gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), 150, of_file),
-    "hub's index": Document(make_snapshot(INDEX), of_json, read_snapshot, 100),
-    "hub's ref": Document(make_snapshot("ref"), of_bytes, read_snapshot, 100),
+    "GGUF": Document(make_gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), 100, of_file),
+    "hub's index": Document(make_snapshot(INDEX), of_json, read_snapshot, 60),
+    "hub's ref": Document(make_snapshot("ref"), of_bytes, read_snapshot, 60),
     "arch file": Document(
         make_arch,
         of_toml,
         read_arch,
-        100,
+        60,
         lambda i: [[*words, "--arch-file", make_arch(i)] for words in of_source(i)[:3]],
     ),
-    "method map": Document(make_map, of_bytes, read_map, 60),
+    "method map": Document(make_map, of_bytes, read_map, 30),
     "mask": Document(make_mask, of_safetensors, read_mask),
-    "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 100, of_statistics),
-    "second moments": Document(make_statistics(file_of(0)), of_safetensors, read_moments, 100),
-    "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 100),
-    "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 100),
+    "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 60, of_statistics),
+    "second moments": Document(make_statistics(file_of(0)), of_safetensors, read_moments, 60),
+    "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 60),
+    "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 60),
     "counts": Document(make_counts, of_safetensors, read_counts),
-    "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 100, of_adapter),
-    "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 100, of_adapter),
+    "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 60, of_adapter),
+    "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 60, of_adapter),
     "text": Document(make_text, of_bytes, lambda _, path: evaluate.read_text(path)),
     "API key": Document(make_key, of_bytes, lambda _, path: key_from(path)),
     # The same files of other outputs.
@@ -841,7 +841,7 @@ DOCUMENTS: Mapping[str, Document] = {
         "output",
         MANIFEST,
         more=lambda i: [["cpu", "-i", i.source, "-o", i.root / "output", *PARTED, "--dry-run"]],
-        draws=100,
+        draws=60,
     ),
     "manifest of a packed output": of(
         "packed", MANIFEST, more=lambda i: [["gpu", "-i", i.source, "-o", i.root / "packed", *RTN, "--dry-run"]]
@@ -859,7 +859,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "header of a native output": of("native", FIRST.format(2), of_safetensors, load_output),
 }
 DOCUMENTS |= {
-    f"data set {file}": Document(make_dataset(file), damage, read_dataset, 15, modules=conversion.MODELS)
+    f"data set {file}": Document(make_dataset(file), damage, read_dataset, 10, modules=conversion.MODELS)
     for file, damage in {"a.txt": of_bytes, "a.jsonl": of_lines, "a.json": of_json, "a.parquet": of_bytes}.items()
 }
 DOCUMENTS |= {

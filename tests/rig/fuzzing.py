@@ -62,11 +62,13 @@ def fuzz(name: str, inputs: Inputs, count: int) -> dict[str, Any]:
 
 
 def trace_all(inputs: Inputs) -> set[str]:
-    """The functions of the product that run where a valid document of each row is read."""
+    """The functions of the product that run where a valid document of each row is read, by each `read` once."""
     ran: set[str] = set()
+    rows = {row.read: name for name, row in DOCUMENTS.items()}
     for modules in {document.modules for document in DOCUMENTS.values()}:
         results = inputs.root / "results"
-        files = {name: str(row.make(inputs)) for name, row in DOCUMENTS.items() if row.modules == modules}
+        own = (name for name in rows.values() if DOCUMENTS[name].modules == modules)
+        files = {name: str(DOCUMENTS[name].make(inputs)) for name in own}
         words = [str(inputs.root), json.dumps(files), str(results)]
         ended = conversion.fork(f"{PROGRAM}trace_valid", *words, modules=modules)
         assert ended.returncode == 0, ended.stderr
