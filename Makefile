@@ -50,8 +50,8 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Of what `make test` has samples of, all: every kill point, byte of a torn journal and family, emulated kernels; and other
-# draws of chance each time, whose seed a failure shows.
+# Of what `make test` has samples of, all: every kill point, byte of a torn journal and family, a million damaged documents,
+# emulated kernels; and other draws of chance each time, whose seed a failure shows.
 # Machines with several NUMA nodes: an hour where KVM does not work.
 test-long: export KTCONVERT_TEST_SEED ?= $(shell date +%s)
 test-long: setup

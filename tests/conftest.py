@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `cluster`.
-pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
+pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.rates", "rig.threads")
 
 draws.same_everywhere()
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.direct_file import explained
-from ktconvert.layouts.files.documents import Number
+from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.native_quant import machine
 
 FOLDERS = {"partial", "attempts", "store", "out", "old"}
@@ -44,7 +44,7 @@ Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
 class Holder(Struct, frozen=True, forbid_unknown_fields=True):
     """A process among all that ever ran on any host. start: machine.process_start, since numbers come again."""
 
-    pid: Number
+    pid: Count
     host: str
     boot: str
     start: Number

@@ -128,7 +128,7 @@ def _opened(conversion: Conversion) -> Opened:
     require_able(conversion.version)
     paths = locate(Path(conversion.output))
     try:
-        found = paths.token.read_text()
+        found = paths.token.read_text(errors="replace")
     except OSError as error:
         raise OutputError(
             f"{paths.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "

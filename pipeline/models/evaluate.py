@@ -7,7 +7,6 @@ unpacked. The text goes through window by window; of a window, both models' logi
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
+from ktconvert.layouts.files import documents
 from ktconvert.pipeline.models import loading
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def packed_method(gpu_weights: Path) -> str:
     """How a model's experts are packed for the GPU: W4A16 or W8A16. Raises InputError or UnsupportedError otherwise."""
     remedy = "give what `ktconvert gpu` wrote"
     try:
-        about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
+        about = documents.parse((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
         bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -79,7 +80,7 @@ class NamedPath(FilePath):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, Path]:
         name, equals, rest = str(value).partition("=")
-        is_named = equals and not Path(value).exists()
+        is_named = equals and (_no_path(value) is not None or not Path(value).exists())
         path = super().convert(rest if is_named else value, param, ctx).expanduser()
         name = name if is_named else path.absolute().name
         if not name:
@@ -115,8 +116,12 @@ def _no_path(value: Any) -> str | None:
         return f"{os.fspath(value)!r} begins with a user who has no home directory here"
     try:
         path.resolve()
+        path.exists()
     except RuntimeError:
         return f"{os.fspath(value)!r} is a symbolic link that leads to itself"
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"{os.fspath(value)[:40]!r}... is too long for a path"
     return None
 
 

@@ -257,7 +257,12 @@ def append_arrays(file: DirectFile, arrays: Iterable[npt.NDArray[Any]]) -> None:
 
 def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
     """The tensors of these names. Raises InputError for a damaged file."""
-    entries = {entry.name: entry for entry in read_header(path).entries}
+    try:
+        entries = {entry.name: entry for entry in read_header(path).entries}
+        if missing := [name for name in names if name not in entries or entries[name].dtype not in DTYPES]:
+            raise InputError(f"holds no {missing[0]} of {' or '.join(DTYPES)}", path=path)
+    except InputError as error:
+        raise error.advising("check the disk, then resume") from error
 
     def read(entry: TensorInfo) -> npt.NDArray[Any]:
         dtype = DTYPES[entry.dtype]

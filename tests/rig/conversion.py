@@ -31,7 +31,7 @@ TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine man
 # Commands that load models, and what a server of them has loaded, so that a run takes one second and not five.
 OF_MODELS = ("run", "eval", "train", "merge-adapter")
 MODELS = (
-    *("accelerate", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+    *("accelerate", "datasets", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
     *("ktconvert.pipeline.models.fine_tuning", "ktconvert.pipeline.models.evaluate"),
 )
 ROOM = 256 << 20  # bytes; a test needs a few MB
@@ -40,6 +40,7 @@ CORES = min(8, machine.allowed_cpus())
 HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
 # What is drawn by chance is the same in every run, unless KTCONVERT_TEST_SEED is another; `make test-long` draws others.
 SEED = int(os.environ.get("KTCONVERT_TEST_SEED", 0))
+FUZZ = int(os.environ.get("KTCONVERT_FUZZ", 1))  # how many times more mutations than usual
 Tree = dict[str, bytes | None]
 
 
@@ -96,12 +97,20 @@ def ktconvert(
 ) -> subprocess.CompletedProcess[str]:
     """The real command line, in a process of its own: forked from one that has imported it, unless it is to be special."""
     if not (env or prefix or how) and threading.current_thread() is threading.main_thread():
-        fork, begun_in = _server(MODELS if arguments and arguments[0] in OF_MODELS else ())
+        run, begun_in = _server(MODELS if arguments and arguments[0] in OF_MODELS else ())
         if begun_in == _environment():
-            return fork(arguments)
+            return run(arguments)
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
     how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
     return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+
+
+def fork(program: str, *arguments: str | Path, modules: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Call a function of tests/rig or the product, MODULE:FUNCTION, with these arguments in a process of its own, forked
+    from one that has imported the command line and these modules.
+    """
+    server, _ = _server(tuple(modules))
+    return server(arguments, program)
 
 
 def here(*arguments: object) -> Result:
@@ -113,13 +122,17 @@ def here(*arguments: object) -> Result:
 @functools.cache
 def _server(
     modules: tuple[str, ...],
-) -> tuple[Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]], dict[str, str]]:
+) -> tuple[Callable[..., subprocess.CompletedProcess[str]], dict[str, str]]:
     """A server for this process, and the environment that it was started in."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     said = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    server = stack.enter_context(forks.Forks([], 1, modules=modules))
-    return lambda words: server.run(words, said / "log", printed=said / "printed"), _environment()
+    server = stack.enter_context(forks.Forks([], 1, modules=(*modules, "rig.documents")))
+
+    def run(words: Sequence[str | Path], program: str = forks.COMMAND_LINE) -> subprocess.CompletedProcess[str]:
+        return server.run(words, said / "log", printed=said / "printed", program=program)  # type: ignore[no-any-return]
+
+    return run, _environment()
 
 
 # What pytest says of itself, and what torch and commands that compute with it set in this process where it is not set:
@@ -239,7 +252,7 @@ def chance() -> random.Random:
 def seeds(count: int) -> Iterator[int]:
     """Of mutations: so many, or KTCONVERT_FUZZ times as many. A failing test shows its own in the trace."""
     draw = chance()
-    return (draw.getrandbits(64) for _ in range(count * int(os.environ.get("KTCONVERT_FUZZ", 1))))
+    return (draw.getrandbits(64) for _ in range(count * FUZZ))
 
 
 def pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:

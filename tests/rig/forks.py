@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+COMMAND_LINE = "ktconvert.pipeline.cli:main"
 PACKAGES = ("cli", "engine", "plans", "ui", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
@@ -48,13 +49,21 @@ class Forks(contextlib.AbstractContextManager[Any]):
             server.kill()
             server.wait()
 
-    def run(self, arguments: Sequence[str | Path], log: Path, env: Any = None, printed: Path | None = None) -> Any:
+    def run(
+        self,
+        arguments: Sequence[str | Path],
+        log: Path,
+        env: Any = None,
+        printed: Path | None = None,
+        program: str = COMMAND_LINE,
+    ) -> Any:
         """The CompletedProcess of `ktconvert` with these arguments, in the working directory of whoever calls. What it says
-        goes to the file `log`, and what it prints to `printed`, or there, too.
+        goes to the file `log`, and what it prints to `printed`, or there, too. program: another one, MODULE:FUNCTION.
         """
         server: Any = self._free.get()
         words = list(map(str, arguments))
         order = {"arguments": words, "log": str(log), "printed": printed and str(printed), "env": dict(env or {})}
+        order["program"] = program
         try:
             server.stdin.write(json.dumps(order | {"folder": str(Path.cwd())}) + "\n")
             server.stdin.flush()
@@ -65,7 +74,7 @@ class Forks(contextlib.AbstractContextManager[Any]):
 
 
 def serve(modules: Sequence[str]) -> None:
-    main = importlib.import_module("ktconvert.pipeline.cli").main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for rig
     with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
         for package in PACKAGES:
             path = importlib.import_module(f"ktconvert.pipeline.{package}").__path__
@@ -85,9 +94,10 @@ def serve(modules: Sequence[str]) -> None:
             os.chdir(order["folder"])
             os.environ.update(order["env"])
             sys.argv = ["ktconvert", *order["arguments"]]
+            module, _, name = order["program"].partition(":")
             code = 1
             try:
-                main()
+                getattr(importlib.import_module(module), name)()
                 code = 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1

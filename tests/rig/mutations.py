@@ -22,7 +22,21 @@ VALUES = (
     *("[" * DEEP + "]" * DEEP, "[" * DEEP, "[" * NESTED + "]" * NESTED, '{"text_config":' * NESTED + "{}" + "}" * NESTED),
     *('{"a":1,"a":2}', "[1", "", "nul"),
 )  # fmt: skip
-KEYS = ("", "a", "\ud800", "x" * 5000, "\n", "0", "__metadata__", "text_config", "name")
+SIMPLE = ("null", "true", "0", "-1", "1.5", '""', '"a"', "[]", "{}", "[[]]", "[{}]")
+KEYS = (
+    "",
+    "a",
+    "\ud800",
+    "x" * 5000,
+    "\n",
+    "\x1b]0;",
+    "0",
+    "__metadata__",
+    "text_config",
+    "name",
+    "transformers_weights",
+)
+INSERTED = ("0", "0", "9" * 20, ".", "../", "\0", "\x1b[2J", "\x85", "\ud800", "漢", "*", "(", "{")
 SNIPPETS = (b"\0", b"\xff", b'"', b"{", b"}", b"\n", b"[[", b"\xed\xa0\x80", b"=")
 TOML_VALUES = (*VALUES, "1979-05-27", "0x7f", "inf", "nan", "'a'", "{a = 1}", "{a.b = {}}")
 TOML_LINES = ("[stored]", "[[stored]]", "[a]", "a.b.c = 1", "[[stored.gate]]")
@@ -56,6 +70,11 @@ def write(node: Any) -> str:
             return json.dumps(node)
 
 
+def _value(random: Random) -> str:
+    """A JSON value as text, often a simple one of another type."""
+    return random.choice(SIMPLE if random.random() < 0.4 else VALUES)
+
+
 def places(node: Any) -> list[tuple[Any, int]]:
     """(list or member of an object, position in it) of every value below a node."""
     held = [(m, 1) for m in node.members] if isinstance(node, Object) else []
@@ -69,12 +88,13 @@ def near(random: Random, value: Any) -> Any:
         case bool():
             return not value
         case int():
-            return random.choice((value + 1, value - 1, -value, value * 2, value << 40))
+            return random.choice((value + 1, value - 1, -value, value * 2, value << 40, (1 << 63) - 1 - value, 1 << 31))
         case str():
             cut = random.randint(0, len(value))
-            return random.choice((value[:cut], value[cut:], f"{value[:cut]}0{value[cut:]}", value * 2, value.upper()))
+            long, inserted = value.rjust(300, "x"), f"{value[:cut]}{random.choice(INSERTED)}{value[cut:]}"
+            return random.choice((value[:cut], value[cut:], inserted, value * 2, value.upper(), long))
         case _:
-            return Text(random.choice(VALUES))
+            return Text(_value(random))
 
 
 def of_json(random: Random, file: bytes) -> bytes:
@@ -85,7 +105,7 @@ def of_json(random: Random, file: bytes) -> bytes:
         where, at = random.choice(every)
         match random.randint(0, 9):
             case 0 | 1 | 2 | 3 | 4:
-                where[at] = Text(random.choice(VALUES))
+                where[at] = Text(_value(random))
             case 5:
                 where[at] = near(random, where[at])
             case 6:  # a value from elsewhere
@@ -97,7 +117,7 @@ def of_json(random: Random, file: bytes) -> bytes:
 
 
 def _structure(random: Random, root: list[Any], what: int) -> None:
-    """Remove (7), rename (8) or double a member or an element somewhere in a document."""
+    """Remove (7), rename (8), or double or add a member or an element somewhere in a document."""
     every = (root[0], *(where[at] for where, at in places(root[0])))
     nodes = [node for node in every if isinstance(node, Object | list)]
     entries = getattr(node := random.choice(nodes), "members", node) if nodes else []
@@ -112,7 +132,7 @@ def _structure(random: Random, root: list[Any], what: int) -> None:
         key = entries[at][0]
         entries[at][0] = random.choice((*KEYS, key[:-1], f"{key}0", key.upper()))
     else:
-        entries.append([entries[at][0], Text(random.choice(VALUES))])
+        entries.append([random.choice((entries[at][0], *KEYS)), Text(_value(random))])
 
 
 def of_bytes(random: Random, file: bytes) -> bytes:
@@ -138,7 +158,7 @@ def of_bytes(random: Random, file: bytes) -> bytes:
 
 
 def of_lines(random: Random, file: bytes) -> bytes:
-    """Lines removed or doubled, and the JSON document of a line."""
+    """Lines removed, doubled or replaced, and the JSON document of a line."""
     lines = file.splitlines()
     for _ in range(random.randint(1, EDITS)):
         at = random.randrange(len(lines))
@@ -147,6 +167,8 @@ def of_lines(random: Random, file: bytes) -> bytes:
                 del lines[at]
             case 1:
                 lines.insert(random.randint(0, len(lines)), lines[at])
+            case 2:
+                lines[at] = _value(random).encode()
             case _:
                 try:
                     lines[at] = of_json(random, lines[at])

@@ -16,6 +16,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
 from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file, damaged_tensor, unreadable_file
+from ktconvert.layouts.files.manifest import LONGEST_NAME
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 
@@ -234,6 +235,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     for shard, name in shards.items():
         if not isinstance(weight_map[name], str) or not _inside(shard):
             raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
+        if len(shard.encode()) > LONGEST_NAME:
+            raise damaged_file(path, f"places tensor {name!r} in a file whose name has {len(shard)} characters")
         if not shard.endswith(".safetensors"):
             raise damaged_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
     plain = {shard: "/".join(PurePosixPath(shard).parts) for shard in shards}  # without "./"

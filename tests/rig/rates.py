@@ -1,0 +1,27 @@
+"""The table that a long run of test_fuzz.py ends with: how fast documents were read, and how many were refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktconvert.pipeline.ui.text import aligned
+
+PROPERTY = "rates"  # of a test: the document's name, and what fuzzing.fuzz returned
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = terminalreporter.stats.get("passed", [])
+    if rates := [value for report in reports for name, value in report.user_properties if name == PROPERTY]:
+        terminalreporter.section("damaged documents")
+        for line in lines_of_rates(rates):
+            terminalreporter.line(line)
+
+
+def lines_of_rates(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of what `fuzz` returned of each document, and a line for all."""
+    rows = [("document", "mutations", "per second", "refused", "accepted")]
+    total = {key: sum(row[key] for row in numbers) for key in ("accepted", "refused", "seconds")}
+    for row in (*numbers, {"document": "all", **total}):
+        count = row["accepted"] + row["refused"]
+        shares = (f"{row[key] / max(count, 1):.1%}" for key in ("refused", "accepted"))
+        rows.append((row["document"], str(count), f"{count / max(row['seconds'], 1e-9):.0f}", *shares))
+    return aligned(rows)
