@@ -46,7 +46,7 @@ def e8m0_exponents(numbers: F32) -> U8:
     return (np.ascontiguousarray(numbers).view(np.uint32) >> 23).astype(np.uint8)
 
 
-def nvfp4(scales: U8, tensor_scale: np.float32, divides: bool) -> F32:
+def nvfp4(scales: U8, tensor_scale: F32, divides: bool) -> F32:
     """The scales of groups: their E4M3 codes times (or by) the scale of the whole tensor, rounded to float32."""
     each: F32 = E4M3.take(scales)
     with np.errstate(all="ignore"):  # what is not finite is refused by its reader

@@ -29,19 +29,29 @@ from rig.encodings import ENCODINGS, PROJECTIONS, write
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "auto-round")
 KEYS = (
     *("quant_method", "bits", "group_size", "checkpoint_format", "version", "format", "is_marlin_format"),
-    *("dynamic", "weight_block_size", "config_groups", "sym", "desc_act"),
+    *(
+        "dynamic",
+        "weight_block_size",
+        "config_groups",
+        "sym",
+        "desc_act",
+        "packing_format",
+        "extra_config",
+        "data_type",
+    ),
 )
 VALUES = (
     *(None, 0, 1, -1, 2, 3, 4, 7, 8, 32, 96, 128, 1 << 40, 1.5, True, "4", "gemm", "marlin", "x" * 3000),
+    *("auto_round", "auto_round:auto_gptq", "auto_round:auto_awq", ":", "mx_int"),
     *([], {}, [128, 128], [0, 1], [1, 32], {"a": {"bits": 8}}, {"group_0": {"weights": 1}}),
 )
 SUFFIXES = (
     *(".weight", ".weight_packed", ".qweight", "_blocks", ".scale", ".weight_scale", ".weight_scale_inv", "_scales"),
     *(".weight_scale_2", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape", ".scales"),
-    *(".qzeros", ".g_idx", ".bias", ".input_scale", ".SCB"),
+    *(".qzeros", ".g_idx", ".bias", ".input_scale", ".SCB", "_weight_scale", "_weight_scale_2"),
 )
 
 

@@ -1,5 +1,6 @@
 """GGUF as an input: every type, however the experts are named and the files are cut; and what is refused."""
 
+import itertools
 import json
 import re
 import struct
@@ -263,6 +264,35 @@ def biased(tensors: dict[str, Any]) -> None:
 
 def scaled(tensors: dict[str, Any]) -> None:
     tensors |= model([("NVFP4",) * 3]) | {"blk.0.ffn_down_exps.scale": ("F32", np.ones(E, np.float32))}
+
+
+def gemma4(*scaled: str, kind: str = "Q8_0") -> Callable[[dict[str, Any]], object]:
+    """As llama.cpp writes Gemma-4: gate and up in one tensor, and a scale for each expert of these."""
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors.clear()
+        tensors |= model([(kind,) * 3])
+        gate, up = (tensors.pop(f"blk.0.ffn_{part}_exps.weight")[1] for part in ("gate", "up"))
+        tensors["blk.0.ffn_gate_up_exps.weight"] = (kind, np.concatenate([gate, up], axis=1))
+        tensors["blk.0.ffn_gate_inp.scale"] = ("F32", np.ones(H, np.float32))
+        tensors |= {f"blk.0.ffn_{part}_exps.scale": ("F32", np.full(E, 2, np.float32)) for part in scaled}
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "NVFP4"])
+def test_the_routers_scale_of_gemma4_is_not_one_of_weights(kind: str, tmp_path: Path) -> None:
+    """The experts of the file without it; beside a scale of gate and up it belongs to the weights."""
+    files = {}
+    for name, scales in (("with", ("down",)), ("without", ())):
+        files[name] = small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch="gemma4", layers=1)
+    one, other = (recognised(files[name]) for name in ("with", "without"))
+    for expert, part in itertools.product(range(E), PROJECTIONS):
+        assert (kernels.decode(one.linear(0, expert, part)) == kernels.decode(other.linear(0, expert, part))).all()
+    refused = [(gemma4("down", "gate_up", kind=kind), "gemma4"), (gemma4("down", kind=kind), "qwen3moe")]
+    for number, (change, arch) in enumerate(refused):
+        with pytest.raises((InputError, UnsupportedError), match=r"_exps.scale.* needs none|NVFP4 with a scale"):
+            recognised(small(tmp_path / f"{number}.gguf", change, arch=arch, layers=1))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import packed
@@ -347,28 +347,13 @@ def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path, written,
 
 @pytest.mark.parametrize("name", [n for n in ENCODINGS if n.startswith(("ct 4", "ct 8", "ct W", "gptq", "awq"))])
 def test_without_a_config_the_shapes_decide(name, tmp_path):
-    """Where they can: the width of compressed-tensors' codes is no shape, nor is how GPTQ stores zero points."""
+    """Where they can: how GPTQ stores zero points is no shape."""
     folder, values = write(name, tmp_path, lambda _, quantization: quantization.clear())
-    if "ct 8" in name:
-        with pytest.raises(KtconvertError):
-            model_of(folder)
-    elif "gptq" in name and name != "gptq 4":
+    if "gptq" in name and name != "gptq 4":
         with pytest.raises(InputError, match="no config says whether it holds zero points less one"):
             model_of(folder).linear(0, 1, "down")
     else:
         assert (kernels.decode(model_of(folder).linear(0, 1, "down")) == values[1, "down"]).all()
-
-
-def test_widths_that_only_the_groups_tell(tmp_path):
-    """A config with schemes of 4 and of 8 bits, of groups of their own sizes; one of no bits is none."""
-    both = scheme(4, 32)
-    both["config_groups"]["group_1"] = scheme(8, 128)["config_groups"]["group_0"]
-    both["config_groups"]["group_2"] = scheme(0, 32)["config_groups"]["group_0"]
-    for name in ("ct 4", "ct 8"):
-        folder, values = write(name, tmp_path / name, lambda _, quantization: quantization.update(both))
-        model = model_of(folder)
-        assert model.dtypes == (ENCODINGS[name].name,)
-        assert (kernels.decode(model.linear(0, 1, "down")) == values[1, "down"]).all()
 
 
 Spoil = Callable[[Stored, Quantization, str], Any]  # tensors, quantization_config, how one weight's names begin
@@ -452,6 +437,7 @@ REFUSED: list[tuple[str, Spoil, str]] = [
     ("awq", tensor(".qweight", "I32", (48,)), "must be a matrix|does not fit"),
     ("gptq 4", config(quant_method="awq"), "qzeros is missing"),
     ("gptq 4 v1", config(bits=8), "codes of 8 bits; check bits"),
+    ("gptq 4", config(dynamic={"lm_head": {"bits": 8}}), "codes of 4 or 8 bits; check bits"),
     ("gptq 4 v1", tensor(".scales", "F16", (8, I // 2)), "does not fit"),
     ("gptq 4 v1", tensor(".qzeros", "I32", (8, 47)), r"must be I32 of shape \[8, 48\]"),
     ("gptq 4 v1", tensor(".g_idx", "I64", (H,)), r"must be I32 of shape \[256\]"),

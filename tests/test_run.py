@@ -156,7 +156,13 @@ def test_models_that_cannot_be_loaded(tmp_path, example, weights):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
     refused(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
-    stored.configure(nothing, num_hidden_layers=3)
+    stored.configure(nothing, quantization_config={"quant_method": "gptq", "rotation": "hadamard"})
+    for options in ((), ("--torch-experts",)):
+        error = call(nothing, "--prompt", "x", *options).exception
+        assert (
+            isinstance(error, UnsupportedError) and f"{nothing}" in str(error) and "by its rotation, inp" in str(error)
+        )
+    stored.configure(nothing, num_hidden_layers=3, quantization_config=None)
     refused(nothing, "layer 2 is missing ('model.layers.2.mlp.experts.0.gate_proj.weight'")
 
 

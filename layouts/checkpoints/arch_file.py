@@ -24,7 +24,7 @@ from ktconvert.layouts.errors import InputError
 
 STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
-NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does not give
+NO_KEYS = ("refusal", "shares", "decides", "router_scale")  # fields of a row that a file does not give
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 

@@ -81,6 +81,7 @@ class Arch:
     decides      the activation is this one, whatever config.json calls it: an --arch-file may say so.
     weights_on   where a token's routing weight is multiplied: "output" or "input" of the expert.
     instead      what to use where activation or weights_on is not what kt-kernel's AMX experts compute.
+    router_scale a GGUF's scale of the down matrices is the router's, unless gate and up have scales, too.
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
                  all the same, they can be read.
     """
@@ -97,6 +98,7 @@ class Arch:
     decides: bool = False
     weights_on: str = "output"
     instead: str = "serve the original checkpoint without AMXINT4 and AMXINT8"
+    router_scale: bool = False
     refusal: str | None = None
 
 
@@ -293,6 +295,7 @@ ARCHS = (
         BARE,
         activation="gelu",
         instead=ELSEWHERE,
+        router_scale=True,
     ),
     Arch("dots.llm1", ("dots1", "Dots1ForCausalLM", "gguf:dots1"), MLP),
     Arch("OLMoE", ("olmoe", "OlmoeForCausalLM", "gguf:olmoe"), MLP, width=DENSE_WIDTH),

@@ -115,12 +115,13 @@ def families(config: dict[str, Any]) -> list[str]:
 class Quantization:
     """How weights are quantized, according to a config; empty if it does not say.
 
-    method     quant_method, such as "compressed-tensors"
+    method     quant_method, such as "compressed-tensors"; of AutoRound the method whose tensors it stores
     format     of GPTQ and AWQ: how words are laid out, "gptq_v2" or "gemm"; "" if the config does not say
     blocks     the sizes (rows, columns) of blocks that share an FP8 scale
     bits       widths of integer codes; groups: columns that share one of their scales
     symmetric  False where such codes have zero points, True where they have none; both if the config has both
     ordered    True where g_idx says which columns share a scale, False where neighbours do
+    mxint      True where codes with E8M0 scales may be integers (MXINT4), which look like MXFP4
     """
 
     method: str = ""
@@ -130,6 +131,7 @@ class Quantization:
     groups: tuple[int, ...] = ()
     symmetric: tuple[bool, ...] = ()
     ordered: tuple[bool, ...] = ()
+    mxint: bool = False
 
 
 QUANT_METHOD = "kt_amx"  # of our own outputs for the CPU, whatever their experts are stored in
@@ -137,15 +139,27 @@ QUANTIZE_CONFIG = "quantize_config.json"  # where AutoGPTQ and GPTQModel write i
 # Field of Quantization -> its key there.
 KEYS = {"method": "quant_method", "format": "checkpoint_format"}
 KEYS |= {"bits": "bits", "groups": "group_size", "symmetric": "sym", "ordered": "desc_act"}
+QUANTIZATIONS = ("quantization_config", "compression_config")  # keys of config.json
+AUTO_ROUND = "auto_round"
+# What AutoRound's packing_format says after "auto_round:" -> the method and format whose tensors it stores.
+PACKINGS = {
+    **dict.fromkeys(("auto_gptq", "gptq"), ("gptq", "gptq")),
+    **dict.fromkeys(("", "gptqmodel"), ("gptq", "gptq_v2")),
+    **dict.fromkeys(("auto_awq", "awq"), ("awq", "gemm")),
+    **dict.fromkeys(("exllamav2", "tritonv2", "triton"), ("gptq", "")),  # of early versions
+}
+WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
     """How a config says that weights are quantized; unusable values are ignored."""
-    method, words, weights, sizes = "", "", [], []
+    method, words, weights, sizes, mxint = "", "", [], [], False
     for scope in scopes(config):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZATIONS:
             if isinstance(quant := scope.get(key), dict):
-                method = method or str(quant.get("quant_method") or "")
+                named_method, layout = _method(quant)
+                method = method or named_method
+                mxint = mxint or _has_mxint(quant)
                 groups = quant.get("config_groups")
                 named = groups.values() if isinstance(groups, dict) else ()
                 inner = [group.get("weights") for group in named if isinstance(group, dict)]
@@ -153,7 +167,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
-                    formats = map(quant.get, ("checkpoint_format", "format", "version"))
+                    formats = layout, *map(quant.get, ("checkpoint_format", "format", "version"))
                     called = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
                     words = words or str(called).lower()
                     weights += _schemes(quant)
@@ -173,6 +187,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
         tuple(n for n in each("group_size", int) if n > 0),
         tuple(each("symmetric", bool)),
         tuple(each("ordered", bool)),
+        mxint,
     )
 
 
@@ -189,9 +204,32 @@ def merge_quantization_files(declared: Quantization, other_file: dict[str, Any])
     return replace(declared, **{name: getattr(declared, name) or getattr(said, name) for name in KEYS})
 
 
+def _method(quant: dict[str, Any]) -> tuple[str, str]:
+    """Return quant_method, and the format of its words where AutoRound names that."""
+    method = str(quant.get("quant_method") or "")
+    if method.removeprefix("intel/").replace("-", "_") != AUTO_ROUND:
+        return method, ""
+    early = str(quant.get("backend") or "").lower()  # of early versions; now it says who computes
+    packing = str(quant.get("packing_format") or (early if early.startswith(AUTO_ROUND) else f"{AUTO_ROUND}:gptq"))
+    first, kind, *_ = *packing.lower().split(":"), ""
+    return PACKINGS.get(kind, (method, "")) if first == AUTO_ROUND else (method, "")
+
+
+def _others(quant: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of weights that differ from most: "dynamic" of GPTQModel, "extra_config" of AutoRound."""
+    tables = (table for key in ("dynamic", "extra_config") if isinstance(table := quant.get(key), dict))
+    return [other for table in tables for other in table.values() if isinstance(other, dict)]
+
+
+def _has_mxint(quant: dict[str, Any]) -> bool:
+    groups = quant.get("config_groups")
+    named = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    said = (str(each.get(key)) for each in (quant, *_others(quant), *named) for key in ("data_type", "format"))
+    return any("mxint" in text.replace("_", "").lower() for text in said)
+
+
 def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
-    """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, others for names ("dynamic")."""
-    others = quant.get("dynamic")
-    each = [{}, *(o for o in others.values() if isinstance(o, dict))] if isinstance(others, dict) else [{}]
+    """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, then the others."""
     named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
-    return [{"type": "int"} | {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in each]
+    each = [{key: other.get(its, quant.get(its)) for key, its in named.items()} for other in ({}, *_others(quant))]
+    return [{"type": "int"} | one for one in each if not (type(one["num_bits"]) is int and one["num_bits"] > WIDEST)]

@@ -28,7 +28,7 @@ BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 SUFFIXES = {
     **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
     **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
-    **dict.fromkeys((".qweight", ".qzeros"), "GPTQ or AWQ"),
+    **dict.fromkeys((".qweight", ".qzeros"), "packed like GPTQ or AWQ, but no weight of theirs by config.json"),
     ".Qidxs": "QuIP#",
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }

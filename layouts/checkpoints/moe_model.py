@@ -197,6 +197,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         if limit is None or n < limit[1]:
             raise no_input(name, kind)
     prefix, layers, mtp = _converted(seen, limit)
+    if arch.router_scale:
+        _leave_to_router(seen)
     stored = {n: seen.layers[prefix, n] for n in layers}
     bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
     if bias is not None and refusal is None:
@@ -290,6 +292,17 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
         what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
         raise InputError.of_tensor(first, what)
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
+
+
+def _leave_to_router(seen: Scan) -> None:
+    """Take the scale of the down matrices out of layers of a GGUF where it is the only one.
+
+    llama.cpp's ffn_down_exps.scale is Gemma-4's router.per_expert_scale; one of weights goes with those of gate and up.
+    """
+    for layer in seen.layers.values():
+        scaled = [part for (part, _), tensors in layer.tensors.items() if "scale" in tensors]
+        if layer.style in GGUF_STYLES and scaled == ["down"]:
+            del layer.tensors["down", -1]["scale"]
 
 
 def part_of(style: Style, projection: str) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
-from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, no_input, of_values
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
-from ktconvert.layouts.errors import INCOMPLETE, InputError, damaged_tensor
+from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, damaged_tensor
+from ktconvert.layouts.tensors import TensorInfo
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
 Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -1 where one holds all experts
@@ -42,7 +42,7 @@ def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, 
     is missing, too many, misshapen or the config disagrees, UnsupportedError for a weight that no row reads.
     """
     style = stored.style
-    weights = _weights(stored, prefix, n, source.quantization)
+    weights = _weights(source, stored, prefix, n)
     experts, hidden, width = (cfg.number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
     separate = isinstance(style, Separate)
     count = _count(weights, experts, most) if separate else 0
@@ -70,17 +70,19 @@ def measure(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, 
         shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
         if (alike := (weight.encoding.name, shapes)) not in fitting:
             weight.fit(turned)
+            _refuse_alternating_halves(weight, style)
             fitting.add(alike)
     _refuse_uneven(weights, style, prefix, n)
     return MoeLayer(style, prefix, weights, tuple(stored.aside), count, h, i, turned)
 
 
-def _weights(stored: StoredLayer, prefix: str, n: int, quantization: Quantization) -> dict[tuple[str, int], Weight]:
+def _weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int) -> dict[tuple[str, int], Weight]:
     weights: dict[tuple[str, int], Weight] = {}
     # Tensors of the same roles, dtypes and shapes are of one row.
     rows: dict[tuple[object, ...], CheckpointEncoding | None] = {}
     for (part, expert), tensors in stored.tensors.items():
-        alike = tuple((role, info.dtype, info.shape) for role, info in tensors.items())
+        quantization = encodings.of_one_weight(source, tensors, source.quantization)
+        alike = quantization.bits, *((role, info.dtype, info.shape) for role, info in tensors.items())
         if alike not in rows:
             rows[alike] = encodings.of_tensors(tensors, quantization)
         row = rows[alike]
@@ -91,15 +93,23 @@ def _weights(stored: StoredLayer, prefix: str, n: int, quantization: Quantizatio
     return weights
 
 
+def _refuse_alternating_halves(weight: Weight, style: Style) -> None:
+    """Raise UnsupportedError for two scales for each expert, of gate and of up, where these are not halves."""
+    for info in weight.tensors.values():
+        if isinstance(style, Fused) and style.interleaved and info.shape[1:] == (2,) != weight.values.shape[1:2]:
+            what = f"has 2 scales for each expert, and gate and up alternate in {weight.name!r}; use the BF16 release"
+            raise UnsupportedError.of_tensor(info.name, what)
+
+
 def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
     """Where one expert has zero points or an order of columns, all must have them. Raises InputError."""
-    full: dict[tuple[str, str], Weight] = {}
+    full: dict[tuple[str, ...], Weight] = {}
     for (part, _), weight in weights.items():
-        key = part, weight.encoding.name
+        key = part, weight.encoding.name, *weight.encoding.tensors
         if key not in full or len(weight.tensors) > len(full[key].tensors):
             full[key] = weight
     for (part, expert), weight in weights.items():
-        other = full[part, weight.encoding.name]
+        other = full[part, weight.encoding.name, *weight.encoding.tensors]
         for role in other.tensors.keys() - weight.tensors.keys():
             lost = encodings.spelled(weight.encoding.tensors[role][0], name_of(style, prefix, part, n, expert))
             what = f": {lost} is missing, and {other.tensors[role].name!r} is there"
@@ -117,9 +127,13 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
     rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensors]
-    row = next((row for row in rows if tensors.keys() <= row.tensors.keys()), rows[0])
+    row = next((row for row in rows if all(_is_of(row, other, name, t) for other, t in tensors.items())), rows[0])
     values = encodings.spelled(row.tensors[row.values][0], name)
     return damaged_tensor(info.name, f"is a scale whose weight {values!r} is missing", INCOMPLETE)
+
+
+def _is_of(row: CheckpointEncoding, role: str, name: str, info: TensorInfo) -> bool:
+    return info.name in (encodings.spelled(pattern, name) for pattern in row.tensors.get(role, ()))
 
 
 def _count(weights: Weights, recorded: Recorded, most: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
@@ -184,6 +184,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     if conflict is not None:
         notes.append(conflict.problem)
     container.check(root, chosen.names, tuple(headers.values()))
+    rotation.refuse_tensors(root, tensors)
     declared = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
     if config is not None and not (companion_root / "config.json").is_file():
@@ -310,12 +311,18 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Quantization:
-    """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong."""
-    declared, other = cfg.quantization(read_config(root) if config is None else config), root / cfg.QUANTIZE_CONFIG
+    """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong,
+    RotatedError for a model that rotates while it computes.
+    """
+    config, other = read_config(root) if config is None else config, root / cfg.QUANTIZE_CONFIG
+    declared = cfg.quantization(config)
+    rotation.refuse_config(root / "config.json", config)
     if not other.exists():
         return declared
+    of_file = _parsed(other)
+    rotation.refuse_config(other, {cfg.QUANTIZATIONS[0]: of_file})
     try:
-        return cfg.merge_quantization_files(declared, _parsed(other))
+        return cfg.merge_quantization_files(declared, of_file)
     except ValueError as error:
         raise InputError(f"{other}: {error}; correct the one that is wrong") from None
 

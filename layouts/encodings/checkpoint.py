@@ -20,6 +20,8 @@ from ktconvert.quantizers.reference import e8m0
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
 FLOATS = ("F32", "BF16", "F16")
 E8M0 = ("F8_E8M0", "U8")  # as which E8M0 scales are stored
+STACK_SCALE = "{s}_weight_scale"  # modelopt's, of a stack of experts, whose name has no ".weight"
+GATE_UP = "gate_up"  # in the name of a stack that holds gate, then up
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class CheckpointEncoding:
                  not follow from names, dtypes and shapes (FP8: the rows and columns of a block)
     claims       whether tensors are of this row, where rows share roles and dtypes
     optional     roles whose tensors may be missing
-    item_bytes   of roles that need more than 4 bytes of memory for each item while a weight is read: how many
+    item_bytes   of roles that need more than 4 bytes of memory for each item while a weight is read, or whose values
+                 are copied: how many
     quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16
     transposed   whether a BF16 release holds such a weight as [k, n], or [E, k, n]
     input_types  its names in --input-type
@@ -54,7 +57,7 @@ class CheckpointEncoding:
     kind: Kind
     matrix: Callable[[TensorSource, Tensors, Quantization, bool], Matrix]
     shape: Callable[[Tensors, Quantization], tuple[int, ...]] = lambda tensors, _: next(iter(tensors.values())).shape
-    fit: Callable[[Tensors, Quantization, bool], Any] = lambda tensors, quantization, input_major: ()
+    fit: Callable[[Tensors, Quantization, bool | None], Any] = lambda tensors, quantization, input_major: ()
     claims: Callable[[Tensors, Quantization], bool] = lambda tensors, quantization: True
     optional: frozenset[str] = frozenset()
     item_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -97,25 +100,29 @@ class Weight:
         return (*stack, k, n) if self.encoding.transposed else self.shape
 
     def one(self, expert: int) -> Tensors:
-        """The tensors of one linear: of a stack, the expert's part of each."""
+        """The tensors of one linear: of a stack, the expert's part of each; what all share stays whole."""
         if len(self.shape) == 2:
             return self.tensors
 
         def part(info: TensorInfo) -> TensorInfo:
+            if info.shape[:1] != self.shape[:1]:
+                return info
             each = info.nbytes // info.shape[0]
             return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
 
         return {role: part(info) for role, info in self.tensors.items()}
 
-    def fit(self, input_major: bool = False) -> Any:
-        """As CheckpointEncoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""
+    def fit(self, input_major: bool | None = None) -> Any:
+        """As CheckpointEncoding.fit; None where nothing tells how the weight is stored. Raises InputError or
+        UnsupportedError where the tensors do not fit each other.
+        """
         return self.encoding.fit(self.tensors, self.quantization, input_major)
 
     def reading_bytes(self, turned: bool) -> int:
         """Memory that reading a linear takes: scales, and BF16 first where needed. turned: for its transpose."""
         kind, stack = self.encoding.kind, self.shape[0] if len(self.shape) == 3 else 1
-        others = {role: math.prod(t.shape) for role, t in self.tensors.items() if role != self.encoding.values}
-        scales = sum(items * self.encoding.item_bytes.get(role, 4) for role, items in others.items())
+        items, each = {role: math.prod(t.shape) for role, t in self.tensors.items()}, self.encoding.item_bytes
+        scales = sum(count * each.get(role, 4 * (role != self.encoding.values)) for role, count in items.items())
         whole = kind.number is None or (turned and not kind.can_transpose)
         columns = math.prod(self.shape)
         return (scales + 2 * columns * whole) // stack + 10 * DECODED_COLUMNS * (kind.number is None)
@@ -152,6 +159,17 @@ def finite(source: TensorSource, scale: TensorInfo, values: F32) -> F32:
         what = f": scale [{row}, {column}] is {values[row, column]}"
         raise damaged_tensor(scale.name, what, path=source.path(scale))
     return values
+
+
+def whole_scales(values: TensorInfo, scale: TensorInfo, shape: tuple[int, ...]) -> int:
+    """Return how many scales for whole matrices each linear of a weight, [n, k] or [E, n, k], has: 1, or 2 where it is
+    gate, then up; 0 where the scales do not fit. A stack may share one.
+    """
+    *stack, n, _ = shape
+    of_each = scale.shape[: len(stack)] == tuple(stack)
+    count = math.prod(scale.shape[len(stack) :] if of_each else scale.shape)
+    halves = of_each and GATE_UP in values.name and n % 2 == 0
+    return count if count == 1 or (count == 2 and halves) else 0
 
 
 def missing(codes: TensorInfo, what: str, name: str) -> InputError:

@@ -3,7 +3,8 @@
 MXFP4: one E8M0 scale for 32 columns (OCP Microscaling Formats 1.0); as checkpoints have it, and as we write it: row
 after row or in panels of 32 (bytes.md). NVFP4: one E4M3 scale for 16 columns, and one float32 scale for all. Of that
 there are two conventions, which its name shows: modelopt's weight_scale_2 multiplies the others, compressed-tensors'
-weight_global_scale divides them.
+weight_global_scale divides them. A stack of experts has one for each expert, for gate and for up of each, or for all;
+modelopt's stacks of Llama-4 have bytes and scales along the rows, [E, columns / 2, rows] and [E, columns / 16, rows].
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, finite, read_scales
+from ktconvert.layouts.encodings.checkpoint import (
+    E8M0,
+    FLOATS,
+    STACK_SCALE,
+    CheckpointEncoding,
+    Tensors,
+    finite,
+    read_scales,
+    whole_scales,
+)
 from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, rows_of
-from ktconvert.layouts.errors import damaged_tensor
+from ktconvert.layouts.errors import UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, I8, Array, Bytes
@@ -31,7 +41,15 @@ from ktconvert.quantizers.reference import E2M1, e8m0, nvfp4
 
 GROUP, NVFP4_GROUP = 32, 16  # columns that share a scale
 FACTOR, DIVISOR = "factor", "divisor"  # roles of NVFP4's scale for all
-WHOLE = {FACTOR: "{t}_scale_2", DIVISOR: "{t}_global_scale"}
+WHOLE = {FACTOR: ("{t}_scale_2", f"{STACK_SCALE}_2"), DIVISOR: ("{t}_global_scale",)}
+
+
+def _is_turned(codes: TensorInfo, scale: TensorInfo) -> bool:
+    """Return whether NVFP4 codes and scales lie along the rows."""
+    if len(codes.shape) < 2:
+        return False
+    *stack, pairs, rows = codes.shape
+    return scale.shape == (*stack, 2 * pairs // NVFP4_GROUP, rows) and 2 * pairs % NVFP4_GROUP == 0
 
 
 def _row(
@@ -42,60 +60,85 @@ def _row(
     dtypes: tuple[str, ...] = ("U8",),
     transposed: bool = False,
 ) -> CheckpointEncoding:
-    """whole: FACTOR or DIVISOR of NVFP4, "" of MXFP4."""
+    """whole: FACTOR or DIVISOR of NVFP4, "" of MXFP4. transposed: of NVFP4, the tensors are, too."""
     name, group, scale_types = ("NVFP4", NVFP4_GROUP, ("F8_E4M3",)) if whole else ("MXFP4", GROUP, E8M0)
+    turned = transposed and whole != ""
 
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         """The type of the scales tells it from other formats of 4 bits under the same names."""
         scale, other = tensors.get("scale"), DIVISOR if whole == FACTOR else FACTOR
+        if scale is None or scale.dtype not in scale_types:
+            return False
         fits = not whole or whole in tensors or other not in tensors
-        return scale is not None and scale.dtype in scale_types and fits
+        return fits and (not whole or turned == (len(scale.shape) == 3 and _is_turned(tensors[role], scale)))
 
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, want = tensors[role], "a matrix of bytes or a stack of such"
+        if quantization.mxint and not whole:
+            what = ": by config.json codes with E8M0 scales are integers (MXINT4), which are not an input"
+            raise UnsupportedError.of_tensor(codes.name, what, "use the model's BF16 or FP8 (E4M3) release")
         if role == "blocks":
             want = f"blocks of {GROUP // 2} bytes, [rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack"
             if len(codes.shape) in (3, 4) and 0 not in codes.shape and codes.shape[-1] == GROUP // 2:
                 return *codes.shape[:-2], codes.shape[-2] * GROUP
         elif len(codes.shape) in (2, 3) and 0 not in codes.shape:
-            return *codes.shape[:-1], 2 * codes.shape[-1]
+            *stack, rows, pairs = codes.shape
+            return (*stack, pairs, 2 * rows) if turned else (*stack, rows, 2 * pairs)
         raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be {want}")
 
-    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[()]:
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[()]:
         codes, scale, logical = tensors[role], tensors["scale"], shape(tensors, quantization)
         *rows, k = logical
-        if k % group or scale.shape != (*rows, k // group):
+        if not turned and (k % group or scale.shape != (*rows, k // group)):
             fits = f"which is {list(logical)} with a scale for each {group} columns of a row"
             what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {fits}"
             raise damaged_tensor(scale.name, what)
-        stack, one = logical[:-2], tensors[whole] if whole else None
-        if one and (one.dtype not in FLOATS or one.shape[: len(stack)] != stack or prod(one.shape) != prod(stack)):
+        one = tensors[whole] if whole else None
+        if one and (one.dtype not in FLOATS or not whole_scales(codes, one, logical)):
             what = f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight of {codes.name!r}"
             raise damaged_tensor(one.name, what)
         return ()
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
-        codes, of_groups = source.view(replace(tensors[role], dtype="U8", shape=(n, k // 2))), (n, k // group)
-        if whole:
-            return Matrix(codes, FP4_E2M1, _nvfp4_scales(source, tensors, whole, of_groups), (1, group))
-        return Matrix(codes, FP4_E2M1, read_scales(source, tensors["scale"], of_groups), (1, group))
+        scales = _nvfp4_scales(source, tensors) if whole else read_scales(source, tensors["scale"], (n, k // group))
+        codes = source.view(replace(tensors[role], dtype="U8", shape=(k // 2, n) if turned else (n, k // 2)))
+        return Matrix(np.ascontiguousarray(codes.T) if turned else codes, FP4_E2M1, scales, (1, group))
 
-    names = {role: (pattern,), "scale": scales} | ({whole: (WHOLE[whole],)} if whole else {})
-    types = ("nvfp4",) if whole else ("mxfp4", "fp4")
     return CheckpointEncoding(
-        name, name, names, dtypes, FP4_E2M1, matrix, shape, fit, claims, transposed=transposed, input_types=types
+        name,
+        name,
+        {role: (pattern,), "scale": scales} | ({whole: WHOLE[whole]} if whole else {}),
+        dtypes,
+        FP4_E2M1,
+        matrix,
+        shape,
+        fit,
+        claims,
+        item_bytes={role: 1} if turned else {},
+        transposed=transposed,
+        input_types=("nvfp4",) if whole else ("mxfp4", "fp4"),
     )
 
 
-def _nvfp4_scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int, int]) -> F32:
-    """The scales of the groups, float32 [shape]; as read_scales."""
-    one = read_scales(source, tensors[whole], (1, 1))[0, 0]
-    if one == 0 and whole == DIVISOR:
-        info = tensors[whole]
+def two_scales(source: TensorSource, tensors: Tensors) -> tuple[Bytes, F32]:
+    """Return NVFP4's E4M3 scales [n, groups] of a linear, and its float32 scale, [1, 1] or one for each row, [n, 1].
+
+    Raises InputError for a float32 scale that is not finite.
+    """
+    codes, scale, one = next(iter(tensors.values())), tensors["scale"], tensors.get(FACTOR) or tensors[DIVISOR]
+    groups: Bytes = source.view(scale).T if _is_turned(codes, scale) else source.view(scale)
+    whole = read_scales(source, one, (prod(one.shape), 1))
+    return groups, whole if len(whole) == 1 else whole.repeat(len(groups) // len(whole), axis=0)
+
+
+def _nvfp4_scales(source: TensorSource, tensors: Tensors) -> F32:
+    """The scales of the groups, float32 [n, groups]; as read_scales."""
+    (stored, whole), divides = two_scales(source, tensors), DIVISOR in tensors
+    if divides and not whole.all():
+        info = tensors[DIVISOR]
         raise damaged_tensor(info.name, "divides scales and is 0", path=source.path(info))
-    scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
-    return finite(source, tensors["scale"], scales)
+    return finite(source, tensors["scale"], nvfp4(stored, whole, divides))
 
 
 IN_CHECKPOINTS = (
@@ -105,7 +148,8 @@ IN_CHECKPOINTS = (
     _row("packed", "{t}_packed", ("{t}_scale",)),
     # gpt-oss; in BF16 transformers holds its experts as gate_up_proj [E, H, 2I] and down_proj [E, I, H].
     _row("blocks", "{t}_blocks", ("{t}_scales",), transposed=True),
-    _row("weight", "{t}", ("{t}_scale",), FACTOR),
+    _row("weight", "{t}", ("{t}_scale", STACK_SCALE), FACTOR),
+    _row("weight", "{t}", ("{t}_scale", STACK_SCALE), FACTOR, transposed=True),
     _row("weight", "{t}", ("{t}_scale",), DIVISOR),
     _row("packed", "{t}_packed", ("{t}_scale",), DIVISOR),
     _row("packed", "{t}_packed", ("{t}_scale",), FACTOR),

@@ -14,9 +14,18 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, missing, read_scales
+from ktconvert.layouts.encodings.checkpoint import (
+    E8M0,
+    FLOATS,
+    GATE_UP,
+    STACK_SCALE,
+    CheckpointEncoding,
+    Tensors,
+    missing,
+    read_scales,
+)
 from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, rows_of, stored_as
-from ktconvert.layouts.errors import InputError, damaged_tensor
+from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, Bytes
@@ -32,23 +41,31 @@ MX_BLOCK = (1, 32)  # of OCP Microscaling Formats 1.0
 Grid = tuple[tuple[int, int], tuple[int, int]]
 
 
-def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool) -> Grid:
-    """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one.
+def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool | None) -> Grid:
+    """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one, which
+    may share a scale.
 
     blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits. E8M0
                  scales may also be of 1x32, whatever the config says, or of any block that divides the weight
-    input_major  the weight is stored [k, n], so its channels are columns
-    Raises InputError where no reading fits both shapes.
+    input_major  the weight is stored [k, n], so its channels are columns; None: nothing tells it
+    Raises InputError where no reading fits both shapes, UnsupportedError where input_major must be known.
     """
     if scale.dtype not in (*FLOATS, *E8M0):
         raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
     shape, of = scale.shape, weight.shape
-    if len(of) == 3 and shape[:1] == of[:1]:
-        shape, of = shape[1:], of[1:]
+    if len(of) == 3 and (shape[:1] == of[:1] or math.prod(shape) == 1):
+        shape, of = shape[1:] if shape[:1] == of[:1] else (), of[1:]
     if len(of) != 2:
         raise _misfit(weight, scale, blocks)
     rows, columns = of
     channels = (1, columns) if input_major else (rows, 1)
+    if shape == (2,) != channels[:1] and GATE_UP in weight.name:
+        if input_major is None:
+            what = f"has 2 scales for each {weight.name!r}; nothing tells whether gate and up are rows or columns"
+            raise UnsupportedError.of_tensor(scale.name, what, "use the model's BF16 release")
+        halves = (1, 2) if input_major else (2, 1)
+        if rows % halves[0] == columns % halves[1] == 0:
+            return halves, (rows // halves[0], columns // halves[1])
     if len(shape) <= 1:
         count = math.prod(shape)
         shape = channels if count == max(channels) and count != 1 else (1, 1) if count == 1 else (0, 0)
@@ -83,7 +100,7 @@ def _linear(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool],
     return matrix
 
 
-def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[int, int]:
+def _fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[int, int]:
     return grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
 
 
@@ -94,7 +111,7 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
         scale = tensors.get("scale")
         return (scale is not None and scale.dtype in E8M0) == powers
 
-    names = {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")}
+    names = {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight", STACK_SCALE)}
     matrix, types = _linear(FP8_E4M3), input_types
     return CheckpointEncoding(
         name, title, names, ("F8_E4M3",), FP8_E4M3, matrix, fit=_fit, claims=claims, input_types=types
@@ -118,7 +135,7 @@ def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
     return "scale" in tensors and tensors["scale"].dtype in FLOATS
 
 
-def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
     block, zeros, scale = _fit(tensors, quantization, input_major), tensors.get("zero_point"), tensors["scale"]
     if zeros is None:
         if quantization.symmetric == (False,):

@@ -81,26 +81,24 @@ def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int,
 # --- pack-quantized -------------------------------------------------------------------------------
 
 WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
+WIDTHS = ((4, INT4), (8, INT8))
 
 
 def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """The width of the codes is the config's; of several, the one that fits its groups; else 4."""
+        """The width of the codes is the config's, else 4; of_one_weight leaves it one."""
         if quantization.method not in ("", PACKER, QUANT_METHOD):
             return False
         if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
             return False  # four-bit floats
-        named = quantization.bits or (4,)
-        if len(named) > 1:
-            named = tuple(b for b in named if _fits_a_group(b, tensors, quantization))
-        return named == (bits,)
+        return bits == (quantization.bits[0] if len(quantization.bits) == 1 else 4)
 
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes = tensors["packed"]
         _require_matrix(codes)
         return codes.shape[0], codes.shape[1] * WORD_BITS[codes.dtype] // bits
 
-    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
         group = _packed_group(tensors, n, k, quantization)
         codes, zeros, order = tensors["packed"], tensors.get("zero_point"), tensors.get("g_idx")
@@ -137,19 +135,34 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
     )
 
 
-def _fits_a_group(bits: int, tensors: Tensors, quantization: Quantization) -> bool:
-    """Whether the codes, with this width, are as many columns as the scales' groups of some size in the config."""
-    codes, scale = tensors["packed"], tensors.get("scale")
-    if scale is None or len(scale.shape) != 2 or len(codes.shape) != 2:
-        return False
-    columns = codes.shape[1] * WORD_BITS.get(codes.dtype, 0) // bits
-    return any(scale.shape[1] * size == columns for size in quantization.groups)
+def of_one_weight(source: TensorSource, tensors: Tensors, quantization: Quantization) -> Quantization:
+    """Return the quantization of one weight: where the config does not name one width, its weight_shape tells it.
+
+    Raises InputError for a weight_shape that contradicts the words.
+    """
+    codes, about = tensors.get("packed"), tensors.get("shape")
+    if len(quantization.bits) == 1 or codes is None or about is None or codes.dtype not in WORD_BITS:
+        return quantization
+    _require_matrix(codes)
+    _require_two(about)
+    columns, named = int(source.view(about)[1]), quantization.bits or tuple(kind for kind, _ in WIDTHS)
+    bits = [width for width in named if -(-columns * width // WORD_BITS[codes.dtype]) == codes.shape[1]]
+    if len(bits) != 1:
+        widths = " or ".join(map(str, named))
+        what = f"says {columns} columns, and {codes.name!r} of shape {list(codes.shape)} has others with {widths} bits"
+        remedy = "check num_bits in config.json, or download both again"
+        raise damaged_tensor(about.name, what, remedy, source.path(about))
+    return replace(quantization, bits=tuple(bits))
+
+
+def _require_two(about: TensorInfo) -> None:
+    if about.dtype not in ("I64", "I32") or about.shape != (2,):
+        raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
 
 
 def _packed_group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
-    codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
-    if about.dtype not in ("I64", "I32") or about.shape != (2,):
-        raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
+    codes, scale = tensors["packed"], tensors["scale"]
+    _require_two(tensors["shape"])
     groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
     return _columns_per_scale(codes, scale, (n, k), groups, quantization)
 
@@ -178,7 +191,7 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
             raise UnsupportedError.of_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
         return codes.shape[1], codes.shape[0] * 32 // bits
 
-    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
         group = group_of_scales(tensors, n, k, quantization)
         codes, zeros, order = tensors["qweight"], tensors.get("qzeros"), tensors.get("g_idx")
@@ -232,14 +245,16 @@ def _which_format(zeros: TensorInfo) -> str:
 
 
 def _width(tensors: Tensors, quantization: Quantization) -> float:
-    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns); else the config's."""
+    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns); else the config's, 0 if
+    it names several.
+    """
     codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
     if len(codes.shape) == 2 and 0 not in codes.shape:
         if order is not None and len(order.shape) == 1 and order.shape[0]:
             return codes.shape[0] * 32 / order.shape[0]
         if zeros is not None and len(zeros.shape) == 2:
             return zeros.shape[1] * 32 / codes.shape[1]
-    return quantization.bits[0] if len(quantization.bits) == 1 else 4
+    return quantization.bits[0] if len(quantization.bits) == 1 else 0 if quantization.bits else 4
 
 
 def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
@@ -269,13 +284,13 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     if version not in GEMM:
         what = f": the order of AWQ's version {version!r} is not an input; {BETTER}"
         raise UnsupportedError.of_tensor(codes.name, what)
-    if quantization.bits not in ((), (4,)):
+    if quantization.bits and 4 not in quantization.bits:
         named = ", ".join(map(str, quantization.bits))
         raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
     return 8 * codes.shape[1], codes.shape[0]
 
 
-def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
     n, k = _awq_shape(tensors, quantization)
     group = group_of_scales(tensors, n, k, quantization)
     _require_shape(tensors["qweight"], tensors["qzeros"], (k // group, n // 8))
@@ -302,5 +317,5 @@ AWQ_INT4 = CheckpointEncoding(
     item_bytes={"scales": 8, "qzeros": 96},
     input_types=("awq",),
 )
-PACK_QUANTIZED = (_pack_quantized(4, INT4), _pack_quantized(8, INT8))
+PACK_QUANTIZED = tuple(_pack_quantized(bits, kind) for bits, kind in WIDTHS)
 GPTQ_AWQ = (AWQ_INT4, _gptq(4, INT4_WORDS), _gptq(8, INT8_WORDS))

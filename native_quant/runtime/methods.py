@@ -138,7 +138,7 @@ def _stored_as(
     def reads(weight: Weight, layer: MoeLayer) -> bool:
         interleaved = isinstance(layer.style, Fused) and layer.style.interleaved
         in_rows = not layer.input_major and layer.style not in GGUF_STYLES and not interleaved
-        return weight.encoding.name in encodings and in_rows and (block is None or weight.fit() == block(weight))
+        return weight.encoding.name in encodings and in_rows and (block is None or weight.fit(False) == block(weight))
 
     return reads
 

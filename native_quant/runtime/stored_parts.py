@@ -11,7 +11,6 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Tensors, fp4, fp8
-from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
@@ -76,12 +75,11 @@ def write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     count, blocks = n // panels.ROWS, k // fp4.GROUP
     fp8.require_finite(part)
     _put_nibbles(part, out[0])
-    scales = stored.source.view(tensors["scale"])
-    scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, fp4.NVFP4_GROUP)
-    role = fp4.FACTOR if fp4.FACTOR in tensors else fp4.DIVISOR
-    whole = read_scales(stored.source, tensors[role], (1, 1))
+    groups, whole = fp4.two_scales(stored.source, tensors)
+    scales = _part_of(groups, part, fp4.NVFP4_GROUP)
+    one = whole[part.origin[0] % len(whole)]  # the same in all rows of gate, and in all of up
     held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
-    held[:, :4] = (whole if role == fp4.FACTOR else 1 / whole).view(np.uint8)
+    held[:, :4] = (one if fp4.FACTOR in tensors else 1 / one).view(np.uint8)
     of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
     held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.checkpoints.rotation import RotatedError
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
@@ -43,7 +44,7 @@ def run(options: RunOptions) -> None:
     try:
         loaded = loading.load(choice if options.torch_experts else loading.with_own_experts(choice))
     except UnsupportedError as error:
-        if options.torch_experts or options.cpu_weights is not None:
+        if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise
         loaded = loading.load(choice)
         reporter.note(f"transformers computes the experts, since: {error}")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -161,6 +161,7 @@ def prepare(choice: ModelChoice) -> Any:
     config = building.read_config(choice.model, **choice.where())
     parts = (config, config.get_text_config(decoder=True))
     own: dict[str, Any] = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), {})
+    rotation.refuse_config(choice.model, {"quantization_config": own})
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
 

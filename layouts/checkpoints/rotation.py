@@ -1,0 +1,95 @@
+"""Rotations that a model applies while it computes: SpinQuant, QuaRot, QuIP and their kin.
+
+Their weights are stored rotated, and an online Hadamard or other matrix rotates the inputs or outputs of their linears.
+The weights alone are those of another model, so such checkpoints are refused. A model whose rotations are folded into
+the weights of both sides computes the same as it is stored, and is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.config import QUANTIZATIONS, scopes
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
+
+# Keys, and names of methods: GPTQModel and Quark (rotation), AutoRound (rotation_config, spinquant_config), FP-Quant
+# and HIGGS (hadamard_size), compressed-tensors (transform_config), QuIP#.
+ROTATION = re.compile("rotat|hadamard|spinquant|quarot|quip|^transform_config$", re.IGNORECASE)
+METHODS = ("qtip", "exl3", "higgs", "fp_quant")
+NAMED = ("quant_method", "name", "algorithm")  # keys whose value names a method
+TOP = (*QUANTIZATIONS, "quip_params", "transform_config", "rotation_config", "spinquant_config")  # of config.json
+# Of SpinQuant, as AutoRound and Quark record it: R1 and R2 are folded into the weights, unless R1 is online.
+FOLDS, ONLINE = "online_r1_rotation", ("online_r1_rotation", "r3", "r4")
+OFFLINE = ("weight_input", "weight_output")  # locations of compressed-tensors' transforms that change only weights
+
+# What names of rotations' own tensors end with.
+ENDS = (
+    *("_input.weight", "_output.weight"),  # compressed-tensors, below a linear
+    *(".SU", ".SV", ".suh", ".svh"),  # QuIP#, QTIP, EXL3
+    *("hadamard_matrix", ".had_K", ".had_matrix", ".input_rotation"),
+    *(".spinquant_r1_type", ".spinquant_r4_type"),
+)
+LINEARS = (".weight", ".weight_packed", ".qweight")  # of a linear
+
+
+class RotatedError(UnsupportedError, exit_code=UnsupportedError.exit_code):
+    """The model rotates what its linears get or give while it computes."""
+
+    def __init__(self, who: str, **where: Any) -> None:
+        what = f"{who}, inputs or outputs of linears are rotated while the model computes, which is not supported"
+        super().__init__(what, "use a release of the model without such rotations", **where)
+
+
+def refuse_config(path: Path | str, config: dict[str, Any]) -> None:
+    """Raise RotatedError where a config says that the model rotates while it computes."""
+    for scope in scopes(config):
+        said = {key: scope[key] for key in TOP if key in scope}
+        if (key := next(_rotations(said), None)) is not None:
+            raise RotatedError(f"by its {key}", path=path)
+
+
+def refuse_tensors(root: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise RotatedError where a tensor of a checkpoint is one of a rotation."""
+    for name, info in tensors.items():
+        if name.endswith(ENDS) and _is_rotation(name, tensors):
+            raise RotatedError(f"by tensor {name!r}", tensor=name, path=root / info.file)
+
+
+def _is_rotation(name: str, names: Collection[str]) -> bool:
+    """Return whether a tensor with one of ENDS is a rotation's: those of compressed-tensors lie below a linear."""
+    linear = name.removesuffix(".weight").rpartition(".")[0]
+    return not name.endswith(".weight") or any(f"{linear}{suffix}" in names for suffix in LINEARS)
+
+
+def _rotations(said: Any) -> Iterator[str]:
+    if isinstance(said, list):
+        for each in said:
+            yield from _rotations(each)
+    if not isinstance(said, dict) or (FOLDS in said and not any(said.get(key) for key in ONLINE)):
+        return
+    for key, value in said.items():
+        method = value.lower() if key in NAMED and isinstance(value, str) else ""
+        if method and (ROTATION.search(method) or method in METHODS):
+            yield f"{key} {value!r}"
+        elif value and "." not in key and ROTATION.search(key):
+            if _is_online(value):
+                yield key
+        else:
+            yield from _rotations(value)
+
+
+def _is_online(value: Any) -> bool:
+    """Return whether the value of a rotation's key may say that inputs or outputs are rotated; the unknown may."""
+    if not isinstance(value, dict):
+        return True
+    if FOLDS in value:
+        return any(value.get(key) for key in ONLINE)
+    try:
+        locations = [args["location"] for scheme in value["config_groups"].values() for args in scheme["apply"]]
+    except (KeyError, TypeError, AttributeError):
+        return True
+    return any(location not in OFFLINE for location in locations)
