@@ -206,9 +206,10 @@ def read_settings(folder: Path, use: str) -> Settings:
             continue
         if not setting.is_plain(value) and use not in setting.uses:
             raise _refuse(name, value, use, setting).at(file)
+        if value == setting.default or not setting.uses:
+            continue
         try:
-            if setting is not UNKNOWN:
-                values[name] = documents.as_type(value, setting.kind)
+            values[name] = documents.as_type(value, setting.kind)
         except msgspec.ValidationError as error:
             raise InputError(f"its {name} is {_short(value)} ({error})", AGAIN, path=file) from error
     for name in ("modules_to_save", "layers_pattern"):  # which PEFT takes for regular expressions

@@ -164,7 +164,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> Any:
         """Tensors of all experts, from one for each or PEFT's own. InputError: an adapter of another model."""
-        places = {}
+        adapted_layers = {}
         for name, module in model.named_modules():
             if isinstance(module, RoutedExperts) and module.projections:
                 adapted = {
@@ -172,9 +172,9 @@ class Tuner(LoraModel):  # type: ignore[misc]
                     for each, child in module.named_children()
                     if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
                 }
-                places[name.removeprefix(PREFIX)] = Place(*module.projections, adapted)
-        if any(place.adapted for place in places.values()):
-            state_dict = _stack(places, adapter_name, state_dict)
+                adapted_layers[name.removeprefix(PREFIX)] = AdaptedLayer(*module.projections, adapted)
+        if any(layer.adapted for layer in adapted_layers.values()):
+            state_dict = _stack(adapted_layers, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -239,9 +239,9 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
     if stacked:
         config.target_parameters = set(config.target_parameters) - stacked or None
         config.target_modules = config.target_modules or set()  # None would mean PEFT's own choice
-    places = {f"{at}.{name}": (at, name) for at in experts for name in projections}
-    names += places
-    targeted = {own: place for own, place in places.items() if is_named(own, modules)}
+    every = {f"{at}.{name}": (at, name) for at in experts for name in projections}
+    names += every
+    targeted = {own: parts for own, parts in every.items() if is_named(own, modules)}
     resolved = {
         name: _resolve_patterns(name, getattr(config, name) or {}, names, experts, targeted, parameters, default)
         for name, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha))
@@ -339,7 +339,7 @@ def _require_adaptable(experts: Iterable[RoutedExperts]) -> None:
 PREFIX = "base_model.model."
 
 
-class Place(NamedTuple):
+class AdaptedLayer(NamedTuple):
     """What a layer's RoutedExperts call their projections, and those that have the adapter."""
 
     gate: str
@@ -348,7 +348,7 @@ class Place(NamedTuple):
     adapted: Mapping[str, ProjectionLora]
 
 
-def _stack(places: Mapping[str, Place], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored tensors with those of experts as parameters of ProjectionLora, by the name without the adapter's.
 
     A projection of which an adapter of experts has no tensors adds nothing, as in PEFT. InputError: of another model.
@@ -362,24 +362,24 @@ def _stack(places: Mapping[str, Place], adapter: str, stored: Mapping[str, Any])
             rest[key] = tensor
             continue
         at = match["at"].removeprefix(PREFIX)
-        if at not in places:
+        if at not in layers:
             raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
         if match.re is OF_EXPERT:
             matrices.setdefault((at, match["name"], match["side"]), {})[int(match["expert"])] = tensor
         else:
-            parts = _split(at, places[at], adapter, match, tensor)
+            parts = _split(at, layers[at], adapter, match, tensor)
             found.update({(at, name, match["side"]): part for name, part in parts.items()})
-    for place, each in matrices.items():
+    for own, each in matrices.items():
         if sorted(each) != list(range(len(each))) or len({matrix.shape for matrix in each.values()}) > 1:
-            what = ".".join(place)
+            what = ".".join(own)
             raise InputError(f"the adapter lacks {what} of some experts, or it has several sizes; save it again")
-        found[place] = torch.stack([each[expert] for expert in range(len(each))])
-    known = {(at, name) for at, place in places.items() for name in place.adapted}
-    if others := [".".join(key) for key, tensor in found.items() if key[:2] not in known and tensor.any()]:
+        found[own] = torch.stack([each[expert] for expert in range(len(each))])
+    known = {(at, name) for at, layer in layers.items() for name in layer.adapted}
+    if others := [".".join(own) for own, tensor in found.items() if own[:2] not in known and tensor.any()]:
         raise InputError(f"the adapter has {others[0]}, which its settings do not name; save it again")
     for at, name in sorted(known):
         for side in ("lora_A", "lora_B"):
-            mine = getattr(places[at].adapted[name], side)[adapter]
+            mine = getattr(layers[at].adapted[name], side)[adapter]
             given = found.get((at, name, side))
             if given is None and found and not {(at, name, "lora_A"), (at, name, "lora_B")} & found.keys():
                 given = torch.zeros_like(mine)
@@ -393,11 +393,13 @@ def _stack(places: Mapping[str, Place], adapter: str, stored: Mapping[str, Any])
     return rest
 
 
-def _split(at: str, place: Place, adapter: str, match: re.Match[str], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def _split(
+    at: str, layer: AdaptedLayer, adapter: str, match: re.Match[str], tensor: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """PEFT's tensors of transformers' stacked parameters: A [E r, in] and B [out, r E]. Where PEFT made those of
     gate_up_proj from two projections, the ranks are one after the other, and B is zero beside two blocks.
     """
-    side, adapted = match["side"], place.adapted
+    side, adapted = match["side"], layer.adapted
     if not adapted:
         raise InputError(f"the adapter has tensors of {at}, which its settings do not name; save it again")
     experts, a_side = next(iter(adapted.values())).base_layer.experts, side == "lora_A"
@@ -407,14 +409,14 @@ def _split(at: str, place: Place, adapter: str, match: re.Match[str], tensor: to
         whole = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
         whole = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
-    if not match["inner"] and place.down in adapted:
-        return {place.down: whole.contiguous()}
+    if not match["inner"] and layer.down in adapted:
+        return {layer.down: whole.contiguous()}
     rank = whole.shape[1 if a_side else 2]
-    ranks = [adapted[name].r[adapter] for name in (place.gate, place.up) if name in adapted]
+    ranks = [adapted[name].r[adapter] for name in (layer.gate, layer.up) if name in adapted]
     if set(ranks) == {rank}:
         first, second = (whole, whole) if a_side else whole.chunk(2, 1)
     else:
-        cut = ranks[0] if place.gate in adapted else rank - ranks[0]
+        cut = ranks[0] if layer.gate in adapted else rank - ranks[0]
         if a_side:
             first, second = whole[:, :cut], whole[:, cut:]
         else:
@@ -422,4 +424,4 @@ def _split(at: str, place: Place, adapter: str, match: re.Match[str], tensor: to
             if first[..., cut:].any() or second[..., :cut].any():
                 raise InputError(f"the adapter is not one of this model: {at}.{side} has the rank {rank}, not {ranks}")
             first, second = first[..., :cut], second[..., cut:]
-    return {place.gate: first.contiguous(), place.up: second.contiguous()}
+    return {layer.gate: first.contiguous(), layer.up: second.contiguous()}
