@@ -143,15 +143,15 @@ def test_a_weight_shape_that_contradicts_the_words_is_refused(shape: Any, words:
 # --- AutoRound -----------------------------------------------------------------------------------------------------
 
 
-def auto_round(packing: str | None, **more: Any) -> Callable[[Stored, dict[str, Any]], None]:
-    """The config of AutoRound for tensors of GPTQ or AWQ; the router and lm_head have 16 bits, q_proj other codes."""
+def auto_round(packing: str | None, of_q: int = 4, **more: Any) -> Callable[[Stored, dict[str, Any]], None]:
+    """The config of AutoRound for tensors of GPTQ or AWQ; lm_head is not quantized; of_q: bits of q_proj."""
 
     def change(tensors: Stored, config: dict[str, Any]) -> None:
         kept = {key: config[key] for key in ("bits", "group_size", "sym") if key in config}
         config.clear()
         config |= {"quant_method": "auto-round", **kept, "data_type": "int", "autoround_version": "0.15.1", **more}
         config |= {} if packing is None else {"packing_format": packing}
-        config["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, Q: {"bits": 8, "group_size": 64}}
+        config["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, Q: {"bits": of_q, "group_size": 64}}
 
     return change
 
@@ -176,7 +176,7 @@ def test_autoround_stores_the_tensors_of_gptq_and_awq(name: str, packing: str | 
 
 def test_autoround_may_have_other_bits_for_some_weights(tmp_path: Path) -> None:
     stored, bits = ENCODINGS["gptq 8 v1"].make(np.random.default_rng(9), 128, H)
-    said = auto_round("auto_round:auto_gptq")
+    said = auto_round("auto_round:auto_gptq", of_q=8)
 
     def change(tensors: Stored, config: dict[str, Any]) -> None:
         said(tensors, config)
