@@ -219,6 +219,8 @@ def process_alive(pid: int, start: int = 0, root: Path = ROOT) -> bool:
     """Whether a process of this machine runs: not ended, nor waiting for its parent to notice. start: its
     `process_start`, 0 if not known: a process that started at another time only has its number.
     """
+    if not 0 < pid < 1 << 31:  # no process has such a number; a damaged file may
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,6 +1,7 @@
 """`ktconvert experts`: which experts it makes hot, what it prints and writes, and what it refuses."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_mask
 from rig.conversion import here
-from rig.safetensors import write_file
+from rig.safetensors import encode, write_file
 
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
 
@@ -202,3 +203,13 @@ def test_statistics_that_are_none(tmp_path: Path, counts: Any, name: str, dtype:
         path.write_bytes(path.read_bytes()[:dtype])
     code, text = sentence(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
     assert code == 5 and words in text and str(folder) in text and (not words or "ktconvert calibrate" in text)
+
+
+def test_counts_larger_than_any_model_are_not_read(tmp_path: Path) -> None:
+    """A sparse file of 1 GiB takes no space."""
+    path = statistics(tmp_path / "s", COUNTS) / "counts.safetensors"
+    table = {"counts": {"dtype": "I64", "shape": [1 << 14, 1 << 13], "data_offsets": [0, 1 << 30]}}
+    path.write_bytes(encode(json.dumps(table).encode(), b""))
+    os.truncate(path, path.stat().st_size + (1 << 30))
+    code, text = sentence(path.parent, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
+    assert code == 5 and "'counts' is of shape [16384, 8192], more than any model has" in text

@@ -201,6 +201,7 @@ def test_which_processes_live():
     assert machine.process_alive(own, start)
     assert not machine.process_alive(own, start - 1)  # the number was another's before
     assert machine.process_alive(1)
+    assert not machine.process_alive(1 << 40) and not machine.process_alive(0)  # as damaged files say
     with subprocess.Popen(["sleep", "100"]) as child:
         assert machine.process_alive(child.pid, machine.process_start(child.pid))
         child.kill()

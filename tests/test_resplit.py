@@ -339,7 +339,9 @@ def test_a_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli
     """By the hashes of its manifest; else it would come out as good."""
     loose = ("--no-merge-safetensor",) if command == "merge" else ()
     damaged = shutil.copytree(converted("int8", 2, *loose), tmp_path / "in")
-    conversion.edit(sorted(damaged.rglob("*quant_.kt" if loose else "*.safetensors"))[0])
+    conversion.edit(
+        sorted(damaged.rglob("*quant_.kt" if loose else "*.safetensors"))[0], -1000 if loose else -50000
+    )  # a code
     out = tmp_path / "out"
     words = ("-i", damaged, "-o", out) if command == "merge" else (damaged, out, "--threadpool-count", 1)
     said = cli(command, *words, code=5)

@@ -141,9 +141,9 @@ def read_statistics(folder: Path) -> Statistics:
             size, says = (folder / name).stat().st_size, recorded[name].size if name in recorded else "no"
             if size != says:
                 raise InputError(f"{folder / name}: has {size} bytes, and {DOCUMENT} says {says}; {MAKE}")
+        counts = read_counts(folder / COUNTS)
         if sha256_file(folder / COUNTS) != recorded[COUNTS].sha256:
             raise InputError(f"{folder / COUNTS}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
-        counts = read_counts(folder / COUNTS)
         shape = (document.model.decoder_layers, max(_each(document.model.experts)))
         if counts.shape != shape:
             what = f"is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}"

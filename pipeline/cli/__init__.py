@@ -14,6 +14,8 @@ from typing import TextIO
 
 import click
 
+from ktconvert.pipeline.ui import terminal
+
 # command -> what --help says of it
 COMMANDS: Mapping[str, str] = {
     "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU.",
@@ -183,9 +185,7 @@ def _open_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # names of files and tensors need not be text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    terminal.install()
 
 
 def _take_signals() -> None:

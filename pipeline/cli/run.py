@@ -14,6 +14,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import RunOptions
+from ktconvert.pipeline.ui import terminal
 
 
 @command("run", RunOptions)
@@ -70,8 +71,9 @@ def run(options: RunOptions) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    stream = sys.stdout if sys.stdout.isatty() else terminal.unescaped(sys.stdout)
+    stream.write(text)
+    stream.flush()
 
 
 def _lines() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
+from ktconvert.pipeline.ui.terminal import unescaped
 from ktconvert.pipeline.ui.text import duration, size
 
 LISTED = 12  # units that are named one by one
@@ -45,9 +47,13 @@ def status(options: StatusOptions) -> None:
     from rich.text import Text
 
     output, watch, as_json = options.output, options.watch, options.as_json
-    console, shown = Console(highlight=False, soft_wrap=True), None
+    console, shown = Console(file=unescaped(sys.stdout), highlight=False, soft_wrap=True), None
     alive = watch and not as_json and console.is_terminal
-    with Live(console=console, auto_refresh=False) if alive else contextlib.nullcontext() as live:
+    with (
+        Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        if alive
+        else contextlib.nullcontext() as live
+    ):
         while True:
             found = look(output)
             text = json.dumps(found) if as_json else "\n".join(map(one_line, lines(found)))

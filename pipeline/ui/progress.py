@@ -14,6 +14,7 @@ import msgspec
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.ui import events
+from ktconvert.pipeline.ui.terminal import escape, unescaped
 from ktconvert.pipeline.ui.text import duration, size
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Reporter:
     def say(self, text: str, level: int = 0) -> None:
         """A line for people; level 1 only with -v, level -1 also with -q."""
         if level <= self.verbosity:
+            text = escape(text)
             with self._lock:
                 if self._bar is not None:
                     self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -99,8 +101,11 @@ class Reporter:
                 return Text() if task.total is None else self._text(task)
 
         columns = (Known(BarColumn()), Known(done), Known(TimeRemainingColumn()))
-        description, memory = TextColumn("{task.description}"), TextColumn("{task.fields[rss]}")
-        self._bar = Progress(description, *columns, memory, console=Console(stderr=True))
+        description, memory = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rss]}")
+        console = Console(file=unescaped(sys.stderr))
+        self._bar = Progress(
+            description, *columns, memory, console=console, redirect_stdout=False, redirect_stderr=False
+        )
         self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
         self._bar.start()
 
@@ -115,7 +120,7 @@ class Reporter:
 
     def _at(self) -> str:
         done, units = self._units
-        return f"{done}/{units} {self._where}" if units else self._where
+        return escape(f"{done}/{units} {self._where}" if units else self._where)
 
     def worker(self, name: str, unit: str | None) -> None:
         """Which unit a worker elsewhere is making; None: it has ended. A line each on a terminal."""
@@ -124,7 +129,7 @@ class Reporter:
                 return
             if name not in self._workers:
                 self._workers[name] = self._bar.add_task("", total=None, rss="")
-            self._bar.update(self._workers[name], description=f"{name}: {unit or 'idle'}")
+            self._bar.update(self._workers[name], description=escape(f"{name}: {unit or 'idle'}"))
 
     def advance(self, nbytes: int) -> None:
         with self._lock:

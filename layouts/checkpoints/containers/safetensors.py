@@ -55,6 +55,9 @@ def read_header(path: Path, file: str = "") -> Header:
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
+MOST_NUMBERS = 1 << 22  # of a matrix of layers and experts
+
+
 def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
     """A file's tensor of this name, of rank 2 and INTEGERS. form: what is needed. InputError for anything else."""
     entries = {entry.name: entry for entry in read_header(path).entries}
@@ -63,6 +66,8 @@ def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
         raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {form}")
     if entry.dtype != dtype or len(entry.shape) != 2:
         raise InputError(f"{path}: {name!r} is {entry.dtype} of shape {list(entry.shape)}; {form}")
+    if math.prod(entry.shape) > MOST_NUMBERS:  # sparse files can be of any size
+        raise InputError(f"{path}: {name!r} is of shape {list(entry.shape)}, more than any model has; {form}")
     data = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
     if len(data) != entry.nbytes:
         raise InputError(f"{path}: became shorter while it was being read; {REMEDY}")

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
     """uvicorn's, which waits for the answers that it is giving; here they end at once."""
 
     def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
-        more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off"}
+        more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off", "use_colors": False}
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=PATIENCE, **more, **settings))
         self._scheduler = scheduler
 

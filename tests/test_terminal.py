@@ -1,0 +1,92 @@
+"""What is printed: strings that come from files reach no terminal raw, whoever prints them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktconvert.pipeline.ui.terminal import EscapingStream, escape
+from rig.conversion import KTCONVERT
+from rig.safetensors import read_file, write_file
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
+STYLED = re.compile(rb"\x1b\[[?0-9;]*[A-Za-z]")  # what the bar of rich writes
+BAD = "\x1b]0;PWNED\x07"
+
+
+def on_a_terminal(*words: object) -> bytes:
+    """All that a command prints on a terminal."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "300"}
+    with subprocess.Popen(
+        [*KTCONVERT, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    ) as process:
+        os.close(theirs)
+        said = b""
+        try:
+            while data := os.read(ours, 1 << 16):
+                said += data
+        except OSError:  # the other side is closed
+            pass
+        process.wait()
+    os.close(ours)
+    return said
+
+
+def test_names_in_files_are_escaped(example: Path, packed_example: Any, tmp_path: Path) -> None:
+    """Of a file, an architecture and a tensor."""
+    model = shutil.copytree(example, tmp_path / "model")
+    write_file(model / f"consolidated{BAD}.safetensors", {"a": ("F32", np.zeros(2, np.float32))})
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(
+        config.replace("Qwen3MoeForCausalLM", 'X\\u001b]0;PWNED\\u0007\\u009b", "Qwen3MoeForCausalLM')
+    )
+    output = shutil.copytree(packed_example("int8"), tmp_path / "int8")
+    shard = sorted(output.glob("*.safetensors"))[0]
+    tensors = read_file(shard)
+    write_file(shard, {**tensors, f"stray{BAD}": next(iter(tensors.values()))})
+    for words in (("inspect", model), ("verify", output), ("inspect", output)):
+        said = STYLED.sub(b"", on_a_terminal(*words))
+        assert not set(said) & ({*range(32), 127} - {*b"\n\r\t"}), said
+        assert words[0] == "inspect" or rb"stray\x1b]0;PWNED\x07" in said, said
+
+
+def test_only_newlines_and_tabs_pass() -> None:
+    file = io.BytesIO()
+    stream = EscapingStream(io.TextIOWrapper(file, "utf-8"))
+    stream.write("".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000)))))
+    stream.write("\rname\n")
+    stream.flush()
+    text = file.getvalue().decode()
+    assert not [
+        c for c in text if (ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028"
+    ]
+    assert text.endswith("\\rname\n") and all(c in text for c in "\t\nß漢\N{ZERO WIDTH JOINER}")
+    assert escape(escape(BAD)) == escape(BAD) == "\\x1b]0;PWNED\\x07"
+
+
+def test_no_way_to_print_leads_past_it() -> None:
+    """Files are written by layouts/files; what is styled goes below the stream, and is escaped before."""
+    past = re.compile(r"sys\.__std|\bos\.write\([12],(?! b\")|Console\((?!file=unescaped\()|unescaped\(")
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for line in path.read_text().splitlines()
+        if past.search(line)
+    }
+    assert {entry.partition(":")[0] for entry in found} == {
+        "pipeline/cli/run.py",  # the text that a model writes, where a program reads it
+        "pipeline/cli/status.py",
+        "pipeline/ui/progress.py",
+        "pipeline/ui/terminal.py",
+    }, found
