@@ -700,13 +700,10 @@ def make_model(file: str) -> Callable[[Inputs], Path]:
 
 
 def load_model(_: Inputs, path: Path) -> None:
-    """Load a model as `run`, `eval` and `serve` do, and let it write two tokens."""
-    from ktconvert.pipeline.models import generating, loading
-
-    choice = loading.ModelChoice(str(path.parent))
-    model, its_tokenizer = loading.load(choice)
-    inputs = its_tokenizer("def ", return_tensors="pt")
-    generating.write(model, its_tokenizer, inputs, max_new_tokens=2, temperature=0.0, say=lambda text: None)
+    """Load a model with `run`, and let it write two tokens."""
+    code, said = run("run", path.parent, "--prompt", "def ", "--max-new-tokens", 2)
+    if code:
+        raise KtconvertError(said)
 
 
 def make_model_adapter(file: str) -> Callable[[Inputs], Path]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose names are those of libraries, too
 
 from ktconvert.layouts.errors import KtconvertError
 from rig import conversion, mutations
