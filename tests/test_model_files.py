@@ -253,7 +253,7 @@ def test_a_model_type_that_is_unknown_is_not_supported(model, example, packed_ex
 
 def test_any_wrong_value_is_one_sentence(model, example, packed_example, text):
     words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.chance()
-    for which in draw.sample(changes(example), 12):
+    for which in draw.sample(changes(example), 8):
         change(model, example, *which)
         refused_or_done(words, model)
 

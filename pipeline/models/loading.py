@@ -236,7 +236,7 @@ def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
     if stored is None or cpu_weights.expanduser().resolve() == root.resolve():
         return
     opened = open_experts(cpu_weights.expanduser())
-    for module in {modules[0], modules[-1]} if modules else ():
+    for module in dict.fromkeys((*modules[:1], *modules[-1:])):
         count = module.num_experts
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
             if module.layer not in stored.moe_layers:
