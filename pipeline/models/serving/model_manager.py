@@ -129,7 +129,8 @@ class Prompts:
             return of_processor, template.prepare(of_processor, tools, settings)
 
         try:
-            self._check_settings(await template.find_variables(tools), tools, settings)
+            async with self._rendered:
+                self._check_settings(await template.find_variables(tools), tools, settings)
             of_processor, job = await asyncio.to_thread(prepare)
             async with self._rendered:
                 text = await template.render(job)
