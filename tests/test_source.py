@@ -203,7 +203,6 @@ BILLION = "model-00001-of-999999999.safetensors"
             "tensor 'a' is in model-00001.* and in model-00002.*, and no index says which one counts; give one",
         ),
         (lambda root: several_indexes(root), f"several indexes .a.*, b.*; copy the one to convert to {INDEX}"),
-        (lambda root: name_weights(root, "../x.safetensors"), "config.json: names '../x.* in transformers_weights"),
         (lambda root: shard(root, 1).write_text(POINTER), "Git LFS pointer"),
         (lambda root: (root / INDEX).write_text(POINTER), "Git LFS pointer, not the index"),
         (lambda root: only(root, "x"), r"holds no \.safetensors"),
@@ -322,6 +321,7 @@ SETS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         f"model.safetensors is read, as in transformers; {FIRST} (and 2 more) is left aside",
     ),
     "another precision": (lambda root: save(root / "model.fp16.safetensors", "a"), [FIRST, SECOND], f"{FIRST} (and 1 "),
+    "a name that is no file here": (lambda root: name_weights(root, "none; these are experts"), [FIRST, SECOND], ""),
     "named by config.json": (
         lambda root: (save(root / SINGLE, "a"), name_weights(root, SECOND)),
         [SECOND],
@@ -338,7 +338,7 @@ def test_the_files_that_count_are_those_of_transformers(name, sharded):
     source = open_checkpoint(sharded)
     assert [each.name for each in source.shards] == expected and source.conflict is None
     assert source.notes[:1] == () if not note else source.notes[0].startswith(note)
-    named = source.config.get("transformers_weights")
+    named = source.config.get("transformers_weights") if name == "named by config.json" else None
     theirs, _ = modeling._get_resolved_checkpoint_files(str(sharded), None, None, None, None, False, named)
     assert {Path(file).name for file in theirs} <= {*expected}
 

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, damaged_file, unreadable_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
@@ -237,10 +237,14 @@ def _select(root: Path) -> tuple[Container, Selection]:
 
 
 def _named(root: Path) -> str | None:
-    """Return the file of weights, or index, that config.json names for transformers, if it names one."""
+    """Return the file of weights, or index, that config.json names for transformers, if it names one that is here. Our
+    own outputs for the CPU name none, so that transformers does not load them by itself.
+    """
     with contextlib.suppress(InputError):
-        if isinstance(named := read_config(root).get("transformers_weights"), str):
-            return named
+        named = read_config(root).get("transformers_weights")
+        is_name = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+        if is_name and is_inside(named) and (root / named).is_file():
+            return str(named)
     return None
 
 

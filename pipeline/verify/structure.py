@@ -148,10 +148,11 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     fmt = measure.fmt or formats_by_names(output)[0]
     used: set[tuple[Place, str]] = set()
     expected = list(expected_layers(output, measure))
-    implied, here = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
-    if implied > PARTS_AT_LEAST + PARTS_PER_TENSOR * here:
-        most = f"most of them are missing, or a name is damaged: {max(s.name for s in output.tensors.values())}"
-        problems.append(f"the names of {plural(here, 'tensor')} imply {implied} parts of experts; {most}")
+    implied, tensors = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
+    if implied > PARTS_AT_LEAST + PARTS_PER_TENSOR * tensors:
+        largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].numa + 1))
+        most = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
+        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} parts of experts; {most}")
         return Check("tensors", "", problems)
     for grid, experts in expected:
         own = fmt.of_layer(grid.layer)

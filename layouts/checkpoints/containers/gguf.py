@@ -304,7 +304,7 @@ def select(root: Path, files: list[str]) -> Selection | None:
     models = dict.fromkeys(parts_of(name, 1)[0] for name in main)
     if len(models) > 1:
         raise InputError(f"{root}: holds several GGUF models ({', '.join(models)}); name one of these files")
-    parts = parts_of(*models)
+    parts = parts_of(next(iter(models)))
     _complete(root, parts)
     return Selection(parts, None, tuple(f for f in present if f not in parts))
 

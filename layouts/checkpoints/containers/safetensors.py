@@ -158,7 +158,6 @@ def _short(e: BaseException) -> str:
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SUFFIXES = (".safetensors", ".safetensors.index.json")
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 # Names of Grok-2's files and of those that DeepSeek's scripts write: each holds a slice of every tensor, for one GPU.
 SLICE = re.compile(r".*-TP-\d+\.safetensors|model\d+-mp(?!1\.)\d+\.safetensors")
@@ -171,9 +170,6 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
     """
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
-    if named is not None and not (_inside(named) and named.endswith(SUFFIXES) and (root / named).is_file()):
-        what = f"names {named!r} in transformers_weights, which is not a file of safetensors here"
-        raise InputError(what, "correct that name", path=root / "config.json")
     if slices := [f for f in present if SLICE.fullmatch(f)]:
         what = f"holds slices of tensors, one file for each GPU ({slices[0]}), which are not an input"
         raise UnsupportedError(f"{root}: {what}; use a release whose tensors are whole, or a GGUF")
@@ -238,7 +234,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
         raise damaged_file(path, "has no weight_map")
     shards = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
     for shard, name in shards.items():
-        if not isinstance(weight_map[name], str) or not _inside(shard):
+        if not isinstance(weight_map[name], str) or not is_inside(shard):
             raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if len(shard.encode()) > LONGEST_NAME:
             raise damaged_file(path, f"places tensor {name!r} in a file whose name has {len(shard)} characters")
@@ -251,7 +247,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     return weight_map, total if isinstance(total, int) else None
 
 
-def _inside(shard: str) -> bool:
+def is_inside(shard: str) -> bool:
+    """Whether the name of a file leads to no other directory than those within."""
     parts, plain = PurePosixPath(shard).parts, shard.isprintable() and "\\" not in shard
     return plain and bool(parts) and parts[0] != "/" and ".." not in parts
 
