@@ -31,7 +31,7 @@ SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
 WORDS: dict[str, tuple[Any, ...]] = {
     "cpu": ("-i", "model", "-o", "OUT", "--quant-method", "int8"),
     "gpu": ("-i", "model", "-o", "OUT", *RTN),
-    "calibrate": ("-i", "model", "-o", "OUT", "--dataset", "text.txt", *SHORT),
+    "calibrate": ("model", "-o", "OUT", "--dataset", "text.txt", *SHORT),
     "dequantize": ("model", "OUT"),
     "merge": ("-i", "loose", "-o", "OUT"),
     "merge-adapter": ("model", "--adapter", "adapter", "-o", "OUT"),

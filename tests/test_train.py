@@ -16,7 +16,7 @@ from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.loop import recorded
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
-from rig import conversion, forks, killpoint
+from rig import conversion, forks, killpoint, shims
 from rig.conversion import tree
 from rig.safetensors import read_file
 
@@ -302,8 +302,9 @@ SHORT = ("--sequence-length", 64, "--batch-size", 2, "--max-steps", 6, "--save-s
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[forks.Forks]:
-    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], 1, modules=conversion.MODELS) as running:
+    folder = tmp_path_factory.mktemp("shim")
+    full = shims.build(folder, "full", Path(forks.__file__).with_name("full.c").read_text())
+    with forks.Forks([killpoint.build(folder), full], 1, modules=conversion.MODELS) as running:
         yield running
 
 
@@ -419,6 +420,20 @@ def test_a_damaged_checkpoint_is_not_used(how, servers, begun, tmp_path):
     done = servers.run(["resume", output, "-q"], tmp_path / "said")
     assert done.returncode == 0 and re.search("is not what was written there|lacks files", done.stderr), done.stderr
     assert conversion.differing(tree(output), tree(whole)) == []
+
+
+@pytest.mark.parametrize("call", [1, 4, 12])
+def test_a_full_disk_ends_a_training_in_one_sentence(call, servers, begun, tmp_path):
+    """From some call of a checkpoint on, of safetensors, torch or Python; resumed, the adapter is the same."""
+    killed, whole, _ = begun
+    output, _ = copy_of(killed, tmp_path)
+    env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": str(call)}
+    done = servers.run(["resume", output, "-q"], tmp_path / "said", env)
+    assert done.returncode == 4 and "No space left on device" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not output.exists()
+    if call == 4:
+        assert servers.run(["resume", output, "-q"], tmp_path / "said").returncode == 0
+        assert conversion.differing(tree(output), tree(whole)) == []
 
 
 def test_a_killed_training_is_stopped_and_one_at_work_runs(begun, tmp_path):

@@ -8,7 +8,7 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.conversion import take_lock_away
 from ktconvert.pipeline.engine.execute import tidy
-from ktconvert.pipeline.engine.existing import already_finished, nothing_to_do
+from ktconvert.pipeline.engine.existing import already_finished, nothing_to_do, states_once_begun
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.options.training_options import TrainOptions
 
@@ -47,6 +47,7 @@ def start(options: TrainOptions) -> None:
     if already_finished(plan, existing.overwrite) and not options.dry_run:
         tidy(plan.locate())
         return nothing_to_do(options.output, reporter)
+    states_once_begun(plan, plan.locate(), existing.overwrite)
     found = training_memory.needs(options, choice)
     reporter.event("memory", bytes=found)
     rows = [(what, size(nbytes)) for what, nbytes in found.items()]

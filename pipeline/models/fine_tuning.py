@@ -190,7 +190,8 @@ def explained_writes(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         number = _reason(error) or _probe(folder)
         if number is None:
-            raise
+            remedy = "check the disk, then run the command again"
+            raise KtconvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
         with explained(folder):
             raise OSError(number, os.strerror(number), str(folder)) from error
 
