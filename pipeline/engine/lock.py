@@ -160,8 +160,10 @@ def make_private_folder(root: Path) -> None:
     try:
         if not _is_own(fd):
             raise _not_own(root)
-        with contextlib.suppress(OSError):  # file systems without modes
-            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o777 | PRIVATE)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & 0o777 != PRIVATE:
+            with contextlib.suppress(OSError):  # file systems without modes
+                os.fchmod(fd, mode & ~0o777 | PRIVATE)
         _require_no_links(root, fd)
     finally:
         os.close(fd)
