@@ -56,7 +56,8 @@ def explained(
             raise
         if is_memory(error):
             raise
-        kind, said, remedy = InputError, str(error), COMPARE
+        kind: type[KtconvertError] = InputError
+        said, remedy = str(error), COMPARE
         if any(text in said for text in UNKNOWN):
             kind, remedy = UnsupportedError, "use one whose type this version knows"
         elif "trust_remote_code" in said:
