@@ -27,9 +27,10 @@ def _known_variables(template: str) -> frozenset[str]:
     return _variables.get(template) or _find_variables(template)
 
 
-theirs: Any = processing_utils
-theirs.render_jinja_template = tokenization_utils_base.render_jinja_template = _render_or_replace
-theirs._get_template_variables = _known_variables  # which would compile it here
+of_tokenizers: Any = tokenization_utils_base
+of_processors: Any = processing_utils
+of_tokenizers.render_jinja_template = of_processors.render_jinja_template = _render_or_replace
+of_processors._get_template_variables = _known_variables  # theirs would compile it here
 
 
 @contextmanager
