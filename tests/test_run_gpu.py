@@ -352,6 +352,16 @@ def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
 
 
 @qwen
+def test_a_slow_pattern_of_the_ignore_list_is_refused(case, tmp_path):
+    packed = copied(case, tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:([a-z0-9_.]+)+!")
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json: the regular expression .* takes too long"):
+        loading.load(ModelChoice(str(packed)))
+
+
+@qwen
 def test_packed_weights_beside_the_experts(case, tmp_path, example):
     """transformers would fill in random numbers for them."""
     model, name = copied(case, tmp_path / "model"), "model.layers.1.self_attn.q_proj.weight"
