@@ -242,9 +242,8 @@ def _named(root: Path) -> str | None:
     """
     with contextlib.suppress(InputError):
         named = read_config(root).get("transformers_weights")
-        is_name = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
-        if is_name and is_inside(named) and (root / named).is_file():
-            return str(named)
+        if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json")):
+            return named if is_inside(named) and (root / named).is_file() else None
     return None
 
 

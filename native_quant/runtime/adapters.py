@@ -70,7 +70,7 @@ def active(module: torch.nn.Module) -> Active | None:
     ranks are filled up with zeros, and B includes the scaling; a projection without an adapter gets zeros.
     """
     children: list[Any] = [getattr(module, name) for name in module.projections]  # type: ignore[union-attr]
-    parts = [child.parts() if hasattr(child, "parts") else () for child in children]
+    parts: list[Sequence[Part]] = [child.parts() if hasattr(child, "parts") else () for child in children]
     every = [part for each in parts for part in each]
     if not every:
         return None
@@ -98,7 +98,7 @@ def _join(children: Sequence[Any], parts: Sequence[Sequence[Part]]) -> Active:
         a = [part[0] for part in each]
         b = [part[1] * part[3] for part in each]
         if missing := rank - sum(part[2] for part in each):
-            like = {"dtype": every[0][0].dtype, "device": every[0][0].device}
+            like: dict[str, Any] = {"dtype": every[0][0].dtype, "device": every[0][0].device}
             a.append(torch.zeros(base.experts, missing, base.in_features, **like))
             b.append(torch.zeros(base.experts, base.out_features, missing, **like))
         tensors += (torch.cat(a, 1).to(CPU), torch.cat(b, 2).to(CPU))

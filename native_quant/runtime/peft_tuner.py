@@ -172,7 +172,8 @@ class Tuner(LoraModel):  # type: ignore[misc]
                     for each, child in module.named_children()
                     if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
                 }
-                adapted_layers[name.removeprefix(PREFIX)] = AdaptedLayer(*module.projections, adapted)
+                gate, up, down = module.projections
+                adapted_layers[name.removeprefix(PREFIX)] = AdaptedLayer(gate, up, down, adapted)
         if any(layer.adapted for layer in adapted_layers.values()):
             state_dict = _stack(adapted_layers, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)

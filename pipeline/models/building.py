@@ -48,11 +48,9 @@ def explained(
     """
     try:
         yield
-    except (KtconvertError, *passing):
-        raise
     except BaseException as error:
-        # Errors in Rust are no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_panic = type(error).__name__ == "PanicException"  # an error in Rust, which is no Exception
+        if isinstance(error, (KtconvertError, *passing)) or not (isinstance(error, Exception) or is_panic):
             raise
         if is_memory(error):
             raise

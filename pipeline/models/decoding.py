@@ -47,8 +47,9 @@ def decoded_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | Non
 
 
 def _require_fast_patterns(source: TensorSource) -> None:
-    """Raise InputError for a regular expression of config.json that takes too long: compressed-tensors matches them with
-    the names of modules, without a limit.
+    """Raise InputError for a regular expression of config.json that takes too long.
+
+    compressed-tensors matches them with the names of modules, without a limit.
     """
     expressions = patterns.compile_all(cfg.module_patterns(source.config), source.root / "config.json")
     for name in {tensor.rpartition(".")[0] for tensor in source.tensors}:
