@@ -342,7 +342,7 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
     ("tensors", "config", "words"),
     [
         ({"a.weight": ("U32", np.ones((4, 4), np.uint32)), "a.scales": HALVES, "a.biases": HALVES}, MLX, "is packed;"),
-        ({"a.trellis": ("I16", np.ones((2, 2, 16), np.int16)), "a.suh": HALVES}, {}, "'a.trellis' is packed;"),
+        ({"a.codes": ("I16", np.ones((2, 2, 16), np.int16)), "a.scale": HALVES}, {}, "'a.codes' is packed;"),
         (
             {"a.W_q": ("U8", np.ones((4, 4), np.uint8)), "a.scale": HALVES},
             {},
@@ -350,7 +350,7 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
         ),
         ({"a.weight": PLAIN}, MLX, "config.json says that it is quantized (by an unnamed method), but no tensor"),
     ],
-    ids=["MLX", "EXL3", "HQQ", "only by config.json"],
+    ids=["MLX", "a stack", "HQQ", "only by config.json"],
 )
 def test_integers_that_no_rule_reads_are_never_copied_as_weights(tensors, config, words, tmp_path):
     source = written(tmp_path / "model", tensors, {"model_type": "qwen3", **config})

@@ -195,7 +195,10 @@ BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "no count": (lambda files: files[2][1].pop("split.count"), "split.count is missing"),
     "another number": (lambda files: files[1][1].update({"split.no": 2}), "split.no is 2, but .* should be 1"),
     "a tensor is missing": (lambda files: files[2][2].popitem(), "split.tensors.count is 9, but .* should be 8"),
-    "a tensor in two files": (lambda files: files[2][2].update(files[0][2]), "is also in m-00001-of-00003.gguf"),
+    "a tensor in two files": (
+        lambda files: files[2][2].update(files[0][2]),
+        r"is in m-00001-of-00003\.gguf and in m-00003-of-00003",
+    ),
     "two models": (lambda files: files.append(["n.gguf", about(2), {}]), r"several GGUF models \(m-00001.*, n\.gguf\)"),
 }
 

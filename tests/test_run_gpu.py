@@ -352,13 +352,15 @@ def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
 
 
 @qwen
-def test_a_slow_pattern_of_the_ignore_list_is_refused(case, tmp_path):
+def test_a_pattern_of_the_ignore_list_has_a_time_limit(case, example, tmp_path):
+    """compressed-tensors would match it with `re`, which takes years."""
     packed = copied(case, tmp_path / "packed")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, packed)
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["ignore"].append("re:([a-z0-9_.]+)+!")
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"config\.json: the regular expression .* takes too long"):
-        loading.load(ModelChoice(str(packed)))
+    loading.load(ModelChoice(str(packed)))
 
 
 @qwen

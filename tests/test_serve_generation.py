@@ -303,7 +303,7 @@ def test_a_model_of_which_a_part_is_missing(example, tmp_path):
     """Refused as `run` does: weights are not made up."""
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
-    expected = "lacks 1 tensors of its model, such as model.norm.weight; check that the download is complete, or use another release"
+    expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"
     for load in (serving.load, loading.load):
         with pytest.raises(InputError, match=re.escape(f"{model}: {expected}")):
             load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))

@@ -191,18 +191,6 @@ def quantization(config: dict[str, Any]) -> Quantization:
     )
 
 
-def module_patterns(config: dict[str, Any]) -> list[str]:
-    """Return the regular expressions for names of modules by which a config says what is quantized, without "re:"."""
-    texts: list[Any] = []
-    for quant in (scope.get(key) for scope in scopes(config) for key in QUANTIZATIONS):
-        if isinstance(quant, dict):
-            groups = quant.get("config_groups")
-            named = groups.values() if isinstance(groups, dict) else ()
-            for listed in (quant.get("ignore"), *(group.get("targets") for group in named if isinstance(group, dict))):
-                texts += listed if isinstance(listed, list) else []
-    return [text.removeprefix("re:") for text in texts if isinstance(text, str) and text.startswith("re:")]
-
-
 def merge_quantization_files(declared: Quantization, other_file: dict[str, Any]) -> Quantization:
     """Both together; a quantize_config.json without a method is of the declared one, else GPTQ. ValueError: a clash."""
     if not other_file.keys() & KEYS.values():

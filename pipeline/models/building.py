@@ -5,11 +5,14 @@ transformers for a model's files into one sentence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
@@ -194,7 +197,7 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
     """
     where = {name: options[name] for name in WHERE}
     generation = read_generation_config(model, **where)
-    with memory_explained(model), explained(model, CONFIG, doing=BUILD), without_report():
+    with memory_explained(model), explained(model, CONFIG, doing=BUILD), without_report(), bounded_patterns(model):
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if weights is None:
             made, loading = kind.from_pretrained(model, config=config, **options)
@@ -213,6 +216,23 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
         raise InputError(f"{model}: {what}; compare both with the release")
     require_computing(made, model)
     return made
+
+
+@contextmanager
+def bounded_patterns(model: str) -> Iterator[None]:
+    """Have compressed-tensors match the regular expressions of config.json with a limit of time: `re` has none."""
+    try:
+        from compressed_tensors.utils import match
+    except ImportError:  # transformers says what to install where it is needed
+        yield
+        return
+    expression = functools.cache(lambda text: patterns.compile(text, _place(model, CONFIG)))
+    original = match.re
+    match.re = SimpleNamespace(match=lambda text, name: expression(text).match(name))
+    try:
+        yield
+    finally:
+        match.re = original
 
 
 @contextmanager

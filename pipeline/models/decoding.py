@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktconvert.layouts import patterns
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
@@ -34,8 +32,6 @@ def decoded_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | Non
     """
     source = open_checkpoint(root)
     method = source.quantization.method
-    if method == METHOD:
-        _require_fast_patterns(source)
     if method in BY_TRANSFORMERS[whole] or not {info.dtype for info in source.tensors.values()}.difference(FLOATS):
         return None
     taken = () if whole else recognise(source, to_read=True).expert_tensor_names()
@@ -44,17 +40,6 @@ def decoded_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | Non
         return None
     # Copies: a write to a view of the file would end the process.
     return {tensor.key: read_tensor(source, tensor, "use the model's BF16 release").clone() for tensor in tensors}
-
-
-def _require_fast_patterns(source: TensorSource) -> None:
-    """Raise InputError for a regular expression of config.json that takes too long.
-
-    compressed-tensors matches them with the names of modules, without a limit.
-    """
-    expressions = patterns.compile_all(cfg.module_patterns(source.config), source.root / "config.json")
-    for name in {tensor.rpartition(".")[0] for tensor in source.tensors}:
-        for expression in expressions:
-            expression.match(name)
 
 
 def read_tensor(source: TensorSource, tensor: OtherTensor, remedy: str) -> torch.Tensor:

@@ -151,9 +151,17 @@ def make_inputs(root: Path) -> Inputs:
     return inputs
 
 
+class _Kept(io.BytesIO):
+    """Bytes that can be read after the streams on them, of which the command makes its own, were closed."""
+
+    def close(self) -> None:
+        pass
+
+
 def run(*arguments: object) -> tuple[int, str]:
     """Run a command in this process, as the real one; its exit code, and what it writes to stderr."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    written = [_Kept(), _Kept()]
+    out, err = (io.TextIOWrapper(each, encoding="utf-8") for each in written)
     before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
     code = 0
     try:
@@ -163,8 +171,8 @@ def run(*arguments: object) -> tuple[int, str]:
         code = int(end.code or 0)
     finally:
         sys.argv = before
-    err.seek(0)
-    return code, err.read()
+    err.flush()
+    return code, written[1].getvalue().decode()
 
 
 def plan_of(output: Path) -> Plan:
@@ -857,7 +865,7 @@ DOCUMENTS: Mapping[str, Document] = {
 }
 DOCUMENTS |= {
     f"data set {file}": Document(make_dataset(file), damage, read_dataset, 10, modules=conversion.MODELS)
-    for file, damage in {"a.txt": of_bytes, "a.jsonl": of_lines, "a.json": of_json, "a.parquet": of_bytes}.items()
+    for file, damage in {"a.txt": of_bytes, "a.parquet": of_bytes, "a.jsonl": of_lines, "a.json": of_json}.items()
 }
 DOCUMENTS |= {
     f"{file} of a model": Document(make_model(file), of_json, load_model, 4, modules=conversion.MODELS, quick=False)
