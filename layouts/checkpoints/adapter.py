@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     plain: Collection[Any] = ()  # values that everything computes, beside the default
 
     def is_plain(self, value: Any) -> bool:
-        """Whether a value computes what the default computes, or is one that everything computes."""
+        """Return whether a value computes what the default computes, or is one that everything computes."""
         return not value or value == self.default or value in self.plain
 
 
@@ -110,7 +110,7 @@ SETTINGS: Mapping[str, Setting | Harmless] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What adapter_config.json says; values: those that are given and change what is computed."""
+    """Settings of adapter_config.json; values: those that are given and change what is computed."""
 
     file: Path
     values: Mapping[str, Any]
@@ -129,23 +129,23 @@ class Settings:
         return rank
 
     def scaling(self, *names: str) -> float:
-        """What B A of a module with these names is multiplied with."""
+        """Return the factor of B A for a module with these names."""
         alpha: float = self._patterns["alpha_pattern"].find(names, self["lora_alpha"])
         rank = self.rank(*names)
         return alpha / (math.sqrt(rank) if self["use_rslora"] else rank)
 
-    def targeted_parameters(self, module: str, parameters: Iterable[str]) -> list[str]:
-        """Which of these parameters of a module target_parameters names."""
+    def target_names(self, module: str, parameters: Iterable[str]) -> list[str]:
+        """Return those of these parameters of a module that target_parameters names."""
         return [name for name in parameters if is_named(f"{module}.{name}", self["target_parameters"] or ())]
 
     def name_module(self, module: str) -> bool:
-        """Whether target_modules or target_parameters name a module, or an expert's projection in one of its ways."""
+        """Return whether target_modules or target_parameters name a module, or an expert's projection."""
         targets, names = self["target_modules"], [module]
-        parameters = self.targeted_parameters(module, ["weight"])
+        parameters = self.target_names(module, ["weight"])
         if match := OF_EXPERT.fullmatch(module):
             names += [match["experts"], f"{match['experts']}.{match['name']}"]
         if match := match or OF_STACK.fullmatch(module):
-            parameters = self.targeted_parameters(match["experts"], (GATE_UP, DOWN))
+            parameters = self.target_names(match["experts"], (GATE_UP, DOWN))
         if isinstance(targets, str) and targets != "all-linear":
             return bool(parameters) or any(map(self._target.fullmatch, names))
         return bool(parameters) or not isinstance(targets, list) or any(is_named(name, targets) for name in names)
@@ -172,7 +172,7 @@ class NamePatterns:
 
 
 def is_named(name: str, targets: Collection[str]) -> bool:
-    """Whether PEFT's lists of targets have this name, or an end of it that begins after a dot."""
+    """Return whether PEFT's lists of targets have this name, or an end of it that begins after a dot."""
     return name in targets or any(name.endswith(f".{target}") for target in targets)
 
 
@@ -255,7 +255,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to a weight [out, in]: scaling * B A, with A [r, in], B [out, r].
+    """Addition of an adapter to a weight [out, in]: scaling * B A, with A [r, in], B [out, r].
 
     Of one expert's projection, the matrices may be parts of larger ones: rows of A [E r, in], every E-th column of B
     [out, r E] from `expert` on, and these rows of B.
@@ -309,16 +309,16 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
 
 
 def _names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
-    """What patterns may call a module: of an expert, also its projection of all experts; else what PEFT wraps."""
+    """Return the names that patterns may use for a module; for an expert, also its projection of all experts."""
     if match := OF_EXPERT.fullmatch(module):
         return module, f"{match['experts']}.{match['name']}"
     if match := OF_STACK.fullmatch(module):
         experts = match["experts"]
-        targeted = settings.targeted_parameters(experts, (GATE_UP, DOWN))
+        targeted = settings.target_names(experts, (GATE_UP, DOWN))
         both = f"{experts}.base_layer" in modules or len(targeted) != 1
         name = GATE_UP if match["inner"] or not (both or targeted[0] == DOWN) else DOWN
         return (f"{experts}.{name}",)
-    return (f"{module}.weight" if settings.targeted_parameters(module, ["weight"]) else module,)
+    return (f"{module}.weight" if settings.target_names(module, ["weight"]) else module,)
 
 
 def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
@@ -343,7 +343,7 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
 
 
 def read_adapter(folder: Path) -> dict[str, Delta]:
-    """What an adapter adds, by the names of modules; projections of experts one by one, also where it has them stacked.
+    """Return the additions of an adapter by module; expert projections one by one, also where it has them stacked.
 
     Raises InputError for a damaged adapter, UnsupportedError for one that is not plain LoRA.
     """

@@ -215,7 +215,7 @@ def _method(quant: dict[str, Any]) -> tuple[str, str]:
     return PACKINGS.get(kind, (method, "")) if first == AUTO_ROUND else (method, "")
 
 
-def _others(quant: dict[str, Any]) -> list[dict[str, Any]]:
+def _layer_overrides(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the settings of weights that differ from most: "dynamic" of GPTQModel, "extra_config" of AutoRound."""
     tables = (table for key in ("dynamic", "extra_config") if isinstance(table := quant.get(key), dict))
     return [other for table in tables for other in table.values() if isinstance(other, dict)]
@@ -224,12 +224,14 @@ def _others(quant: dict[str, Any]) -> list[dict[str, Any]]:
 def _has_mxint(quant: dict[str, Any]) -> bool:
     groups = quant.get("config_groups")
     named = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    said = (str(each.get(key)) for each in (quant, *_others(quant), *named) for key in ("data_type", "format"))
+    said = (str(each.get(key)) for each in (quant, *_layer_overrides(quant), *named) for key in ("data_type", "format"))
     return any("mxint" in text.replace("_", "").lower() for text in said)
 
 
 def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, then the others."""
     named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
-    each = [{key: other.get(its, quant.get(its)) for key, its in named.items()} for other in ({}, *_others(quant))]
+    each = [
+        {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in ({}, *_layer_overrides(quant))
+    ]
     return [{"type": "int"} | one for one in each if not (type(one["num_bits"]) is int and one["num_bits"] > WIDEST)]

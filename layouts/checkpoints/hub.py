@@ -94,7 +94,7 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 
 def complete(folder: Path) -> bool:
-    """Whether a snapshot has its config and every weight file of the checkpoint."""
+    """Return whether a snapshot has its config and every weight file of the checkpoint."""
     if not _has_config(folder):
         return False
     try:

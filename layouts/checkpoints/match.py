@@ -255,7 +255,7 @@ def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tu
 
 
 def is_of_mtp(name: str, layers: int | None) -> bool:
-    """Whether a tensor is of the MTP part: of a block called so, or of a layer beyond the number of layers."""
+    """Return whether a tensor is of the MTP part: of a block called so, or of a layer beyond the number of layers."""
     if MTP.search(name):
         return True
     layer = LAYER.search(name)

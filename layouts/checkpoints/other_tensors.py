@@ -77,7 +77,7 @@ def _weight(
     """The quantized weight whose values this tensor holds, with its name in BF16; None for any other tensor."""
     for template, candidates in encodings.tensors_of_weight(info, source.tensors, roles):
         tensors = {role: infos[0] for role, infos in candidates.items()}
-        quantization = encodings.of_one_weight(source, tensors, said)
+        quantization = encodings.narrow_to_weight(source, tensors, said)
         row = encodings.of_tensors(tensors, quantization)
         if row is None or not row.quantized or tensors[row.values] is not info:
             continue

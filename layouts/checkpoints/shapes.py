@@ -81,7 +81,7 @@ def _weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int) -> 
     # Tensors of the same roles, dtypes and shapes are of one row.
     rows: dict[tuple[object, ...], CheckpointEncoding | None] = {}
     for (part, expert), tensors in stored.tensors.items():
-        quantization = encodings.of_one_weight(source, tensors, source.quantization)
+        quantization = encodings.narrow_to_weight(source, tensors, source.quantization)
         alike = quantization.bits, *((role, info.dtype, info.shape) for role, info in tensors.items())
         if alike not in rows:
             rows[alike] = encodings.of_tensors(tensors, quantization)

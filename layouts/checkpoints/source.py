@@ -223,7 +223,7 @@ def _select(root: Path) -> tuple[Container, Selection]:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:
         raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
-    named = _named(root)
+    named = _weights_file_of_config(root)
     if named is not None and (chosen := safetensors.select(root, files, named)) is not None:
         return SAFETENSORS, chosen
     for container in CONTAINERS:
@@ -236,7 +236,7 @@ def _select(root: Path) -> tuple[Container, Selection]:
     raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
-def _named(root: Path) -> str | None:
+def _weights_file_of_config(root: Path) -> str | None:
     """Return the file of weights, or index, that config.json names for transformers, if it names one that is here. Our
     own outputs for the CPU name none, so that transformers does not load them by itself.
     """
@@ -289,7 +289,7 @@ def _conflict(
     """Return the error that transformers would read other weights than these, if it would. Of copies of a tensor it
     takes the one in the last file by name, whatever an index says.
     """
-    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _named(root)):
+    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _weights_file_of_config(root)):
         other = next((name for name in PYTORCH if (root / name).is_file()), None)
         if other is None:
             return None

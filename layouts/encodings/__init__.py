@@ -14,7 +14,7 @@ from ktconvert.layouts.encodings import fp4, fp8, ggml, plain, words
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
 from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
 from ktconvert.layouts.encodings.checkpoint import Weight as Weight
-from ktconvert.layouts.encodings.words import of_one_weight as of_one_weight
+from ktconvert.layouts.encodings.words import narrow_to_weight as narrow_to_weight
 from ktconvert.layouts.errors import INCOMPLETE, InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 

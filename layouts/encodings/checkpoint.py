@@ -161,7 +161,7 @@ def finite(source: TensorSource, scale: TensorInfo, values: F32) -> F32:
     return values
 
 
-def whole_scales(values: TensorInfo, scale: TensorInfo, shape: tuple[int, ...]) -> int:
+def count_whole_scales(values: TensorInfo, scale: TensorInfo, shape: tuple[int, ...]) -> int:
     """Return how many scales for whole matrices each linear of a weight, [n, k] or [E, n, k], has: 1, or 2 where it is
     gate, then up; 0 where the scales do not fit. A stack may share one.
     """

@@ -23,9 +23,9 @@ from ktconvert.layouts.encodings.checkpoint import (
     STACK_SCALE,
     CheckpointEncoding,
     Tensors,
+    count_whole_scales,
     finite,
     read_scales,
-    whole_scales,
 )
 from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, rows_of
 from ktconvert.layouts.errors import UnsupportedError, damaged_tensor
@@ -94,7 +94,7 @@ def _row(
             what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {fits}"
             raise damaged_tensor(scale.name, what)
         one = tensors[whole] if whole else None
-        if one and (one.dtype not in FLOATS or not whole_scales(codes, one, logical)):
+        if one and (one.dtype not in FLOATS or not count_whole_scales(codes, one, logical)):
             what = f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight of {codes.name!r}"
             raise damaged_tensor(one.name, what)
         return ()

@@ -118,7 +118,9 @@ def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEn
     )
 
 
-def _unscaled(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+def _matrix_without_scales(
+    source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool
+) -> Matrix:
     values = source.view(tensors["weight"])
     n, k = values.shape
     return Matrix(values, FP8_E4M3, np.ones((1, 1), np.float32), (n, k))
@@ -126,7 +128,7 @@ def _unscaled(source: TensorSource, tensors: Tensors, quantization: Quantization
 
 # No row of the table: a scale that is missing elsewhere was lost.
 UNSCALED = CheckpointEncoding(
-    "F8_E4M3 without scales", "FP8 without scales", {"weight": ("{t}",)}, ("F8_E4M3",), FP8_E4M3, _unscaled
+    "F8_E4M3 without scales", "FP8 without scales", {"weight": ("{t}",)}, ("F8_E4M3",), FP8_E4M3, _matrix_without_scales
 )
 
 

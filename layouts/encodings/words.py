@@ -86,7 +86,7 @@ WIDTHS = ((4, INT4), (8, INT8))
 
 def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """The width of the codes is the config's, else 4; of_one_weight leaves it one."""
+        """The width of the codes is the config's, else 4; narrow_to_weight leaves it one."""
         if quantization.method not in ("", PACKER, QUANT_METHOD):
             return False
         if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
@@ -135,7 +135,7 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
     )
 
 
-def of_one_weight(source: TensorSource, tensors: Tensors, quantization: Quantization) -> Quantization:
+def narrow_to_weight(source: TensorSource, tensors: Tensors, quantization: Quantization) -> Quantization:
     """Return the quantization of one weight: where the config does not name one width, its weight_shape tells it.
 
     Raises InputError for a weight_shape that contradicts the words.

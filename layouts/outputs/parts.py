@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """Whether a model and a machine may have it: a damaged name may hold any number."""
+        """Return whether a model and a machine may have it: a damaged name may hold any number."""
         return self.layer < MOST_LAYERS and self.expert < MOST_EXPERTS and self.numa < MOST_PARTS
 
 

@@ -39,7 +39,7 @@ def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
 
 
 def _casts(kind: type) -> bool:
-    """Whether a class of routers computes with a matrix of any dtype."""
+    """Return whether a class of routers computes with a matrix of any dtype."""
     try:
         return CASTS.search(inspect.getsource(kind)) is not None
     except (OSError, TypeError):  # there is no source

@@ -98,7 +98,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
 
 class Targets(NamedTuple):
-    """What of a config PEFT must not convert to transformers' parameters of stacked experts, which are not there.
+    """Parts of a config that PEFT must not convert to transformers' parameters of stacked experts, which are absent.
 
     modules   names of linears and Projections that PEFT may take for these parameters
     patterns  rank_pattern and alpha_pattern, by the names of this model's modules
@@ -215,7 +215,7 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
     if isinstance(requested, str) and requested.lower() == "all-linear":
         modules.update(f"{EXPERTS}.{name}" for name in projections)
     elif isinstance(requested, str):
-        found = _matching(requested, names, experts)
+        found = _match_names(requested, names, experts)
         if not found:
             raise UnsupportedError(
                 f"target_modules {requested!r} matches no module of this model; name one that it has"
@@ -229,7 +229,7 @@ def _take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts])
             whole = re.sub(r"\bexperts\.\d+\.(\w+)$", rf"{EXPERTS}.\1", name)
             modules.update([f"{name}.{each}" for each in projections] if name.split(".")[-1] == EXPERTS else [whole])
     if isinstance(config.exclude_modules, str):
-        config.exclude_modules = _matching(config.exclude_modules, names, experts)
+        config.exclude_modules = _match_names(config.exclude_modules, names, experts)
     stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in STACKED}
     parameters: dict[str, str] = {}  # projections by their names -> the parameter that is targeted
     for parameter, parts in ((GATE_UP, (gate, up)), (DOWN, (down,))):
@@ -259,17 +259,17 @@ def resolve_patterns(config: Any, model: Any) -> None:
     stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
     before = {f"{at}.{name}" for at in stacks for name in (*NAMES, "w1", "w2", "w3")}  # in transformers 4
     if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
-        found = _matching(config.target_modules, {*names, *before}, {})
+        found = _match_names(config.target_modules, {*names, *before}, {})
         if not found:
             raise UnsupportedError(NOTHING.format(config.target_modules))
         config.target_modules = found - before | {name.split(".")[-1] for name in found & before}
     if isinstance(config.exclude_modules, str):
-        config.exclude_modules = _matching(config.exclude_modules, names, {})
+        config.exclude_modules = _match_names(config.exclude_modules, names, {})
     for setting in ("rank_pattern", "alpha_pattern"):
         setattr(config, setting, _resolve_patterns(setting, getattr(config, setting), names, {}, {}, {}, None))
 
 
-def _matching(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:
+def _match_names(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:
     """The names of modules that a regular expression matches; a projection also by the names of experts."""
     match = patterns.compile(pattern, CONFIG).fullmatch
     found = {name for name in names if name not in experts and match(name)}
@@ -281,7 +281,7 @@ def _matching(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedEx
 
 
 def _names_of_experts(at: str, module: RoutedExperts, name: str) -> list[str]:
-    """What transformers 4 calls a projection of each expert."""
+    """Return the name that transformers 4 gives a projection of each expert."""
     return [f"{at}.{expert}.{name}" for expert in range(module.num_experts)]
 
 
@@ -341,7 +341,7 @@ PREFIX = "base_model.model."
 
 
 class AdaptedLayer(NamedTuple):
-    """What a layer's RoutedExperts call their projections, and those that have the adapter."""
+    """Names of the projections of a layer's RoutedExperts, and the projections that have the adapter."""
 
     gate: str
     up: str

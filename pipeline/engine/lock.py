@@ -170,7 +170,7 @@ def make_private_folder(root: Path) -> None:
 
 
 def _is_own(fd: int) -> bool:
-    """Whether this user owns an open folder, or a file server gives what this user makes to the folder's owner."""
+    """Return whether this user owns an open folder, or a file server gives new files of this user to its owner."""
     owner = os.fstat(fd).st_uid
     if owner == os.geteuid():
         return True

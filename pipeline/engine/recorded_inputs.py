@@ -41,7 +41,7 @@ def compare_inputs(plan: Plan) -> Plan:
     by_name = {plan.files[path].name: path for path in weights}
     by_header = {(plan.files[path].header_sha256, plan.files[path].size): path for path in weights}
 
-    def comparing(stage: Stage[Any]) -> Stage[Any]:
+    def compare_first(stage: Stage[Any]) -> Stage[Any]:
         def run(unit: Unit[Any], partial: Path, context: Context) -> Result:
             contents = [content for *_, content in unit.inputs if isinstance(content, tuple)]
             names = {by_name.get(name) for name in unit.files} or {by_header.get(content[:2]) for content in contents}
@@ -50,7 +50,7 @@ def compare_inputs(plan: Plan) -> Plan:
 
         return replace(stage, run=run)
 
-    return replace(plan, stages=tuple(map(comparing, plan.stages)))
+    return replace(plan, stages=tuple(map(compare_first, plan.stages)))
 
 
 def _root(path: Path, name: str) -> Path:
@@ -58,7 +58,7 @@ def _root(path: Path, name: str) -> Path:
 
 
 class _Recordings:
-    """What manifests say of files, each of which is hashed once."""
+    """Hashes of input files in their manifests; each file is hashed once."""
 
     def __init__(self, files: Mapping[Path, OutputFile]) -> None:
         self._files = files

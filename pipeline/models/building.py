@@ -68,7 +68,7 @@ def explained(
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory ran out, in the system or on a GPU."""
+    """Return whether memory ran out, in the system or on a GPU."""
     import torch
 
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error)
@@ -197,7 +197,7 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
     """
     where = {name: options[name] for name in WHERE}
     generation = read_generation_config(model, **where)
-    with memory_explained(model), explained(model, CONFIG, doing=BUILD), without_report(), bounded_patterns(model):
+    with memory_explained(model), explained(model, CONFIG, doing=BUILD), without_report(), limit_patterns(model):
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if weights is None:
             made, loading = kind.from_pretrained(model, config=config, **options)
@@ -219,7 +219,7 @@ def load_weights(kind: Any, model: str, config: Any, weights: dict[str, torch.Te
 
 
 @contextmanager
-def bounded_patterns(model: str) -> Iterator[None]:
+def limit_patterns(model: str) -> Iterator[None]:
     """Have compressed-tensors match the regular expressions of config.json with a limit of time: `re` has none."""
     try:
         from compressed_tensors.utils import match

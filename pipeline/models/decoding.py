@@ -25,7 +25,7 @@ BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
-def decoded_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | None:
+def decode_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | None:
     """Return the weights of a quantized checkpoint by their names, all in memory; None where transformers can load it.
 
     whole: with the routed experts. Raises UnsupportedError for a format that cannot be read.

@@ -160,7 +160,7 @@ def trainer(
 
     class WholeCheckpoints(transformers.Trainer):
         def _save_checkpoint(self, *model_and_trial: Any) -> None:
-            with explained_writes(partial):
+            with explain_writes(partial):
                 super()._save_checkpoint(*model_and_trial)
             keep(self.state.global_step, partial / f"checkpoint-{self.state.global_step}")
 
@@ -180,7 +180,7 @@ def trainer(
 
 
 @contextmanager
-def explained_writes(folder: Path) -> Iterator[None]:
+def explain_writes(folder: Path) -> Iterator[None]:
     """Turn what torch and safetensors raise for a failed write below a folder into an OSError, or a ResourceError."""
     from safetensors import SafetensorError
 
@@ -245,15 +245,15 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
     return replace(
         plan,
         stages=(
-            Stage(CHECKPOINT, "checkpoints", checkpoints, _described, chain=True),
-            Stage(ADAPTER, "adapter", (adapter,), _described),
+            Stage(CHECKPOINT, "checkpoints", checkpoints, _describe_files, chain=True),
+            Stage(ADAPTER, "adapter", (adapter,), _describe_files),
         ),
         # Each holds the matrices and AdamW's two moments in float32; the new one is complete before an old one goes.
         scratch_bytes=3 * adapter_bytes * (KEPT + 1),
     )
 
 
-def _described(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
+def _describe_files(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
     """Return the durable files of a folder, hashed."""
     publish.sync_tree(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -370,7 +370,7 @@ def _train(
         work.journal.append(journal.Start(unit=adapter.name))
         folder = work.paths.partial / adapter.name
         stats = write_adapter(options, work.paths.store / checkpoints[-1].stored_name, folder)
-        made = structs.replace(_described(adapter, folder), stats=stats)
+        made = structs.replace(_describe_files(adapter, folder), stats=stats)
         publish_unit(plan, work, reporter, adapter, Made(folder, made, time.monotonic() - began))
     work.journal.append(journal.Start(unit="assemble"))
     assemble(replace(plan, read_once=True), work)
@@ -421,7 +421,7 @@ def _make_checkpoints(
 
     def keep(step: int, folder: Path) -> None:
         unit = by_step[step]
-        made = Made(folder, _described(unit, folder), time.monotonic() - began)
+        made = Made(folder, _describe_files(unit, folder), time.monotonic() - began)
         publish_unit(plan, work, reporter, unit, made)
         for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT)]:
             publish.remove_tree(work.paths.store / old.stored_name)

@@ -209,7 +209,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     """The model, to generate one answer at a time. Raises InputError where a part is missing or cannot be used."""
     root, weights = choice.root(), None
     if root is not None and not choice.is_converted and not getattr(config, "auto_map", None):
-        weights = decoding.decoded_weights(root, whole=choice.cpu_weights is None)
+        weights = decoding.decode_weights(root, whole=choice.cpu_weights is None)
     if weights is not None:
         vars(config).pop("quantization_config", None)
     model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())

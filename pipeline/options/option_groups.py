@@ -89,12 +89,12 @@ class OutputOptions(PlannedOptions):
 
     @property
     def existing(self) -> Existing:
-        """What may become of an output that exists."""
+        """Settings for an output that exists."""
         raise NotImplementedError
 
     @property
     def reporting(self) -> Reporting:
-        """What is printed."""
+        """Settings of the output on the terminal."""
         raise NotImplementedError
 
 

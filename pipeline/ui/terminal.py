@@ -1,6 +1,4 @@
-"""What is printed, with the control characters of strings that come from files escaped: a name may hold any text, and
-a terminal would obey it.
-"""
+"""Output to terminals with control characters escaped: a terminal would obey what names in files hold."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _names(index: Path, shard: str) -> bool:
-    """Whether an index can be read and places tensors in this shard."""
+    """Return whether an index can be read and places tensors in this shard."""
     with contextlib.suppress(InputError):
         return shard in read_index(index)[0].values()
     return False
@@ -248,7 +248,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def is_inside(shard: str) -> bool:
-    """Whether the name of a file leads to no other directory than those within."""
+    """Return whether the name of a file leads to no other directory than those within."""
     parts, plain = PurePosixPath(shard).parts, shard.isprintable() and "\\" not in shard
     return plain and bool(parts) and parts[0] != "/" and ".." not in parts
 

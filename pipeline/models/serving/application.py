@@ -194,7 +194,7 @@ class Application:
 
     async def _chat(self, call: Call) -> None:
         request: schemas.Chat = await self._read(call, schemas.Chat)
-        messages, tools = await asyncio.to_thread(lambda: (_dumped(request.messages), _tools(request)))
+        messages, tools = await asyncio.to_thread(lambda: (_dump(request.messages), _tools(request)))
         settings = request.chat_template_kwargs or {}
         await self._answer(call, request, await self.prompts.chat(messages, tools, settings, param="messages"))
 
@@ -203,7 +203,7 @@ class Application:
         handler = self.handlers[schemas.Responses]
 
         def normalize() -> tuple[Any, Any]:
-            items = {"input": _dumped(request.whole_input())}
+            items = {"input": _dump(request.whole_input())}
             return handler._normalize_input(items), handler._normalize_tools(_tools(request))
 
         messages, tools = await asyncio.to_thread(normalize)
@@ -264,12 +264,12 @@ def _parse(kind: type[Any], data: bytes) -> Any:
     return schemas.read(kind, body)
 
 
-def _dumped(items: Iterable[BaseModel]) -> list[dict[str, Any]]:
+def _dump(items: Iterable[BaseModel]) -> list[dict[str, Any]]:
     return [item.model_dump(exclude_none=True) for item in items]
 
 
 def _tools(request: schemas.Chat | schemas.Responses) -> list[dict[str, Any]] | None:
-    return _dumped(request.tools) if request.tools and request.tool_choice != "none" else None
+    return _dump(request.tools) if request.tools and request.tool_choice != "none" else None
 
 
 # --- answers --------------------------------------------------------------------------------------

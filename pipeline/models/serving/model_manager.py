@@ -145,7 +145,7 @@ class Prompts:
         return inputs
 
     def _check_settings(self, reads: Collection[str], tools: Any, settings: Mapping[str, Any]) -> None:
-        """What the template does not read would be ignored in silence."""
+        """Refuse arguments that the template does not read: they would be ignored in silence."""
         if tools and "tools" not in reads:
             raise Refused(400, "tools: the model's chat template knows none", "tools")
         ours = {"messages", *inspect.signature(type(self.tokenizer).apply_chat_template).parameters}

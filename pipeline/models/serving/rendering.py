@@ -23,18 +23,18 @@ def _render_or_replace(*chats: Any, **arguments: Any) -> Any:
     return _render(*chats, **arguments) if replace is None else ([replace(arguments)], [[]])
 
 
-def _known_variables(template: str) -> frozenset[str]:
+def _list_variables(template: str) -> frozenset[str]:
     return _variables.get(template) or _find_variables(template)
 
 
 of_tokenizers: Any = tokenization_utils_base
 of_processors: Any = processing_utils
 of_tokenizers.render_jinja_template = of_processors.render_jinja_template = _render_or_replace
-of_processors._get_template_variables = _known_variables  # theirs would compile it here
+of_processors._get_template_variables = _list_variables  # theirs would compile it here
 
 
 @contextmanager
-def _rendering(replace: Callable[[dict[str, Any]], str]) -> Any:
+def _replace_rendering(replace: Callable[[dict[str, Any]], str]) -> Any:
     token = _in_place.set(replace)
     try:
         yield
@@ -71,7 +71,7 @@ class ChatTemplate:
         def stop(arguments: dict[str, Any]) -> str:
             raise _RenderRequest(job_to_render(arguments))
 
-        with _rendering(stop):
+        with _replace_rendering(stop):
             try:
                 return str(self._apply(messages, tools, settings, tokenize=False))
             except _RenderRequest as request:
@@ -80,7 +80,7 @@ class ChatTemplate:
 
     def tokenize(self, text: str, messages: Any, tools: Any, settings: Mapping[str, Any]) -> Any:
         """Return the model's inputs for a chat whose text was rendered."""
-        with _rendering(lambda _: text):
+        with _replace_rendering(lambda _: text):
             return self._apply(messages, tools, settings, tokenize=True, return_dict=True, return_tensors="pt")
 
     def _apply(self, messages: Any, tools: Any, settings: Mapping[str, Any], **how: Any) -> Any:

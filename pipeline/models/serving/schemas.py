@@ -145,7 +145,7 @@ class Strict(BaseModel):
 
 
 class Marked(Strict):
-    """What clients and their libraries add to messages, parts, calls and tools for other providers."""
+    """Marks that clients and their libraries add to messages, parts, calls and tools for other providers."""
 
     cache_control: Unused = None
     provider_specific_fields: Unused = None
@@ -221,8 +221,8 @@ class FlatTool(Function):
     type: FUNCTION
 
 
-def joined(value: Any) -> Any:
-    """What a function gave: a list of parts of text is one text, as a message's content is."""
+def join_parts(value: Any) -> Any:
+    """Return the output of a function with a list of text parts joined into one text, as for a message."""
     return " ".join(TextPart.model_validate(part).text for part in value) if isinstance(value, list) else value
 
 
@@ -236,7 +236,7 @@ class Item(BaseModel):
     call_id: str | None = None
     name: str | None = None
     arguments: Annotated[str, BeforeValidator(json_object)] | None = None
-    output: Annotated[str, BeforeValidator(joined)] | None = None
+    output: Annotated[str, BeforeValidator(join_parts)] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Item:

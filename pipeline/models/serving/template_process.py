@@ -27,7 +27,7 @@ FORKED, KEPT = b"f", b"k"  # where a job is done: in a fork, or in the process, 
 
 
 class TemplateError(Exception):
-    """What a chat template raised, or that it reached a limit."""
+    """An error of a chat template, or a limit that it reached."""
 
 
 class TemplateProcess:
