@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -470,9 +471,9 @@ def make_snapshot(file: str) -> Callable[[Inputs], Path]:
 
 
 def read_snapshot(inputs: Inputs, _: Path) -> None:
-    os.environ["HF_HUB_CACHE"] = str(inputs.file("hub")[0])
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    hub.resolve(MODEL)
+    cache = {"HF_HUB_CACHE": str(inputs.file("hub")[0]), "HF_HUB_OFFLINE": "1"}
+    with unittest.mock.patch.dict(os.environ, cache):  # tests that follow in this process have caches of their own
+        hub.resolve(MODEL)
 
 
 # --- what is given beside a checkpoint ------------------------------------------------------------
