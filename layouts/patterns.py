@@ -1,7 +1,7 @@
 """Regular expressions that come from files: bounded in size and in time, and refused with the file's name.
 
 `re` cannot be stopped: a pattern of 15 characters can run for years on one tensor name. The package `regex` takes the
-same patterns, can be stopped.
+same patterns and can be stopped.
 """
 
 from __future__ import annotations

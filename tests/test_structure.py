@@ -41,7 +41,7 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # they import these at the top; other modules import them inside a function.
 SERVING = ("application", "model_manager", "rendering", "scheduler", "scoring", "stream_decoder")
 RUNTIME = ("adapters", "gradient_window", "hf", "hf_modules", "hf_rest", "hot_experts", "layer_forwards", "models")
-RUNTIME += ("hf_dtypes", "peft_tuner", "sft", "streams", "training", "wrapper")
+RUNTIME += ("hf_dtypes", "peft_targets", "peft_tuner", "sft", "streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out

@@ -13,7 +13,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +24,9 @@ from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.private_folder import ELSEWHERE, FOLDERS, make_private_folder, refuse_owner
 
-FOLDERS = {"partial", "attempts", "store", "out", "old"}
 OURS = {"token", "plan.json", "journal.jsonl", *FOLDERS}
-PRIVATE = 0o700  # the mode of a work directory
-ELSEWHERE = "choose another --output"
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
 OF_PART = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -144,69 +141,6 @@ def acquire(root: Path, output: Path, part: ProcessPart | None = None) -> Lock:
             raise
 
 
-def make_private_folder(root: Path) -> None:
-    """Make a work directory that only its user can enter, or take one that this user made; raise OutputError for any
-    other: who made it could put links where we write and remove.
-    """
-    publish.make_folder(root.parent)
-    with contextlib.suppress(FileExistsError):
-        root.mkdir(mode=PRIVATE)
-        publish.sync_folder(root.parent)
-        return
-    try:
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except PermissionError:
-        raise _not_own(root) from None
-    try:
-        if not _is_own(fd):
-            raise _not_own(root)
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        if mode & 0o777 != PRIVATE:
-            with contextlib.suppress(OSError):  # file systems without modes
-                os.fchmod(fd, mode & ~0o777 | PRIVATE)
-        _require_no_links(root, fd)
-    finally:
-        os.close(fd)
-
-
-def _is_own(fd: int) -> bool:
-    """Return whether this user owns an open folder, or a file server gives new files of this user to its owner."""
-    owner = os.fstat(fd).st_uid
-    if owner == os.geteuid():
-        return True
-    name = f"lock.held.{secrets.token_hex(8)}"  # a name of ours, should this process be killed here
-    try:
-        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
-    except OSError:
-        return False
-    try:
-        return os.fstat(made).st_uid == owner
-    finally:
-        os.close(made)
-        os.unlink(name, dir_fd=fd)
-
-
-def _not_own(root: Path) -> OutputError:
-    what = f"is a work directory of user {root.lstat().st_uid}, and this is user {os.geteuid()}"
-    return OutputError(what, "work as that user, or choose another --output", path=root)
-
-
-def _require_no_links(root: Path, fd: int) -> None:
-    """Raise OutputError where a link, or another user's entry, lies where we expect folders and files of our own."""
-    owner = os.fstat(fd).st_uid
-    for name in set(os.listdir(fd)) - {"old"}:  # that was at the output, and is only removed
-        with contextlib.suppress(FileNotFoundError):
-            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            is_right = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
-            if not is_right and not name.startswith(".nfs"):
-                kind = "a link" if stat.S_ISLNK(status.st_mode) else "something else"
-                what = f"is {kind} where ktconvert expects its own {'folder' if name in FOLDERS else 'file'}"
-                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)
-            if status.st_uid != owner:
-                what = f"belongs to user {status.st_uid}, and the work directory to user {owner}"
-                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)
-
-
 def require_ours(root: Path) -> None:
     """Raise OutputError where something lies at `root` that is not a work directory."""
     if root.is_symlink():
@@ -214,7 +148,7 @@ def require_ours(root: Path) -> None:
     try:
         names = {path.name for path in root.iterdir()} if root.is_dir() else set()
     except PermissionError:
-        raise _not_own(root) from None
+        raise refuse_owner(root) from None
     locks = {name for name in names if NAMES.fullmatch(name)}
     foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
     if foreign or (names and not locks) or (root.exists() and not root.is_dir()):

@@ -21,7 +21,7 @@ REMEDY = "copy or convert it again; if you changed it on purpose, give a copy of
 def compare_inputs(plan: Plan) -> Plan:
     """Return the plan with units that refuse input files which are not what a manifest beside them says.
 
-    Raise InputError for files of another size. A damaged manifest counts as none here.
+    Raise InputError for files of another size, or whose known SHA-256 is another. A damaged manifest counts as none.
     """
     recorded: dict[Path, OutputFile] = {}
     for root in {_root(path, file.name) for path, file in plan.files.items()}:
@@ -35,6 +35,9 @@ def compare_inputs(plan: Plan) -> Plan:
     for path, was in weights.items():
         if plan.files[path].size != was.size:
             raise InputError(f"has {plan.files[path].size} bytes, the manifest says {was.size}", REMEDY, path=path)
+        if (known := plan.files[path].sha256) is not None:
+            _require_same(path, known, was)
+    weights = {path: was for path, was in weights.items() if plan.files[path].sha256 is None}
     if not weights:
         return plan
     recordings = _Recordings(weights)
@@ -55,6 +58,12 @@ def compare_inputs(plan: Plan) -> Plan:
 
 def _root(path: Path, name: str) -> Path:
     return path.parents[len(Path(name).parts) - 1]
+
+
+def _require_same(path: Path, sha256: str, was: OutputFile) -> None:
+    if sha256 != was.sha256:
+        what = f"is not what was written: its sha256 is {sha256[:12]}, the manifest says {was.sha256[:12]}"
+        raise InputError(what, REMEDY, path=path)
 
 
 class _Recordings:
@@ -78,10 +87,8 @@ class _Recordings:
             if path in self._compared:
                 return
             try:
-                here, there = publish.sha256_file(path), self._files[path].sha256
+                here = publish.sha256_file(path)
             except OSError as error:
                 raise InputError(f"cannot be read ({error.strerror})", "put it back and resume", path=path) from error
-            if here != there:
-                what = f"is not what was written: its sha256 is {here[:12]}, the manifest says {there[:12]}"
-                raise InputError(what, REMEDY, path=path)
+            _require_same(path, here, self._files[path])
             self._compared.add(path)

@@ -97,8 +97,8 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
     """
     import peft
 
-    from ktconvert.native_quant.runtime import peft_tuner
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+    from ktconvert.native_quant.runtime.peft_targets import resolve_patterns
 
     settings = read_settings(folder, RUN if alone else SERVE)
     read_pairs(folder, settings, others=True)
@@ -108,7 +108,7 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         config = peft.LoraConfig(**settings.values, inference_mode=True)
         if not any(isinstance(module, RoutedExperts) for module in model.modules()):
-            peft_tuner.resolve_patterns(config, model)
+            resolve_patterns(config, model)
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter, config)
         else:

@@ -7,35 +7,29 @@ output appears. Checkpoints do not become a part of the output; the last KEPT of
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import math
-import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.direct_file import explained
-from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.execute import require_possible, take_up
 from ktconvert.pipeline.engine.existing import already_finished
 from ktconvert.pipeline.engine.loop import publish_unit, recorded
-from ktconvert.pipeline.engine.plan import Plan, Stats, require_unchanged, tool_version
+from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import Context, Made, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models.adapter_files import write_adapter
+from ktconvert.pipeline.models.failed_writes import explain_writes
 from ktconvert.pipeline.options.declare import hashable
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
@@ -46,11 +40,7 @@ CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
 VERSION = 1  # raised when the bytes of checkpoints or adapters change
 MOST = 1 << 40  # of samples, and of tokens of one: all
 KEPT = 2  # checkpoints
-CURVE = "losses.svg"
 EXPERTS = "experts"
-STATE = "trainer_state.json"
-PROBE = 1 << 20  # bytes
-RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 Rows = list[dict[str, Any]]  # what Trainer reads
 
@@ -179,51 +169,6 @@ def trainer(
     return made
 
 
-@contextmanager
-def explain_writes(folder: Path) -> Iterator[None]:
-    """Turn what torch and safetensors raise for a failed write below a folder into an OSError, or a ResourceError."""
-    from safetensors import SafetensorError
-
-    try:
-        with explained(folder):
-            yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        number = _reason(error) or _probe(folder)
-        if number is None:
-            remedy = "check the disk, then run the command again"
-            raise KtconvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
-        with explained(folder):
-            raise OSError(number, os.strerror(number), str(folder)) from error
-
-
-def _reason(error: BaseException | None) -> int | None:
-    """Return the errno of a failed write; None where the library that failed does not tell it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return error.errno
-        if found := RUST_ERRNO.search(str(error)):
-            return int(found[1])
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _probe(folder: Path) -> int | None:
-    """Return the errno with which this folder refuses a small file, or a file reached the size limit; else None."""
-    limit = machine.file_size_limit()
-    if limit is not None and any(path.stat().st_size >= limit for path in folder.rglob("*")):
-        return errno.EFBIG
-    try:
-        publish.write_file(folder / "probe", bytes(PROBE))
-    except ResourceError as error:
-        return _reason(error)
-    except OSError as error:
-        return error.errno
-    finally:
-        with suppress(OSError):
-            (folder / "probe").unlink(missing_ok=True)
-    return None
-
-
 # --- checkpoints and the adapter as units of a plan -----------------------------------------------
 
 
@@ -308,6 +253,17 @@ class Progress:
         self.step = state.global_step
 
 
+class Training(NamedTuple):
+    """A training at work. data: sequences to train on and, if there are any, those whose loss is measured."""
+
+    work: WorkDir
+    options: TrainOptions
+    choice: loading.ModelChoice
+    data: Sequence[Rows]
+    steps: int
+    reporter: Reporter
+
+
 def train(
     plan: Plan, options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter, adapter_bytes: int
 ) -> bool:
@@ -337,7 +293,7 @@ def train(
             )
         try:
             with recorded(work):
-                _train(plan, work, options, choice, data, steps, reporter)
+                _train(plan, Training(work, options, choice, data, steps, reporter))
         except KtconvertError:
             if not begun and not work.finished:  # a model or options that are refused leave nothing behind
                 work.remove()
@@ -352,26 +308,19 @@ def steps_of(options: TrainOptions, rows: int) -> int:
     return schedule.max_steps or max(1, math.ceil(schedule.epochs * per_epoch))
 
 
-def _train(
-    plan: Plan,
-    work: WorkDir,
-    options: TrainOptions,
-    choice: loading.ModelChoice,
-    data: Sequence[Rows],
-    steps: int,
-    reporter: Reporter,
-) -> None:
-    checkpoints, (adapter,) = (stage.units for stage in plan.stages)
+def _train(plan: Plan, training: Training) -> None:
+    """Make the checkpoints and the adapter that are missing, and let the adapter appear."""
+    work, checkpoints, (adapter,) = training.work, *(stage.units for stage in plan.stages)
     if work.done_reason(adapter) is None:
-        last = _last_whole(checkpoints, work, reporter)
-        if last is None or last.work < steps:
-            plan = _make_checkpoints(plan, work, options, choice, data, steps, reporter, last)
+        last = _last_whole(checkpoints, work, training.reporter)
+        if last is None or last.work < training.steps:
+            plan = _make_checkpoints(plan, training, last)
         began = time.monotonic()
         work.journal.append(journal.Start(unit=adapter.name))
         folder = work.paths.partial / adapter.name
-        stats = write_adapter(options, work.paths.store / checkpoints[-1].stored_name, folder)
+        stats = write_adapter(training.options, work.paths.store / checkpoints[-1].stored_name, folder)
         made = structs.replace(_describe_files(adapter, folder), stats=stats)
-        publish_unit(plan, work, reporter, adapter, Made(folder, made, time.monotonic() - began))
+        publish_unit(plan, work, training.reporter, adapter, Made(folder, made, time.monotonic() - began))
     work.journal.append(journal.Start(unit="assemble"))
     assemble(replace(plan, read_once=True), work)
 
@@ -385,21 +334,13 @@ def _last_whole(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Repor
     return whole[-1] if whole else None
 
 
-def _make_checkpoints(
-    plan: Plan,
-    work: WorkDir,
-    options: TrainOptions,
-    choice: loading.ModelChoice,
-    data: Sequence[Rows],
-    steps: int,
-    reporter: Reporter,
-    last: Unit[int] | None,
-) -> Plan:
+def _make_checkpoints(plan: Plan, training: Training, last: Unit[int] | None) -> Plan:
     """Train from a checkpoint, or from the beginning, to the last one. Return the plan, whose input was read."""
     import transformers
 
+    work, options, reporter, data = training.work, training.options, training.reporter, training.data
     schedule, checkpoints = options.schedule_options, plan.stages[0].units
-    model, _ = loading.load(choice)
+    model, _ = loading.load(training.choice)
     if (most := loading.longest(model.config)) is not None and schedule.sequence_length > most:
         raise UnsupportedError(f"--sequence-length {schedule.sequence_length}: the model reads at most {most} tokens.")
     model.config.use_cache = False
@@ -407,9 +348,8 @@ def _make_checkpoints(
     plan = replace(plan, read_once=True)
     transformers.set_seed(schedule.seed)
     model = adapted(options, model)
-    progress = Progress(
-        reporter, schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation, steps
-    )
+    tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
+    progress = Progress(reporter, tokens_per_step, training.steps)
     by_step, began = {unit.work: unit for unit in checkpoints}, time.monotonic()
 
     def start(step: int) -> None:
@@ -438,52 +378,3 @@ def _make_checkpoints(
     finally:
         reporter.end()
     return plan
-
-
-def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Write the adapter of a checkpoint into a new folder. Return the losses that its card shows."""
-    publish.remove_tree(folder)
-    folder.mkdir()
-    publish.copy_file(checkpoint / WEIGHTS, folder / WEIGHTS)
-    config = json.loads((checkpoint / CONFIG).read_bytes())
-    config["target_modules"] = sorted(config["target_modules"])  # PEFT has them in the order of a set
-    config["lora_dropout"] = 0.0  # it is over; PEFT adapts no stacked experts with it
-    publish.write_file(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
-    history = json.loads((checkpoint / STATE).read_bytes())["log_history"]
-    losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
-    measured = [[*each] for each in {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
-    if options.plot:
-        from ktconvert.pipeline.ui.plots import plot_losses
-
-        plot_losses(folder / CURVE, Path(options.input).name, losses, measured)
-    about = {"ktconvert": tool_version(), "model": options.input, "settings": options.settings}
-    data = json.dumps({**about, "losses": losses, "eval_losses": measured}, indent=1)
-    publish.write_file(folder / "ktconvert.json", data.encode() + b"\n")
-    publish.make_readable(folder)
-    return {"losses": [losses[0], losses[-1]], "eval_losses": [measured[0], measured[-1]] if measured else []}
-
-
-def card(options: TrainOptions, stats: Stats) -> bytes:
-    """Return README.md of the adapter; stats: what write_adapter returned."""
-    plan, lora, model = options.schedule_options, options.lora, options.input
-    losses, measured = stats[-1]["losses"], stats[-1]["eval_losses"]
-    weights = options.cpu_weights.name if options.cpu_weights else "the model's own"
-    per_step = plan.sequence_length * plan.batch_size * plan.gradient_accumulation
-    rows = [
-        ("trained on", f"{Path(options.dataset).name}, {losses[-1][0]} steps of {per_step} tokens"),
-        ("experts", weights),
-        ("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}"),
-        ("learning rate", f"{plan.learning_rate:g}, {plan.schedule}"),
-        ("loss", f"{losses[0][1]:.4f} at the first step, {losses[-1][1]:.4f} at the last"),
-        *([("loss of other texts", f"{measured[0][1]:.4f} before, {measured[-1][1]:.4f} after")] if measured else []),
-        ("made by", f"ktconvert {tool_version()}"),
-    ]
-    lines = [
-        *("---", f"base_model: {model}", "library_name: peft", "tags:", "- ktconvert", "- lora", "---", ""),
-        f"# A LoRA adapter of {Path(model).name}",
-        *("", "| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)),
-        *(["", f"![losses]({CURVE})"] if options.plot else []),
-        *("", "## Use", "", "```bash", f"ktconvert run {model} --adapter THIS --prompt ...", "```", ""),
-        "Its matrices have PEFT's names, one for each expert and projection: PEFT loads it into the unconverted model.",
-    ]
-    return ("\n".join(lines) + "\n").encode()

@@ -136,10 +136,9 @@ def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = N
     finally:
         if collects:
             gc.enable()
-    plan = compare_inputs(plan)
-    if hashed is None or not request.options.verify_inputs or not isinstance(request.options, HASHED):
-        return plan
-    return _with_hashes(plan, hashed)
+    if hashed is not None and request.options.verify_inputs and isinstance(request.options, HASHED):
+        plan = _with_hashes(plan, hashed)
+    return compare_inputs(plan)
 
 
 _hashed: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256

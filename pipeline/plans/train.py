@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import damaged_file
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
-from ktconvert.pipeline.models.fine_tuning import card
+from ktconvert.pipeline.models.adapter_files import card
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.walk.calibration_data import local_files, of_split
 

@@ -126,10 +126,8 @@ def main() -> None:
                 _do_job(connection, [find_variables])
             elif os.fork() == 0:
                 control.close()
-                signal.signal(signal.SIGPROF, signal.SIG_DFL)
-                signal.setitimer(
-                    signal.ITIMER_PROF, float(sys.argv[2])
-                )  # the kernel ends it then, whatever it is doing
+                signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the fork then, whatever it is doing
+                signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
                 _do_job(connection, [find_variables, render])
                 os._exit(0)
 
