@@ -310,6 +310,16 @@ def test_quantized_weights_beside_the_experts_are_decoded(name, model, example, 
     assert done.exit_code == 0 and "note" not in done.stderr, done.exception
 
 
+def test_a_model_that_transformers_would_read_from_other_files_is_refused(model, packed_example):
+    (model / "model.safetensors").rename(model / "weights.safetensors")
+    (model / "pytorch_model.bin").write_bytes(b"")
+    choice = loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)
+    with pytest.raises(
+        InputError, match=r"weights\.safetensors is read here, and transformers would read pytorch_model"
+    ):
+        loading.load(choice)
+
+
 def test_experts_of_another_model_are_refused(model, packed_example):
     """Of equal shapes; and the same experts in another order."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import UnsupportedError
@@ -25,12 +24,11 @@ BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
-def decode_weights(root: Path, *, whole: bool) -> dict[str, torch.Tensor] | None:
+def decode_weights(source: TensorSource, *, whole: bool) -> dict[str, torch.Tensor] | None:
     """Return the weights of a quantized checkpoint by their names, all in memory; None where transformers can load it.
 
     whole: with the routed experts. Raises UnsupportedError for a format that cannot be read.
     """
-    source = open_checkpoint(root)
     method = source.quantization.method
     if method in BY_TRANSFORMERS[whole] or not {info.dtype for info in source.tensors.values()}.difference(FLOATS):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
@@ -208,20 +208,23 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
     """The model, to generate one answer at a time. Raises InputError where a part is missing or cannot be used."""
     root, weights = choice.root(), None
-    if root is not None and not choice.is_converted and not getattr(config, "auto_map", None):
-        weights = decoding.decode_weights(root, whole=choice.cpu_weights is None)
+    source = None if root is None or choice.is_converted else open_checkpoint(root)
+    if source is not None and choice.cpu_weights is not None:
+        source.require_one_reading()
+    if source is not None and not getattr(config, "auto_map", None):
+        weights = decoding.decode_weights(source, whole=choice.cpu_weights is None)
     if weights is not None:
         vars(config).pop("quantization_config", None)
     model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())
-    if root is not None and choice.cpu_weights is not None:
-        require_same_experts(model, root, choice.cpu_weights)
+    if source is not None and choice.cpu_weights is not None:
+        require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
 
 
-def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
-    """Raise InputError where converted experts are not those of the model's directory: others of equal shapes, or in
+def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) -> None:
+    """Raise InputError where converted experts are not those of the model's checkpoint: others of equal shapes, or in
     another order. Compare some experts of the first and the last layer that have some there; adapters and quantizers
     move weights far less than this allows.
     """
@@ -231,9 +234,9 @@ def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
 
     stored: Any = None
     with suppress(KtconvertError):  # a directory without readable experts has none to compare with
-        stored = recognise(open_checkpoint(root), to_read=True)
+        stored = recognise(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    if stored is None or cpu_weights.expanduser().resolve() == root.resolve():
+    if stored is None or cpu_weights.expanduser().resolve() == source.root.resolve():
         return
     opened = open_experts(cpu_weights.expanduser())
     for module in dict.fromkeys((*modules[:1], *modules[-1:])):
@@ -245,7 +248,7 @@ def require_same_experts(model: Any, root: Path, cpu_weights: Path) -> None:
             ours, theirs = np.concatenate(parts), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
             both = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
             if both > 0 and float(np.vdot(ours, theirs)) / both < SAME:
-                what = f"expert {expert} of layer {module.layer} is not that of {root}"
+                what = f"expert {expert} of layer {module.layer} is not that of {source.root}"
                 remedy = "give what was converted from this model"
                 raise InputError(what, remedy, path=cpu_weights)
 
