@@ -13,9 +13,11 @@ import pytest
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError
 from ktconvert.pipeline.cli.status import look
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.loop import recorded
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.plans.commands import saved_request
 from rig import conversion, forks, killpoint, shims
 from rig.conversion import tree
 from rig.safetensors import read_file
@@ -441,6 +443,8 @@ def test_a_killed_training_is_stopped_and_one_at_work_runs(begun, tmp_path):
     stopped = look(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
     assert journal.last_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
+    with pytest.raises(OutputError, match="a training was begun there, which `ktconvert status` describes"):
+        saved_request(output, saved_plan(locate(output)))  # as `inspect` does
     with WorkDir(locate(output)) as work, recorded(work):
         assert look(output)["state"] == "running"
 

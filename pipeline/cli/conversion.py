@@ -9,6 +9,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import SeveralValues, command, given
 from ktconvert.pipeline.engine.execute import execute, tidy
@@ -194,7 +195,7 @@ def go_on(options: quantization.ResumeOptions) -> None:
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge`, `resplit` or `train`."
         )
-    if old.command == "train":
+    if old.command == TRAIN:
         from ktconvert.pipeline.cli import train
         from ktconvert.pipeline.options.training_options import TrainOptions
 

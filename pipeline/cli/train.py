@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.conversion import take_lock_away
@@ -43,7 +44,7 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    plan = plan_request(Request("train", options), None if options.dry_run else reporter.hashed)
+    plan = plan_request(Request(TRAIN, options), None if options.dry_run else reporter.hashed)
     if already_finished(plan, existing.overwrite) and not options.dry_run:
         tidy(plan.locate())
         return nothing_to_do(options.output, reporter)

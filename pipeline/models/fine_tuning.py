@@ -19,6 +19,7 @@ from msgspec import structs
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.execute import require_possible, take_up
@@ -35,7 +36,6 @@ from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import first_line, tokens
 
-COMMAND = "train"
 CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
 VERSION = 1  # raised when the bytes of checkpoints or adapters change
 MOST = 1 << 40  # of samples, and of tokens of one: all
@@ -186,7 +186,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
     checkpoints = tuple(
         Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, kept=False, **common) for step in saved
     )
-    adapter = Unit(ADAPTER, COMMAND, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
+    adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     return replace(
         plan,
         stages=(

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.execute import execute
@@ -62,6 +63,9 @@ def request(command: str, **options: Any) -> Request[ConversionOptions]:
 
 def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
     """The request of plan.json. Raises OutputError for another ktconvert's command, and for damaged settings."""
+    if saved.command == TRAIN:
+        what = "a training was begun there, which `ktconvert status` describes and `ktconvert resume` finishes"
+        raise OutputError(f"{output}: {what}.")
     if saved.command not in COMMANDS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
     return Request(saved.command, restored(COMMANDS[saved.command], output, saved, input=saved.input))
