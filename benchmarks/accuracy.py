@@ -24,7 +24,7 @@ from synthetic_layers import F32, Layer, layer, relative
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.gptq.compensate import packed, steps
+from ktconvert.pipeline.calibration.compensate import packed, steps
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.choice import QUANTIZERS

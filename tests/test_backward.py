@@ -16,7 +16,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.cli.inspect import look
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels
 from rig import conversion, floats, isas, reference

@@ -79,7 +79,7 @@ def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("matplotlib")
     assert run(output, "--tokens", "1,4", "--plot", tmp_path / "bench.png").exception is None
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r")
-    monkeypatch.setattr("ktconvert.pipeline.ui.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.pipeline.report.plots.find_spec", lambda name: None)
     failure = run(output, "--plot", tmp_path / "b.png").exception
     assert "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in str(failure)
 

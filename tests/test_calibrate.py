@@ -21,7 +21,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
 from ktconvert.native_quant.runtime import hot_mask
-from ktconvert.pipeline.stages.gather_statistics import Gathering
+from ktconvert.pipeline.calibration.gather_statistics import Gathering
 from rig import calibrated, conversion, forks, hooks, killpoint
 from rig.golden import FOLDER
 

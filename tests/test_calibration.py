@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.models.samples import Ids, local_files, samples, token_ids
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.walk.calibration_data import Ids, local_files, samples, token_ids
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
 pytest.importorskip("transformers", reason="needs the extra gpu")
@@ -261,7 +261,7 @@ import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.walk.calibration_data import token_ids
+from ktconvert.pipeline.models.samples import token_ids
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []

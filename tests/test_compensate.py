@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.gptq.compensate import Compensate
+from ktconvert.pipeline.calibration.compensate import Compensate
+from ktconvert.pipeline.calibration.consumers import ExpertGroup, ExpertWeights
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.pipeline.verify.checks import ROWS, judge
-from ktconvert.pipeline.walk.consumers import ExpertGroup, ExpertWeights
 from ktconvert.quantizers.choice import GPTQ
 from rig import reference, scale_search
 

@@ -16,9 +16,8 @@ from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
-from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.outputs.parts import Part, empty_parts
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.stages.expert_files import empty_parts
 from rig import stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}

@@ -12,7 +12,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.plans.commands import plan_request, request, run
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
 from rig.conversion import KTCONVERT, edit, tree

@@ -31,7 +31,7 @@ from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, parameters
 from ktconvert.pipeline.options.declare import NONE, Leaf, Option, leaves
-from ktconvert.pipeline.ui import events as ui_events
+from ktconvert.pipeline.report import events as ui_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
 from rig.safetensors import write_file

@@ -18,8 +18,8 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
 from ktconvert.pipeline.options.queries import EvalOptions
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import tokens
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import tokens
 from rig.files import edit_json
 
 torch = pytest.importorskip("torch")
@@ -240,7 +240,7 @@ def test_what_cannot_be_evaluated(
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.ui.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("ktconvert.pipeline.report.progress.LINE_EVERY", 0)
     reporter = Reporter()
     reporter.begin(1024, 0, tokens)
     reporter.advance(512)

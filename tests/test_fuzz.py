@@ -81,13 +81,13 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "no file",
     "ktconvert.pipeline.engine.worker._opened": "compares a name with all that a file holds",
-    "ktconvert.pipeline.walk.portions.read": "compares a hash with all that a file holds",
+    "ktconvert.pipeline.calibration.portions.read": "compares a hash with all that a file holds",
     "ktconvert.native_quant.runtime.hf_rest.": "headers that open_output has read before, and any text",
     "ktconvert.pipeline.models.serving.": "requests: test_serve_requests.py; and what load_model has read before",
     "ktconvert.pipeline.verify.reload.": "takes whatever transformers raises",
-    "ktconvert.pipeline.gptq.oneshot.": "llmcompressor's own way to load a model",
-    "ktconvert.pipeline.walk.calibration_data._bad_line": "runs only where a document is damaged",
-    "ktconvert.pipeline.walk.calibration_data.rows_of_hub": "data sets of the hub: test_calibration.py",
+    "ktconvert.pipeline.calibration.oneshot.": "llmcompressor's own way to load a model",
+    "ktconvert.pipeline.models.samples._bad_line": "runs only where a document is damaged",
+    "ktconvert.pipeline.models.samples.rows_of_hub": "data sets of the hub: test_calibration.py",
 }
 
 

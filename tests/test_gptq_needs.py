@@ -7,8 +7,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.walk.footprint import (
+from ktconvert.pipeline.calibration.footprint import (
     CARDS,
     LIBRARIES,
     REMEDIES,
@@ -18,6 +17,7 @@ from ktconvert.pipeline.walk.footprint import (
     max_gpu_memory,
     shape_of,
 )
+from ktconvert.pipeline.options.option_groups import Samples
 
 # 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
 # layers.

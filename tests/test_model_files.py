@@ -92,13 +92,13 @@ def test_gradients_are_those_of_predictions_alone(setting, model, example):
 def layered(root: Path) -> Any:
     from ktconvert.layouts.checkpoints.moe_model import recognise
     from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+    from ktconvert.layouts.checkpoints.output_tensors import decoded_others
     from ktconvert.layouts.checkpoints.source import open_checkpoint
-    from ktconvert.pipeline.stages import copy_tensors
-    from ktconvert.pipeline.walk.layered import LayeredModel
+    from ktconvert.pipeline.calibration.layered import LayeredModel
 
     source = open_checkpoint(root)
     names = recognise(source).expert_tensor_names()
-    rest = copy_tensors.decoded_others(other_tensors(source, names, source.quantization))
+    rest = decoded_others(other_tensors(source, names, source.quantization))
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.stages import copy_tensors
-from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.calibration.layered import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
 from rig import families
 from rig.files import edit_json
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_refused(broken: float) -> None:
 def layered(folder: Path) -> LayeredModel:
     source = open_checkpoint(folder)
     model = recognise(source)
-    rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 
 

@@ -24,9 +24,9 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.cli.conversion import cpu, dequantize, gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.page import MOST_TITLES, TEMPLATES, page, percent
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
+from ktconvert.pipeline.verify.page import MOST_TITLES, TEMPLATES, page, percent
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output

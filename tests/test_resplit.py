@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.outputs import rearrange
-from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.stages.expert_files import Parts, empty_parts
+from ktconvert.layouts.outputs.parts import ExpertGrid, Parts, empty_parts
 from rig import conversion, killpoint, reference
 from rig.safetensors import read_folder
 

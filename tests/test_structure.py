@@ -29,13 +29,9 @@ BELOW = {
     "layouts": {"layouts", "quantizers", "native_quant"},
     "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
 }
-# Of the folders of the pipeline, what each must not know, inside functions neither; all others must not know the command
-# line.
-ABOVE = {
-    "engine": {"plans", "stages", "walk", "verify", "models", "cli"},
-    "stages": {"plans", "cli"},
-    "cli": set[str](),
-}
+# The packages of the pipeline, lowest first: each may import only from itself and from those before it, inside functions
+# too.
+PACKAGES = ("report", "options", "engine", "models", "calibration", "stages", "verify", "plans", "api", "cli")
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, define torch's operators, or are loaded where torch is in use alone, so
 # they import these at the top; other modules import them inside a function.
@@ -101,9 +97,9 @@ def test_direction():
             if parts[0] == "torch" and not upper and path not in TENSORS:
                 wrong.append(f"{at}{floor} must not know torch")
             if parts[:2] == ["ktconvert", "pipeline"] and floor == "pipeline":
-                folder = path.relative_to(ROOT / "pipeline").parts[0]
-                if ABOVE.get(folder, {"cli"}).intersection(parts[2:3]):
-                    wrong.append(f"{at}{folder} must not import {module}")
+                package = path.relative_to(ROOT / "pipeline").parts[0]
+                if package in PACKAGES and set(PACKAGES[PACKAGES.index(package) + 1 :]).intersection(parts[2:3]):
+                    wrong.append(f"{at}{package} must not import {module}")
     none(wrong)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.pipeline.ui.terminal import EscapingStream, escape
+from ktconvert.pipeline.report.terminal import EscapingStream, escape
 from rig.conversion import KTCONVERT
 from rig.safetensors import read_file, write_file
 
@@ -87,6 +87,6 @@ def test_no_way_to_print_leads_past_it() -> None:
     assert {entry.partition(":")[0] for entry in found} == {
         "pipeline/cli/run.py",  # the text that a model writes, where a program reads it
         "pipeline/cli/status.py",
-        "pipeline/ui/progress.py",
-        "pipeline/ui/terminal.py",
+        "pipeline/report/progress.py",
+        "pipeline/report/terminal.py",
     }, found

@@ -25,7 +25,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify import item_checks
 from ktconvert.pipeline.verify.inputs import open_inputs
 from ktconvert.pipeline.verify.verify import document, verify

@@ -18,18 +18,18 @@ import torch
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.gptq.compensate import Compensate
-from ktconvert.pipeline.stages import copy_tensors
-from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights, TokenCounts
-from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
-from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.calibration import bf16
+from ktconvert.pipeline.calibration.compensate import Compensate
+from ktconvert.pipeline.calibration.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights, TokenCounts
+from ktconvert.pipeline.calibration.layer import LayerWalk, walk_layer
+from ktconvert.pipeline.calibration.layered import LayeredModel
 from ktconvert.quantizers import gptq
 from rig import hf
 
@@ -72,7 +72,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
     """Take the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
-    rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
     folder.mkdir()
     with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:

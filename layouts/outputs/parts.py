@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS, MOST_LAYERS
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.quantizers import Matrix
 
-Item = TypeVar("Item", bound=np.generic)
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 PROJECTIONS = ("gate", "up", "down")
 MOST_PARTS = 1 << 10  # the NUMA nodes that Linux knows
@@ -79,7 +80,7 @@ class Part:
         part = linear.columns(self.first, self.first + k) if down else linear.rows(self.first, self.first + n)
         return part.T if self.backward else part
 
-    def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
+    def of_columns(self, whole: npt.NDArray[Scalar] | None) -> npt.NDArray[Scalar] | None:
         """This part of an array with a number for each column of the linear, or two; a view. None of a transpose."""
         if whole is None or self.backward:
             return None
@@ -93,12 +94,12 @@ def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> t
     return (hidden, width) if projection == "down" else (width, hidden)
 
 
-def join_parts(projection: str, arrays: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
+def join_parts(projection: str, arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
     """Arrays of all parts of a linear, codes or scales [n, ...], in order, as one of the whole linear."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 if projection == "down" else 0)
 
 
-def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt.NDArray[Item]]:
+def cut_parts(projection: str, whole: npt.NDArray[Scalar], parts: int) -> list[npt.NDArray[Scalar]]:
     """An array of a whole linear, codes or scales [n, ...], in as many parts; views."""
     return np.split(whole, parts, axis=1 if projection == "down" else 0)
 
@@ -143,3 +144,19 @@ class ExpertGrid:
         for expert in experts:
             for projection in PROJECTIONS:
                 yield from self.parts(expert, projection)
+
+
+Item = tuple[int, str]  # expert, projection
+Packed = list[Bytes]  # the tensors of one part, in the encoding's order
+Parts = list[tuple[Part, Packed]]
+
+
+def empty_parts(encoding: Encoding, parts: Iterable[Part], place: Bytes | None = None) -> Parts:
+    """Memory for the tensors of parts; the first ones lie in `place`, one after another, if that is not None."""
+    made, at = [], 0
+    for part in parts:
+        first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
+        own = np.empty(first, np.uint8) if place is None else place[at : at + first]
+        made.append((part, [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]))
+        at += first
+    return made

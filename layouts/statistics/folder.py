@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
@@ -192,3 +193,17 @@ def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequen
     deep = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
     experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
     return f"{deep}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"
+
+
+def open_model_imatrix(path: Path, model: MoeModel) -> Imatrix:
+    """Return a file's importance matrix. Raise InputError for one that is damaged, or of a different model."""
+    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
+
+
+def open_model_moments(folder: Path, model: MoeModel) -> SecondMoments:
+    """Return the second moments in a folder. Raise InputError where there are none, or those of a different model."""
+    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
+
+
+def _shapes(model: MoeModel) -> Shapes:
+    return {layer: model.shape(layer) for layer in model.layers}

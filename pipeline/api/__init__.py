@@ -126,7 +126,7 @@ def verify(
     from pathlib import Path
 
     from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
-    from ktconvert.pipeline.ui.progress import Reporter
+    from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
     if quant_method is not None and quant_method not in METHODS:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import click
 
-from ktconvert.pipeline.ui import terminal
+from ktconvert.pipeline.report import terminal
 
 # command -> what --help says of it
 COMMANDS: Mapping[str, str] = {

@@ -14,8 +14,8 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import BenchOptions
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import aligned, plural, size
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import aligned, plural, size
 
 
 @command("bench", BenchOptions)
@@ -31,7 +31,7 @@ def bench(options: BenchOptions) -> None:
       ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
       ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
     """
-    from ktconvert.pipeline.ui.plots import plot_bench
+    from ktconvert.pipeline.report.plots import plot_bench
 
     preconditions.check_plot(options.plot)
     preconditions.check_kernels("the command again")

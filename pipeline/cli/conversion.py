@@ -10,7 +10,7 @@ from typing import Any
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
-from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import SeveralValues, command, given
 from ktconvert.pipeline.engine.execute import execute, tidy
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
@@ -23,8 +23,7 @@ from ktconvert.pipeline.options import quantization
 from ktconvert.pipeline.options.declare import Option, leaves, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.ui import dry_run
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 IGNORED = "is accepted for kt-kernel's sake and changes nothing here"
 

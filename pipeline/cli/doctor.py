@@ -20,7 +20,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.version import installed
 from ktconvert.pipeline.options.queries import DoctorOptions
-from ktconvert.pipeline.ui.text import aligned, size
+from ktconvert.pipeline.report.text import aligned, size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.

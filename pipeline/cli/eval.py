@@ -26,9 +26,9 @@ def eval(options: EvalOptions) -> None:
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
-    from ktconvert.pipeline.ui.plots import plot_eval
-    from ktconvert.pipeline.ui.progress import Reporter
-    from ktconvert.pipeline.ui.text import aligned, tokens
+    from ktconvert.pipeline.report.plots import plot_eval
+    from ktconvert.pipeline.report.progress import Reporter
+    from ktconvert.pipeline.report.text import aligned, tokens
 
     gpu = options.gpu_weights
     if (options.cpu_weights is None) == (gpu is None):

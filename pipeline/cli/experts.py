@@ -29,8 +29,8 @@ def experts(options: ExpertsOptions) -> None:
     """
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
-    from ktconvert.pipeline.ui.plots import plot_experts
-    from ktconvert.pipeline.ui.text import aligned
+    from ktconvert.pipeline.report.plots import plot_experts
+    from ktconvert.pipeline.report.text import aligned
 
     each, total = options.num_gpu_experts, options.total
     if (each is None) == (total is None):

@@ -33,9 +33,9 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import InspectOptions
 from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import aligned, first_of, joined, size
 from ktconvert.pipeline.stages.expert_stream import sample
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import aligned, first_of, joined, size
 from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
 from ktconvert.pipeline.verify.structure import check_structure, weights_whole
 from ktconvert.pipeline.verify.verify import Report, facts, facts_rows

@@ -15,8 +15,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import Options, leaves
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
@@ -63,7 +63,7 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
 
 def check_plot(path: Path | None) -> None:
     """Raise, before any work, where no picture could be drawn and written to this file."""
-    from ktconvert.pipeline.ui.plots import KINDS, require_matplotlib
+    from ktconvert.pipeline.report.plots import KINDS, require_matplotlib
 
     check_file("--plot", path, KINDS)
     if path is not None:

@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import RunOptions
-from ktconvert.pipeline.ui import terminal
+from ktconvert.pipeline.report import terminal
 
 
 @command("run", RunOptions)
@@ -38,7 +38,7 @@ def run(options: RunOptions) -> None:
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import building, generating, loading
-    from ktconvert.pipeline.ui.progress import Reporter
+    from ktconvert.pipeline.report.progress import Reporter
 
     reporter = Reporter()
     choice = preconditions.model_choice("run", options, reporter)

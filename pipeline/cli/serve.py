@@ -23,7 +23,7 @@ def serve(options: ServeOptions) -> None:
     """
     from ktconvert.pipeline.models import adapter_loading, loading
     from ktconvert.pipeline.models.serving import access
-    from ktconvert.pipeline.ui.progress import Reporter
+    from ktconvert.pipeline.report.progress import Reporter
 
     reporter, file = Reporter(), options.api_key_file
     choice = preconditions.model_choice("serve", options, reporter)

@@ -24,8 +24,8 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
-from ktconvert.pipeline.ui.terminal import unescaped
-from ktconvert.pipeline.ui.text import duration, size
+from ktconvert.pipeline.report.terminal import unescaped
+from ktconvert.pipeline.report.text import duration, size
 
 LISTED = 12  # units that are named one by one
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"

@@ -35,8 +35,8 @@ def train(options: TrainOptions) -> None:
 def start(options: TrainOptions) -> None:
     from ktconvert.pipeline.models import fine_tuning, loading, training_memory
     from ktconvert.pipeline.plans.commands import plan_request
-    from ktconvert.pipeline.ui.plots import require_matplotlib
-    from ktconvert.pipeline.ui.text import aligned, size
+    from ktconvert.pipeline.report.plots import require_matplotlib
+    from ktconvert.pipeline.report.text import aligned, size
 
     reporter, existing = options.reporting.reporter, options.existing
     existing.require_consistent()

@@ -18,8 +18,8 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.executors import opened
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.page import page
 from ktconvert.pipeline.verify.checks import AGAIN, Check
+from ktconvert.pipeline.verify.page import page
 from ktconvert.pipeline.verify.structure import weights_whole
 from ktconvert.pipeline.verify.verify import Report, document, lines
 from ktconvert.pipeline.verify.verify import verify as verify_output

@@ -20,7 +20,7 @@ import msgspec
 from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
 from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.ui.text import duration
+from ktconvert.pipeline.report.text import duration
 
 UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make at a time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"

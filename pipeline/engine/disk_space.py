@@ -13,8 +13,8 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import size
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import size
 
 SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
 CUTTING = ("max_shard_size", "max_tensors")  # settings that cut an output into smaller files

@@ -23,8 +23,8 @@ from ktconvert.pipeline.engine.threads import thread_runners
 from ktconvert.pipeline.engine.units import Runner
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.engine.worker import Reopen
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import duration, size
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import duration, size
 
 
 def tidy(paths: Paths) -> None:

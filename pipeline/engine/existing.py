@@ -24,8 +24,8 @@ from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import done_reason
 from ktconvert.pipeline.options.declare import leaves, paths_read
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import plural, size
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural, size
 
 IGNORED = {INSIDE, "lost+found"}
 NAMED = 5  # files that a message names

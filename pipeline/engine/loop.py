@@ -24,7 +24,7 @@ from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
 

@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import ThreadRunner, pools
 from ktconvert.pipeline.engine.units import Made, Stage, Unit
 from ktconvert.pipeline.engine.worker import Opened, make_attempt
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 # Environment variables that say which of how many processes this one is: number, count, first number, step.
 ENVIRONMENT = (

@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.threads import ThreadRunner
 from ktconvert.pipeline.engine.units import Made, Runner, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, make_unit
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 Result = TypeVar("Result")
 LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts

@@ -18,7 +18,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.journal import Start
 from ktconvert.pipeline.engine.units import Context, Link, Made, Runner, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 Item = TypeVar("Item")
 Slot = TypeVar("Slot")

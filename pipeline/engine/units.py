@@ -15,7 +15,7 @@ import msgspec
 
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Number
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 HANDED_ON = ".handed_on"  # names of what units hand to the next one of their chain end so
 SIDE = ".side"  # and its side file so

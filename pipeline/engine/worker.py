@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.paths import Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.threads import packing_pool, window_of
 from ktconvert.pipeline.engine.units import Context, Stage, Unit
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 DEATHS = 3  # attempts at a unit that may die in a run
 

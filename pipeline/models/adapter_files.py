@@ -28,7 +28,7 @@ def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict
     losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
     measured = [[*each] for each in {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
     if options.plot:
-        from ktconvert.pipeline.ui.plots import plot_losses
+        from ktconvert.pipeline.report.plots import plot_losses
 
         plot_losses(folder / CURVE, Path(options.input).name, losses, measured)
     about = {"ktconvert": tool_version(), "model": options.input, "settings": options.settings}

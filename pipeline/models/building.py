@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.hot_mask import REMEDY
-from ktconvert.pipeline.ui.text import first_line
+from ktconvert.pipeline.report.text import first_line
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,11 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, bytes_of, decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of, decoded_others
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import KtconvertError, ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.ui.text import first_line
+from ktconvert.pipeline.report.text import first_line
 
 PROBE = 1 << 20  # bytes
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")

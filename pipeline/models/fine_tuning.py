@@ -33,8 +33,8 @@ from ktconvert.pipeline.models.adapter_files import write_adapter
 from ktconvert.pipeline.models.failed_writes import explain_writes
 from ktconvert.pipeline.options.declare import hashable
 from ktconvert.pipeline.options.training_options import TrainOptions
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import first_line, tokens
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import first_line, tokens
 
 CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
 VERSION = 1  # raised when the bytes of checkpoints or adapters change
@@ -53,8 +53,8 @@ def sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callabl
     import numpy as np
     import torch
 
+    from ktconvert.pipeline.models.samples import samples
     from ktconvert.pipeline.options.option_groups import Samples
-    from ktconvert.pipeline.walk.calibration_data import samples
 
     seed, length = options.schedule_options.seed, options.schedule_options.sequence_length
     settings = Samples(

@@ -12,7 +12,7 @@ from ktconvert.layouts.files.documents import Count
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import NONE, Effect, Options, PlannedOptions, option, recorded, tuning, weights
 from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Size, Spelled, Text
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 
 
 class Reporting(Options, title="Reporting"):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
+from ktconvert.pipeline.calibration import chain, environment, footprint, gather_statistics
 from ktconvert.pipeline.engine.plan import Plan, Request, tool_version
 from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walking
-from ktconvert.pipeline.stages import chain, copy_tensors, gather_statistics
-from ktconvert.pipeline.walk import environment, footprint
 
 
 def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
@@ -31,7 +31,7 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         moments=options.second_moments,
     )
     shape = walking.with_group(shape, options)
-    rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = walking.describe(model, request)
     notes = model.common_notes
     if model.mtp_tensors:

@@ -37,8 +37,8 @@ from ktconvert.pipeline.options.quantization import (
 )
 from ktconvert.pipeline.options.training_options import TrainOptions
 from ktconvert.pipeline.options.types import OneOrMore
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
 
 AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 

@@ -34,8 +34,8 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
+        from ktconvert.pipeline.calibration import environment
         from ktconvert.pipeline.plans import walking
-        from ktconvert.pipeline.walk import environment
 
         environment.require("--scale gptq")
         request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)

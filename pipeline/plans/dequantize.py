@@ -9,6 +9,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
@@ -22,7 +23,7 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
 # Changes the tensors of the output, and says so in a sentence.
-Changing = Callable[[Sequence[copy_tensors.OtherTensor]], tuple[Sequence[copy_tensors.OtherTensor], str]]
+Changing = Callable[[Sequence[OtherTensor]], tuple[Sequence[OtherTensor], str]]
 
 
 def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | None = None) -> Plan:
@@ -30,7 +31,7 @@ def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | No
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
-    tensors: Sequence[copy_tensors.OtherTensor] = copy_tensors.decoded_others(everything)
+    tensors: Sequence[OtherTensor] = decoded_others(everything)
     more: Sequence[str] = ()
     if changing is not None:
         tensors, *more = changing(tensors)
@@ -69,7 +70,7 @@ def _check(assembled: Path) -> None:
     require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) -> dict[str, Any]:
+def _facts(source: TensorSource, tensors: Sequence[OtherTensor]) -> dict[str, Any]:
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization

@@ -8,6 +8,7 @@ from typing import Any
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors, other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
@@ -20,7 +21,7 @@ from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.options.quantization import GpuOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.quantizing import calibration_facts, equalized_for, plan_of
-from ktconvert.pipeline.stages import copy_tensors, quantize_experts
+from ktconvert.pipeline.stages import quantize_experts
 
 ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
@@ -60,7 +61,7 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
         model,
         fmt,
         stage,
-        copy_tensors.decoded_others(rest),
+        decoded_others(rest),
         facts,
         metadata,
         card_notes=_notes(model, rest, left_out, loading),
@@ -74,7 +75,7 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
 def require_possible(options: GpuOptions) -> None:
     """Raise KtconvertError for what is not installed, made otherwise, or contradicts another option."""
     if options.calibrated:
-        from ktconvert.pipeline.walk import environment
+        from ktconvert.pipeline.calibration import environment
 
         environment.require("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":

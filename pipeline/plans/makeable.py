@@ -8,6 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -16,7 +17,6 @@ from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.plans.checkpoint import require_whole
-from ktconvert.pipeline.stages.copy_tensors import decoded_others
 
 EXPLAINED = (1, 2, 4, 8)  # NUMA parts whose refusal is explained; few machines have others
 DEFAULT_PARTS = 2  # of `ktconvert cpu`

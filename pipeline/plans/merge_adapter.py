@@ -20,13 +20,13 @@ from ktconvert.layouts.checkpoints.adapter import (
     require_adapter,
 )
 from ktconvert.layouts.checkpoints.archs import PREFIXES
+from ktconvert.layouts.checkpoints.output_tensors import Added, OtherTensor
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
 from ktconvert.pipeline.options.quantization import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
-from ktconvert.pipeline.stages.copy_tensors import Added, OtherTensor
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the checkpoint's tensors, by name
 

@@ -9,21 +9,27 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, card, formats_of, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.numa import NUMA
-from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, InputStatistics, imatrix_of, read_statistics
-from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.folder import (
+    COUNTS,
+    DOCUMENT,
+    InputStatistics,
+    open_model_imatrix,
+    open_model_moments,
+)
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.models.samples import facts_of
 from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, expert_files
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
-from ktconvert.pipeline.walk.calibration_data import facts_of
 from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
 
@@ -39,7 +45,7 @@ def plan_of(
     model: MoeModel,
     fmt: Format,
     stage: Stage[Any],
-    others: Sequence[copy_tensors.OtherTensor],
+    others: Sequence[OtherTensor],
     facts: dict[str, Any],
     metadata: Mapping[str, str],
     *,
@@ -63,7 +69,7 @@ def plan_of(
     """
     source, options, side_output = model.source, request.options, None
     if options.calibrated and options.gptq.save_statistics is not None:
-        from ktconvert.pipeline.stages.gather_statistics import KEYS
+        from ktconvert.pipeline.calibration.gather_statistics import KEYS
 
         side_output = SideOutput(options.gptq.save_statistics, KEYS)
     facts = facts | ({FACT: []} if model.equalized else {})
@@ -173,7 +179,7 @@ def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> I
                 f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
             )
         return None
-    opened = open_for(path, model) if choice.importance else moments_in(path.parent, model)
+    opened = open_model_imatrix(path, model) if choice.importance else open_model_moments(path.parent, model)
     begun_with = getattr(options, f"{opened.fact}_sha256")
     if begun_with not in (None, opened.sha256):
         raise InputError(
@@ -181,20 +187,6 @@ def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> I
             f"and was {begun_with[:12]}); put the old file back and resume."
         )
     return opened
-
-
-def open_for(path: Path, model: MoeModel) -> Imatrix:
-    """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
-    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
-
-
-def moments_in(folder: Path, model: MoeModel) -> SecondMoments:
-    """The second moments in a folder of statistics. InputError where there are none, or those of another model."""
-    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
-
-
-def _shapes(model: MoeModel) -> dict[int, tuple[int, int, int]]:
-    return {layer: model.shape(layer) for layer in model.layers}
 
 
 def _files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:

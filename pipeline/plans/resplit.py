@@ -12,6 +12,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
@@ -22,7 +23,7 @@ from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
 from ktconvert.layouts.outputs.rearrange import rounds_again
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
@@ -31,12 +32,11 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import ResplitOptions
 from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
+from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
-from ktconvert.pipeline.stages.expert_files import Parts
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
 from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
-from ktconvert.pipeline.ui.text import plural
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 # What shards say of their experts, whatever the number of parts.
@@ -77,9 +77,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
-    others = tuple(
-        copy_tensors.OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others
-    )
+    others = tuple(OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others)
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())

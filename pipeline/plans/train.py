@@ -16,8 +16,8 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
 from ktconvert.pipeline.models.adapter_files import card
+from ktconvert.pipeline.models.samples import local_files, of_split
 from ktconvert.pipeline.options.training_options import TrainOptions
-from ktconvert.pipeline.walk.calibration_data import local_files, of_split
 
 LOOSE = "_layer_*/_numa_*/*.kt"
 

@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.outputs import Format
+from ktconvert.pipeline.calibration import chain, environment, footprint
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.models.samples import facts_of, local_files
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers
-from ktconvert.pipeline.walk import environment, footprint
-from ktconvert.pipeline.walk.calibration_data import facts_of, local_files
+from ktconvert.pipeline.stages import gptq_layers
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 ONESHOT = (
@@ -55,7 +56,7 @@ def gptq_stage(
         model,
         fmt,
         options,
-        {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)},
+        {tensor.key: tensor for tensor in decoded_others(rest)},
         _gptq_shape(model, fmt, options).group,
         metadata,
         choice=choice,

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from ktconvert.layouts.checkpoints.adapter import Delta
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
+from ktconvert.layouts.checkpoints.output_tensors import Bytes, OtherTensor, Read, Span, spans_of
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
-from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import read_ahead
-from ktconvert.quantizers import differences
-from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
 NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"
@@ -35,60 +24,6 @@ VERSION = 1
 DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
 WINDOW = STAGING_BYTES  # bytes of a shard that a thread makes at a time
 WINDOWS = 4  # of a unit that are being made or wait to be hashed
-COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released together
-
-Bytes = npt.NDArray[np.uint8]
-Read = Callable[[int, int], Bytes]  # (start, stop) -> the bytes from start to stop - 1
-
-
-@dataclass(frozen=True)
-class Added:
-    """What an adapter adds to the rows of a BF16 tensor [rows, columns]: (first row, delta) of each block. The sum is
-    rounded once. identity: in the fingerprints of units.
-    """
-
-    columns: int
-    blocks: tuple[tuple[int, Delta], ...]
-    identity: str
-
-    def to(self, data: Bytes, start: int) -> Bytes:
-        """data: bytes of the tensor from `start` on. Raises InputError for sums that are not finite."""
-        bits = data.view(np.uint16)
-        first, last = start // 2, start // 2 + bits.size
-        out = bits.copy()
-        for row, delta in self.blocks:
-            rows, columns = delta.shape
-            begin, end = max(first, row * columns), min(last, (row + rows) * columns)
-            if begin >= end:
-                continue
-            a, b = delta.matrices()
-            top, bottom = begin // columns - row, -(-end // columns) - row
-            added = (b[top:bottom] @ a).reshape(-1)[begin - (row + top) * columns :][: end - begin]
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = bf16_to_f32(bits[begin - first : end - first]) + added
-            if not np.isfinite(total).all():
-                raise InputError(f"{delta.a.name}: with it a weight is not finite; train again")
-            out[begin - first : end - first] = f32_to_bf16(total)
-        return out.view(np.uint8)
-
-
-@dataclass(frozen=True)
-class OtherTensor:
-    """One tensor of the output: its name there, and the stored one, or the weight that is to be decoded to BF16."""
-
-    key: str
-    stored: TensorInfo | Weight
-    added: Added | None = None
-
-    @property
-    def entry(self) -> TensorInfo:
-        if isinstance(self.stored, Weight):
-            return TensorInfo(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
-        return TensorInfo(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
-
-    @property
-    def reads(self) -> tuple[TensorInfo, ...]:
-        return tuple(self.stored.tensors.values()) if isinstance(self.stored, Weight) else (self.stored,)
 
 
 @dataclass(frozen=True)
@@ -126,11 +61,6 @@ def choice_of(others: Collection[str]) -> str:
     if not others:
         return "skip"
     return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
-
-
-def decoded_others(rest: OtherTensors) -> tuple[OtherTensor, ...]:
-    """Everything but routed experts, under its own name; quantized weights are decoded."""
-    return tuple(OtherTensor(name, stored) for name, stored in rest.tensors.items())
 
 
 def stage(
@@ -178,27 +108,6 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
     reading = max((weight.reading_bytes(False) for weight in weights), default=0)
     row = max((2 * weight.released_shape[-1] for weight in weights), default=0)
     return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
-
-
-@dataclass(frozen=True)
-class Span:
-    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB.
-
-    reads   what of the source it comes from
-    stored  () -> a function that gives its bytes start..stop-1 before `added` is: scales are read, values are not
-    at      where it begins in the tensor, for `added`
-    """
-
-    nbytes: int
-    reads: tuple[TensorInfo, ...]
-    stored: Callable[[], Read]
-    added: Added | None
-    at: int = 0
-
-    def opened(self) -> Read:
-        """A function that gives its bytes start..stop-1."""
-        read, added = self.stored(), self.added
-        return read if added is None else lambda start, stop: added.to(read(start, stop), self.at + start)
 
 
 @dataclass
@@ -258,61 +167,3 @@ def windows(spans: Iterable[Span]) -> Iterator[Window]:
             window = Window()
     if window.ended:
         yield window
-
-
-def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
-    stored = tensor.stored
-    if isinstance(stored, Weight):
-        for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
-            reads = tuple(stored.one(expert).values())
-            opened = functools.partial(_opened, source, stored, expert)
-            yield Span(2 * math.prod(stored.shape[-2:]), reads, opened, tensor.added)
-        return
-    for start in range(0, stored.nbytes, COPIED):
-        nbytes = min(COPIED, stored.nbytes - start)
-        part = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
-        yield Span(nbytes, (part,), functools.partial(_mapped, source, part), tensor.added, start)
-
-
-def _mapped(source: TensorSource, part: TensorInfo) -> Read:
-    data = source.view(part)
-    return lambda start, stop: data[start:stop]
-
-
-def _opened(source: TensorSource, weight: Weight, expert: int) -> Read:
-    matrix, transposed = weight.matrix(source, expert), weight.encoding.transposed
-
-    def read(start: int, stop: int) -> Bytes:
-        try:
-            return _decode(matrix, transposed, start, stop)
-        except kernels.NonFinite as error:
-            of_expert = f" of expert {expert}" if len(weight.shape) == 3 else ""
-            what = f"holds a value that is not finite at row {error.row}, column {error.column}{of_expert}"
-            info = weight.values
-            remedy = "download the file again or ask its publisher"
-            raise InputError.of_tensor(info.name, what, remedy, source.path(info)) from error
-
-    return read
-
-
-def _decode(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
-    """Return bytes start..stop-1 of a linear in BF16, or of its transpose. Raise kernels.NonFinite, with the place in
-    the stored linear.
-    """
-    row = 2 * linear.shape[0 if transposed else 1]
-    first, last = start // row, -(-stop // row)
-    rows = linear.columns(first, last) if transposed else linear.rows(first, last)
-    try:
-        decoded = differences.decode_finite(rows)
-    except kernels.NonFinite as error:
-        raise kernels.NonFinite(rows.origin[0] + error.row, rows.origin[1] + error.column) from error
-    bits = np.ascontiguousarray(decoded.T) if transposed else decoded
-    return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
-
-
-def bytes_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Bytes]:
-    """The bytes of an output tensor, a few MiB at a time."""
-    for span in spans_of(source, tensor):
-        read = span.opened()
-        for start in range(0, span.nbytes, WINDOW):
-            yield np.ascontiguousarray(read(start, min(start + WINDOW, span.nbytes)))

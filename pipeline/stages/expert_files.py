@@ -11,26 +11,22 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, is_zero
+from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.expert_stream import items
-from ktconvert.pipeline.ui.progress import Reporter
 
 # First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would
 # take longer than packing them.
 BATCH = 2 << 20
-
-Item = tuple[int, str]  # expert, projection
-Packed = list[Bytes]  # the tensors of one part, in the encoding's order
-Parts = list[tuple[Part, Packed]]
 
 
 class Batch(NamedTuple):
@@ -84,17 +80,6 @@ class ExpertsToWrite(ABC):
 
 
 Work = TypeVar("Work", bound=ExpertsToWrite)
-
-
-def empty_parts(encoding: Encoding, parts: Iterable[Part], place: Bytes | None = None) -> Parts:
-    """Memory for the tensors of parts; the first ones lie in `place`, one after another, if that is not None."""
-    made, at = [], 0
-    for part in parts:
-        first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
-        own = np.empty(first, np.uint8) if place is None else place[at : at + first]
-        made.append((part, [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]))
-        at += first
-    return made
 
 
 def cuts(fmt: Format, grid: ExpertGrid, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:

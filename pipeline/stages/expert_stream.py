@@ -17,7 +17,7 @@ from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_su
 from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.equalizing import Exponents
 from ktconvert.quantizers.reference import F32

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -18,19 +19,16 @@ from ktconvert.layouts.files.shards import ShardPlan
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
+from ktconvert.pipeline.calibration import chain, gather_statistics, oneshot, portions
+from ktconvert.pipeline.calibration.compensate import Compensate, Nearest, Shared, Write
+from ktconvert.pipeline.calibration.consumers import Consumer, Tokens, spread
+from ktconvert.pipeline.calibration.footprint import REMEDIES
+from ktconvert.pipeline.calibration.layer import kinds_of, visit_portion
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
-from ktconvert.pipeline.gptq import oneshot
-from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Shared, Write
 from ktconvert.pipeline.options.quantization import QuantizationOptions
-from ktconvert.pipeline.stages import chain, expert_files, expert_stream, gather_statistics, quantize_experts
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.stages.expert_files import Parts
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.walk import portions
-from ktconvert.pipeline.walk.consumers import Consumer, Tokens, spread
-from ktconvert.pipeline.walk.footprint import REMEDIES
-from ktconvert.pipeline.walk.layer import kinds_of, visit_portion
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.stages import expert_files, expert_stream, quantize_experts
 from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.differences import source_values

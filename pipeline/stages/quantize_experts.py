@@ -14,15 +14,15 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.parts import ExpertGrid, Names
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Parts
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import expert_files, expert_stream
-from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Parts
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite
 from ktconvert.pipeline.stages.expert_stream import error_figures, read_ahead, taken
-from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
 

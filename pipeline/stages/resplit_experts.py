@@ -16,14 +16,14 @@ from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs import rearrange as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import expert_files
-from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, Item, Packed, Parts
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.quantize_experts import layer_metadata
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import plural
 
 NAME = "resplit"
 VERSION = 1

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, bytes_of, decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import Bytes, error_sums, scale_values
@@ -76,11 +77,11 @@ class Comparison:
         return self.inputs.output
 
     @cached_property
-    def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
+    def other_tensors(self) -> dict[str, OtherTensor]:
         """What must be there besides experts: of a whole model all else; of others, what is there is the source's."""
         if self.output.whole:
             rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
-            return {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)}
+            return {tensor.key: tensor for tensor in decoded_others(rest)}
         found = copy_tensors.not_experts(self.model, copy_tensors.choice_of(self.output.others))
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
@@ -288,11 +289,11 @@ def source_of(inputs: Inputs) -> TensorSource:
     return inputs.source
 
 
-def decoded_tensors(inputs: Inputs) -> dict[str, copy_tensors.OtherTensor]:
+def decoded_tensors(inputs: Inputs) -> dict[str, OtherTensor]:
     """What `dequantize` makes of a source, by name. Raises InputError and UnsupportedError for what it cannot take."""
     source = source_of(inputs)
     tensors = other_tensors(source, (), source.quantization).tensors
-    return {name: copy_tensors.OtherTensor(name, stored) for name, stored in tensors.items()}
+    return {name: OtherTensor(name, stored) for name, stored in tensors.items()}
 
 
 def compare_decoded(inputs: Inputs, check_items: CheckItems) -> Check:
@@ -304,9 +305,7 @@ def compare_decoded(inputs: Inputs, check_items: CheckItems) -> Check:
     return Check("source", result, problems)
 
 
-def compare_others(
-    inputs: Inputs, expected: Mapping[str, copy_tensors.OtherTensor], check_items: CheckItems
-) -> list[str]:
+def compare_others(inputs: Inputs, expected: Mapping[str, OtherTensor], check_items: CheckItems) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
     others, root = inputs.output.others, source_of(inputs).root
     problems = [f"{name} in {others[name].file} is not in {root}" for name in others if name not in expected]
@@ -315,7 +314,7 @@ def compare_others(
     return problems + [problem for _, problem in found if problem is not None]
 
 
-def other_difference(inputs: Inputs, tensor: copy_tensors.OtherTensor) -> str | None:
+def other_difference(inputs: Inputs, tensor: OtherTensor) -> str | None:
     """What is wrong with a tensor that is no routed expert; None where it is the source's."""
     output, source = inputs.output, source_of(inputs)
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
@@ -325,7 +324,7 @@ def other_difference(inputs: Inputs, tensor: copy_tensors.OtherTensor) -> str | 
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
         return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
     at = 0
-    for chunk in copy_tensors.bytes_of(source, tensor):
+    for chunk in bytes_of(source, tensor):
         difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
         if difference is not None:
             return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"

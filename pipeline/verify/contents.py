@@ -14,7 +14,7 @@ from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems
 from ktconvert.quantizers.packed import lowest_codes
 

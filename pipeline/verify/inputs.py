@@ -14,12 +14,11 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.statistics.folder import InputStatistics
+from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.plans.quantizing import moments_in, open_for
 from ktconvert.pipeline.stages.expert_stream import FACT, equalized
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
@@ -125,7 +124,7 @@ def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None
         raise UsageError(
             f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
         )
-    inputs = open_for(path, model) if fact == Imatrix.fact else moments_in(path.parent, model)
+    inputs = open_model_imatrix(path, model) if fact == Imatrix.fact else open_model_moments(path.parent, model)
     if inputs.sha256 != made_with:
         raise InputError(
             f"{inputs.path}: is not the file that {output.root} was made with (its sha256 is {inputs.sha256[:12]}, the "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
@@ -21,8 +22,7 @@ from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.engine.worker import Collecting, failure_of, require_able, threads_here
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify import against
 from ktconvert.pipeline.verify.checks import CheckItems
 from ktconvert.pipeline.verify.contents import hash_problem

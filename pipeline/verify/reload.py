@@ -28,7 +28,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import building, loading
 from ktconvert.pipeline.models.evaluate import compare
-from ktconvert.pipeline.ui.text import first_line, first_of, size
+from ktconvert.pipeline.report.text import first_line, first_of, size
 from ktconvert.pipeline.verify.checks import Check
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
-from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.verify.checks import Check
 
 # Parts of experts that names and manifest may imply for each tensor, and in any case: a whole output has three tensors

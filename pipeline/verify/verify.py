@@ -18,8 +18,8 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.ui.text import aligned, first_of, joined, plural, size
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import aligned, first_of, joined, plural, size
 from ktconvert.pipeline.verify import against, contents, structure
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, open_inputs, require_finished

@@ -21,7 +21,7 @@ import numpy as np
 from click.testing import CliRunner, Result
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.report.progress import Reporter
 from rig import forks
 from rig.files import move_time
 from rig.safetensors import write_file

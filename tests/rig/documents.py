@@ -36,6 +36,7 @@ from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
 from ktconvert.layouts.statistics.second_moments import entries, file_of, open_second_moments
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.pipeline import cli
+from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
 from ktconvert.pipeline.engine import attempts, dask_executor, journal, lock
 from ktconvert.pipeline.engine.existing import agree, begun_with, saved_plan, unit_states
@@ -46,7 +47,6 @@ from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.access import key_from
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
-from ktconvert.pipeline.stages import chain
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, mutations
 from rig.files import touch
@@ -689,10 +689,10 @@ def tokenizer() -> Any:
 
 
 def read_dataset(_: Inputs, path: Path) -> None:
-    from ktconvert.pipeline.walk import calibration_data
+    from ktconvert.pipeline.models import samples
 
     options = Samples(dataset=str(path), num_calibration_samples=4, max_sequence_length=16)
-    calibration_data.samples(options, tokenizer())
+    samples.samples(options, tokenizer())
 
 
 def make_model(file: str) -> Callable[[Inputs], Path]:
@@ -740,7 +740,7 @@ def load_adapter(inputs: Inputs, path: Path) -> None:
 
 def build_walk(_: Inputs, path: Path) -> None:
     """Build a model as `calibrate` and GPTQ do."""
-    from ktconvert.pipeline.walk.layered import LayeredModel
+    from ktconvert.pipeline.calibration.layered import LayeredModel
 
     with open_checkpoint(path.parent) as source:
         model = recognise(source)

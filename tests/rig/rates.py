@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktconvert.pipeline.ui.text import aligned
+from ktconvert.pipeline.report.text import aligned
 
 PROPERTY = "rates"  # of a test: the document's name, and what fuzzing.fuzz returned
 

@@ -17,12 +17,12 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.native_quant import kernels
+from ktconvert.pipeline.calibration import bf16, portions
+from ktconvert.pipeline.calibration.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.calibration.footprint import GRADIENTS
+from ktconvert.pipeline.calibration.layered import LayeredModel
+from ktconvert.pipeline.calibration.portions import ExpertInputs, Left, Portion
 from ktconvert.pipeline.engine.units import Made
-from ktconvert.pipeline.walk import bf16, portions
-from ktconvert.pipeline.walk.consumers import Accumulator, Consumer, Evidence, ExpertGroup, ExpertWeights
-from ktconvert.pipeline.walk.footprint import GRADIENTS
-from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.portions import ExpertInputs, Left, Portion
 from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:

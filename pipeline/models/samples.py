@@ -28,7 +28,7 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.ui.text import first_line
+from ktconvert.pipeline.report.text import first_line
 
 Ids = npt.NDArray[np.int64]  # [tokens]
 Row = Mapping[str, Any]

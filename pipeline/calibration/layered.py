@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
+from ktconvert.pipeline.calibration.footprint import AT_ONCE
 from ktconvert.pipeline.models import building
 from ktconvert.pipeline.models.decoding import read_tensor
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.walk.footprint import AT_ONCE
 
 if TYPE_CHECKING:
     import torch

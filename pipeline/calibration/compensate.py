@@ -12,10 +12,9 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Encoding, scale_numbers
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts, join_parts
-from ktconvert.pipeline.stages.expert_files import Item, Parts, empty_parts
-from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Parts, cut_parts, empty_parts, join_parts
+from ktconvert.pipeline.calibration import bf16
+from ktconvert.pipeline.calibration.consumers import Evidence, ExpertGroup, ExpertWeights
 from ktconvert.quantizers import descent, gptq, predictions
 from ktconvert.quantizers.reference import F32, e8m0_exponents
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
@@ -19,15 +20,13 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.statistics.second_moments import file_of
+from ktconvert.pipeline.calibration import chain, portions
+from ktconvert.pipeline.calibration.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
+from ktconvert.pipeline.calibration.footprint import REMEDIES_TO_CALIBRATE
+from ktconvert.pipeline.calibration.layer import kinds_of, visit_portion
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.quantization import CalibrateOptions
-from ktconvert.pipeline.stages import chain
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.walk import portions
-from ktconvert.pipeline.walk.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
-from ktconvert.pipeline.walk.footprint import REMEDIES_TO_CALIBRATE
-from ktconvert.pipeline.walk.layer import kinds_of, visit_portion
 from ktconvert.quantizers import gptq
 
 VERSION = 1

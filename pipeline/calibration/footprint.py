@@ -14,7 +14,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.ui.text import size
+from ktconvert.pipeline.report.text import size
 
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number

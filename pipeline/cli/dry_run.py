@@ -16,7 +16,7 @@ from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_s
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Status, Unit
-from ktconvert.pipeline.ui.text import joined, size
+from ktconvert.pipeline.report.text import joined, size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
 

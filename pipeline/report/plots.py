@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

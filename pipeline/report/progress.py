@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.ui import events
-from ktconvert.pipeline.ui.terminal import escape, unescaped
-from ktconvert.pipeline.ui.text import duration, size
+from ktconvert.pipeline.report import events
+from ktconvert.pipeline.report.terminal import escape, unescaped
+from ktconvert.pipeline.report.text import duration, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -8,13 +8,12 @@ from typing import Any
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
+from ktconvert.pipeline.calibration import bf16
+from ktconvert.pipeline.calibration.compensate import packed
 from ktconvert.pipeline.models import building
-from ktconvert.pipeline.stages.expert_files import Parts
-from ktconvert.pipeline.ui.text import first_line
-from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.calibration_data import Ids
+from ktconvert.pipeline.models.samples import Ids
+from ktconvert.pipeline.report.text import first_line
 
 Quantized = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the linear
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"

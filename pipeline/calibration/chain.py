@@ -17,21 +17,21 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.pipeline.calibration import bf16
+from ktconvert.pipeline.calibration.consumers import Consumer
+from ktconvert.pipeline.calibration.footprint import LAYER
+from ktconvert.pipeline.calibration.layer import LayerWalk, walk_dense_layer, walk_layer
+from ktconvert.pipeline.calibration.layered import LayeredModel
+from ktconvert.pipeline.calibration.portions import Portion, PortionWork, unit_of
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.models.building import is_memory
+from ktconvert.pipeline.models.samples import Ids, token_ids
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
-from ktconvert.pipeline.stages.copy_tensors import OtherTensor
-from ktconvert.pipeline.walk import bf16
-from ktconvert.pipeline.walk.calibration_data import Ids, token_ids
-from ktconvert.pipeline.walk.consumers import Consumer
-from ktconvert.pipeline.walk.footprint import LAYER
-from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
-from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.portions import Portion, PortionWork, unit_of
 
 SAMPLES = "samples"
 

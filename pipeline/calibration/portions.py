@@ -17,8 +17,8 @@ import numpy as np
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import RowFile
+from ktconvert.pipeline.calibration.consumers import Accumulator, Evidence, Tokens
 from ktconvert.pipeline.engine.units import Unit, Written
-from ktconvert.pipeline.walk.consumers import Accumulator, Evidence, Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,0 @@
-"""GPTQ: the consumer of the walk that compensates errors, and the library's engine."""
