@@ -117,9 +117,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures" / "training.json")
     options = parser.parse_args()
-    from ktconvert.pipeline.models.loading import share_cores
+    from ktconvert.pipeline.models.loading import set_environment
 
-    share_cores()
+    set_environment()
     import torch
     from transformers import AutoTokenizer
 

@@ -205,7 +205,7 @@ def test_experts_in_part_compute_what_peft_computes(part, models, tmp_path):
     import torch
     from peft import PeftModel
 
-    from ktconvert.pipeline.models.adapter_loading import with_adapter
+    from ktconvert.pipeline.models.adapter_loading import load_adapter
 
     plain, ours = models
     folder = PARTS[part](plain, tmp_path / "adapter")
@@ -218,7 +218,7 @@ def test_experts_in_part_compute_what_peft_computes(part, models, tmp_path):
     def error(one: Any, other: Any) -> float:
         return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
 
-    found = logits(with_adapter(ours(), folder, "model"))
+    found = logits(load_adapter(ours(), folder, "model"))
     assert error(found, logits(plain())) > 0.03
     assert error(found, logits(folded(plain(), folder))) < 0.012
     if part not in ("gate of each", "scalings"):  # PEFT 0.21 leaves patterns out where it stacks experts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.models.samples import Ids, local_files, samples, token_ids
+from ktconvert.pipeline.models.text_datasets import Ids, local_files, read_samples, read_samples_by_length
 from ktconvert.pipeline.options.option_groups import Samples
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
@@ -84,11 +84,11 @@ def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
         .map(lambda row: {"text": chat.apply_chat_template(row["messages"], tokenize=False)})
         .map(lambda row: chat(row["text"], padding=False, max_length=64, truncation=True, add_special_tokens=False))
     )
-    read = samples(calibration(file, count=30, seed=7), chat)
+    read = read_samples(calibration(file, count=30, seed=7), chat)
     assert [ids.tolist() for ids in read] == expected["input_ids"]
     assert {ids.dtype for ids in read} == {np.dtype(np.int64)}
     assert max(ids.size for ids in read) == 64 and len({ids.size for ids in read}) > 5
-    assert not same(read, samples(calibration(file, count=30, seed=8), chat))
+    assert not same(read, read_samples(calibration(file, count=30, seed=8), chat))
 
 
 def test_order_is_the_samplers_own(tmp_path: Path) -> None:
@@ -99,20 +99,20 @@ def test_order_is_the_samplers_own(tmp_path: Path) -> None:
 
     rows = [{"text": " ".join(WORDS[i : i + 1 + i * 7 % 23])} for i in range(400)]
     of = calibration(jsonl(tmp_path / "rows.jsonl", rows), length=24)
-    unsorted = samples(of, tokenizer())
+    unsorted = read_samples(of, tokenizer())
     visited = list(LengthAwareSampler(datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in unsorted]})))
-    assert same(token_ids(of, tokenizer()), [unsorted[index] for index in visited])
+    assert same(read_samples_by_length(of, tokenizer()), [unsorted[index] for index in visited])
     stable = sorted(range(len(unsorted)), key=lambda index: -unsorted[index].size)
     assert visited != stable, "no ties: the test shows nothing"
 
 
 def test_text_is_cut_into_full_samples() -> None:
     whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    read = token_ids(calibration(TEXT, length=100), tokenizer())
+    read = read_samples_by_length(calibration(TEXT, length=100), tokenizer())
     chunks = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
     assert sorted(ids.tolist() for ids in read) == chunks
     assert [ids.size for ids in read] == [100] * (len(whole) // 100) + [len(whole) % 100]
-    first = token_ids(calibration(TEXT, length=100, count=8), tokenizer())
+    first = read_samples_by_length(calibration(TEXT, length=100, count=8), tokenizer())
     assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
     assert [ids.tolist() for ids in first] != [whole[start : start + 100] for start in range(0, 800, 100)]
 
@@ -122,7 +122,7 @@ def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_bytes(TEXT.read_bytes() * 1100 + b"\xff")
     assert file.stat().st_size > 15 << 20
-    read = samples(calibration(file, count=24, length=16384), tokenizer())
+    read = read_samples(calibration(file, count=24, length=16384), tokenizer())
     assert [ids.size for ids in read] == [16384] * 24
     chunks = texts(read)
     assert sum(map(len, chunks)) > 1 << 20, "one stretch only"
@@ -146,13 +146,13 @@ def test_columns_by_preference(tmp_path: Path, row: dict[str, Any], expected: st
     array.write_text(json.dumps([row]))
     table = parquet(tmp_path / "rows.parquet", {name: [value] for name, value in row.items()})
     for file in (lines, array, table):
-        assert texts(token_ids(calibration(file, length=2048), tokenizer())) == [expected]
+        assert texts(read_samples_by_length(calibration(file, length=2048), tokenizer())) == [expected]
 
 
 def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     file = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
-    assert sorted(texts(token_ids(calibration(file), tokenizer(), notes.append))) == ["one", "two"]
+    assert sorted(texts(read_samples_by_length(calibration(file), tokenizer(), notes.append))) == ["one", "two"]
     assert notes == [f"{file}: 2 of 4 samples hold no token and are left out"]
 
 
@@ -163,33 +163,33 @@ def test_folder_is_read_by_name(tmp_path: Path) -> None:
     (folder / "README.md").write_text("what this is")
     (folder / ".gitattributes").write_text("")
     assert [file.name for file in local_files(str(folder))] == ["part0.parquet", "part1.parquet", "part2.parquet"]
-    read = texts(samples(calibration(folder, count=25), tokenizer()))
+    read = texts(read_samples(calibration(folder, count=25), tokenizer()))
     assert sorted(read) == sorted(f"{row // 10} {row % 10}" for row in range(25))
-    assert texts(token_ids(calibration(f"{folder}/", count=3), tokenizer())) != []
+    assert texts(read_samples_by_length(calibration(f"{folder}/", count=3), tokenizer())) != []
     (tmp_path / "texts").mkdir()
     for name in ("b.txt", "a.txt"):  # each is cut by itself
         (tmp_path / "texts" / name).write_text(f"{name} " * 30)
-    chunks = texts(samples(calibration(tmp_path / "texts", length=50), tokenizer()))
+    chunks = texts(read_samples(calibration(tmp_path / "texts", length=50), tokenizer()))
     assert all(("a.txt" in text) != ("b.txt" in text) for text in chunks) and len(chunks) > 2
 
 
 def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
     for name in ("train_sft-00000-of-00002", "train_sft-00001-of-00002-0abc", "test_sft-00000-of-00001"):
         parquet(tmp_path / f"{name}.parquet", {"text": [name]})
-    assert {text[:9] for text in texts(samples(calibration(tmp_path), tokenizer()))} == {"train_sft"}
-    assert texts(samples(calibration(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
+    assert {text[:9] for text in texts(read_samples(calibration(tmp_path), tokenizer()))} == {"train_sft"}
+    assert texts(read_samples(calibration(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
     with pytest.raises(InputError, match="has no split train; choose test_sft or train_sft with --dataset-split"):
-        samples(calibration(tmp_path, "train"), tokenizer())
+        read_samples(calibration(tmp_path, "train"), tokenizer())
 
 
 def test_tokenizer_is_left_as_it_was() -> None:
     own = tokenizer().backend_tokenizer
     own.enable_truncation(max_length=5)
     before = own.truncation
-    samples(calibration(TEXT, count=2), tokenizer())
+    read_samples(calibration(TEXT, count=2), tokenizer())
     assert own.truncation == before
     own.no_truncation()
-    samples(calibration(TEXT, count=2), tokenizer())
+    read_samples(calibration(TEXT, count=2), tokenizer())
     assert own.truncation is None
 
 
@@ -225,7 +225,7 @@ def broken(folder: Path) -> dict[str, tuple[Path, str]]:
 def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
     for what, (file, words) in broken(tmp_path).items():
         with pytest.raises(InputError, match=words) as caught:
-            samples(calibration(file), tokenizer(TEMPLATE))
+            read_samples(calibration(file), tokenizer(TEMPLATE))
         assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
 
 
@@ -261,14 +261,14 @@ import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.models.samples import token_ids
+from ktconvert.pipeline.models.text_datasets import read_samples_by_length
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []
 for dataset, split in json.loads(sys.argv[2]):
     try:
         asked = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
-        batches.append([ids.tolist() for ids in token_ids(asked, tokenizer)])
+        batches.append([ids.tolist() for ids in read_samples_by_length(asked, tokenizer)])
     except KtconvertError as error:
         batches.append(f"{type(error).__name__} {error}")
 print(json.dumps(batches))
@@ -286,7 +286,7 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
     assert done.returncode == 0 and done.stderr == "", done.stderr
     local, rows, split, missing = json.loads(done.stdout)
-    assert local == [ids.tolist() for ids in token_ids(calibration(TEXT, count=12), tokenizer())]
+    assert local == [ids.tolist() for ids in read_samples_by_length(calibration(TEXT, count=12), tokenizer())]
     expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split

@@ -138,11 +138,11 @@ def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, t
 def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
     """No difference at all; and no hook stays behind."""
     choice = loading.ModelChoice(str(example), converted["int8"])
-    windows = evaluate.cut(choice, text.read_text(), text, 64, 2)
+    windows = evaluate.cut_windows(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
     progress: list[int] = []
     same = evaluate.evaluate(original, original, windows, progress.append)
-    figures = evaluate.document(EvalOptions(model="it", text=text), windows, same, "none")
+    figures = evaluate.build_report(EvalOptions(model="it", text=text), windows, same, "none")
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
     assert figures["layers"] == [] and progress == [64, 64]
@@ -169,8 +169,8 @@ def test_a_model_that_predicts_nothing_is_no_number(
 
 def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: Path) -> None:
     choice = loading.ModelChoice(str(example))
-    every = evaluate.cut(choice, text.read_text(), text, WINDOW, None)
-    some = evaluate.cut(choice, text.read_text(), text, WINDOW, 4, 30)
+    every = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
+    some = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
     assert every.before == 0 and (some.ids == every.ids[30:34]).all() and some.before == 30 * WINDOW
     whole = every.ids.size + every.skipped
     assert some.before + some.ids.size + some.skipped == whole == 4889
@@ -183,14 +183,14 @@ def test_comparing_distributions() -> None:
     """By hand: p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4)."""
     p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
     count = 2 * evaluate.CHUNK + 3
-    one = evaluate.compare(*(torch.tensor(np.tile(x, (count, 1))) for x in (p, q)), torch.arange(count) % 3)
+    one = evaluate.compare_logits(*(torch.tensor(np.tile(x, (count, 1))) for x in (p, q)), torch.arange(count) % 3)
     assert all(len(getattr(one, name)) == count for name in ("original", "converted", "divergence", "agree"))
     assert one.divergence == pytest.approx(0.25 * math.log(2))
     assert one.original[:3] == pytest.approx(-p) and one.converted[:3] == pytest.approx(-q)
     assert not one.agree.any()
     # A constant changes no distribution; a token that cannot come adds nothing.
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
-    one = evaluate.compare(shifted, shifted + 7, torch.tensor([0, 1]))
+    one = evaluate.compare_logits(shifted, shifted + 7, torch.tensor([0, 1]))
     assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()
     for original, difference, relative in ((4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)):
         assert evaluate.ExpertsError(3, difference, original).relative == relative

@@ -61,9 +61,9 @@ def commands(model: Path, int8: Path, text: Path, out: Path) -> dict[str, tuple[
 
 
 def serve(model: Path, int8: Path) -> None:
-    from ktconvert.pipeline.models.serving.server import load
+    from ktconvert.pipeline.models.serving.server import load_application
 
-    _, scheduler = load(loading.ModelChoice(str(model), cpu_weights=int8, threads=1))
+    _, scheduler = load_application(loading.ModelChoice(str(model), cpu_weights=int8, threads=1))
     scheduler.stop()
 
 

@@ -119,7 +119,9 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path):
     model, tokenizer = loading.load(loading.ModelChoice(str(tmp_path)))
     inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
-    text_said, speed = generating.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
+    text_said, speed = generating.generate_text(
+        model, tokenizer, inputs, max_new_tokens=3, temperature=0, emit=notes.append
+    )
     assert "".join(notes) == text_said and (speed.prompt, speed.new) == (3, 3)
     assert model.config.text_config.output_router_logits is False  # left over from training
 
@@ -208,7 +210,7 @@ def test_a_prompt_read_in_parts_says_the_same(family, window, monkeypatch):
     def logits(parts: bool) -> torch.Tensor:
         settings = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
         if parts:
-            generating.read_in_parts(model, settings, inputs)
+            generating.chunk_prefill(model, settings, inputs)
             assert settings.prefill_chunk_size == 16
         options = {"generation_config": settings, "return_dict_in_generate": True, "output_logits": True}
         return torch.stack(model.generate(**inputs, **options).logits)

@@ -85,7 +85,9 @@ def expected(alone) -> dict[str, str]:
     texts = {}
     for name, (model, tokenizer) in alone.items():
         inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": SAID}])
-        texts[name], _ = generating.write(model, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+        texts[name], _ = generating.generate_text(
+            model, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, emit=str
+        )
     assert len(set(texts.values())) == len(NAMES), "the adapters say the same"
     return texts
 
@@ -147,7 +149,7 @@ def test_answers_at_the_same_time(server, expected):
     """They take turns, token by token, and each is what it is alone."""
     asked = NAMES * 2
     server.passes.clear()
-    waiting = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or len(server.passes) > ANSWER)
+    waiting = server.waiting(0, lambda: server.scheduler.lock.has_waiters() or len(server.passes) > ANSWER)
     with waiting, ThreadPoolExecutor(len(asked)) as clients:
         answers = list(clients.map(lambda name: chat(server, name), asked))
     assert answers == [expected[name] for name in asked]
@@ -227,7 +229,7 @@ CHANGES = "changes the model's own weights, with which others are answered; save
         ({"target_modules": ["q_proj"]}, {"layer_replication": [[0, 2], [1, 2]]}, "which ktconvert does not compute"),
         ({"target_modules": ["q_proj"]}, {"peft_type": "IA3"}, "it is no LoRA"),
         ({"target_modules": ["experts"]}, {"r": 8}, "adapter_config.json says that their rank is 8"),
-        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "v_proj"]}, adapter_loading.LACKS),
+        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "v_proj"]}, adapter_loading.LACKS_TENSORS),
         ({"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj"]}, "which its settings do not name"),
     ],
 )
@@ -237,7 +239,7 @@ def test_adapters_that_are_refused(settings, config, why, example, int8, folders
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises((InputError, UnsupportedError), match=f"{re.escape(str(folder))}.*{re.escape(why)}"):
-        serving.load(chosen(example, int8), adapters={"both": folders["both"], "wrong": folder})
+        serving.load_application(chosen(example, int8), adapters={"both": folders["both"], "wrong": folder})
 
 
 def test_prompts_that_were_trained_are_no_lora(example, int8, tmp_path):

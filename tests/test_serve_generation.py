@@ -92,7 +92,9 @@ def test_an_answer_holds_only_what_was_generated(name, example, alone, tmp_path)
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
             inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": said}])
-            text, _ = generating.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+            text, _ = generating.generate_text(
+                loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, emit=str
+            )
             assert text and answers(running, model, said) == [text] * 4
 
 
@@ -130,7 +132,7 @@ REQUESTS = {
 @pytest.mark.parametrize("stream", [False, True], ids=["in one piece", "streamed"])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_nothing_is_computed_for_a_client_that_has_gone(name, stream, server, monkeypatch):
-    monkeypatch.setattr(generating, "PART", 4)
+    monkeypatch.setattr(generating, "PREFILL_CHUNK", 4)
     path, body = REQUESTS[name]
     server.passes.clear()
     gone = server.left
@@ -146,7 +148,7 @@ def test_two_clients_get_their_tokens_in_turns(server):
     """From the first one on of whoever came second."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
-    both_waiting = server.waiting(0, lambda: server.scheduler.lock.is_awaited() or bool(server.passes))
+    both_waiting = server.waiting(0, lambda: server.scheduler.lock.has_waiters() or bool(server.passes))
     with both_waiting, ThreadPoolExecutor(2) as clients:
         for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=40), range(2)):
             pass
@@ -163,7 +165,7 @@ def test_a_seed_is_a_clients_own(server):
     config.update(do_sample=True, max_new_tokens=40)
 
     def draw(seed: int | None) -> list[int]:
-        with request_options.noted(f"seed-{seed}", request_options.RequestOptions(seed=seed)):
+        with request_options.register_options(f"seed-{seed}", request_options.RequestOptions(seed=seed)):
             inputs = server.scheduler.processor(WORDS, return_tensors="pt")
             done = server.scheduler.generate_non_streaming(
                 server.scheduler.model, server.scheduler.processor, inputs, config, f"seed-{seed}"
@@ -206,11 +208,11 @@ def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
             return httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE)
 
         asked = [clients.submit(ask, stream) for stream in (False, True)]
-        running.until(lambda: begun.is_set() and running.scheduler.lock.is_awaited())
+        running.until(lambda: begun.is_set() and running.scheduler.lock.has_waiters())
         running.end()
         whole, stream = (answer.result() for answer in asked)
         released.set()
-        ending = "the server is ending; ask again later"
+        ending = "the server is shutting down; ask again later"
         assert (whole.status_code, whole.json()["error"]["message"]) == (503, ending)
         last = stream.text.rstrip().removesuffix("data: [DONE]").rstrip().rpartition("data: ")[2]
         assert stream.status_code == 200 and json.loads(last)["error"]["message"] == ending
@@ -304,6 +306,6 @@ def test_a_model_of_which_a_part_is_missing(example, tmp_path):
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"
-    for load in (serving.load, loading.load):
+    for load in (serving.load_application, loading.load):
         with pytest.raises(InputError, match=re.escape(f"{model}: {expected}")):
             load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))

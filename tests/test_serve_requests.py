@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.pipeline.models.serving import access
+from ktconvert.pipeline.models.serving import authentication
 from rig.conversion import here
 from rig.served import PATIENCE, Served, served, with_template
 
@@ -241,16 +241,16 @@ def test_what_has_no_effect_is_accepted(server, path):
 
 def test_the_server_answers_while_it_reads_a_request(server, monkeypatch):
     """A megabyte of short messages takes a second to check, in which other clients would wait."""
-    answered, read = threading.Event(), schemas.read
+    answered, read = threading.Event(), schemas.parse_request
 
     def wait(*request: Any) -> Any:
         assert answered.wait(60), "nothing else was answered"
         return read(*request)
 
-    monkeypatch.setattr(schemas, "read", wait)
+    monkeypatch.setattr(schemas, "parse_request", wait)
     with ThreadPoolExecutor(1) as other:
         answer = other.submit(post, server, CHAT, chat())
-        server.until(lambda: server.application.answered > 0)
+        server.until(lambda: server.application.active > 0)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         answered.set()
         assert answer.result().status_code == 200
@@ -416,20 +416,20 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_clients_that_send_nothing_lock_nobody_out(server, monkeypatch):
     """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
-    monkeypatch.setattr(server_module, "KEPT", 30)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 30)
     stream = text(stream=True, max_tokens=CONTEXT // 4)
-    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * server_module.KEPT):
+    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * server_module.MAX_CONNECTIONS):
         server.passes.clear()
         silent: list[socket.socket] = []
         with ThreadPoolExecutor(1) as other:
             answer = other.submit(post, server, TEXT, stream)
             server.until(lambda: len(server.passes) == 4)
-            for _ in range(3 * server_module.KEPT):
+            for _ in range(3 * server_module.MAX_CONNECTIONS):
                 silent.append(opened.enter_context(connect(server)))
                 assert send(f"{server.url}/health").status_code == 200
             assert post(server, TEXT, text()).status_code == 200
             assert answer.result().text.endswith("data: [DONE]\n\n")
-        assert all(map(is_closed, silent[: server_module.KEPT]))
+        assert all(map(is_closed, silent[: server_module.MAX_CONNECTIONS]))
 
 
 REQUEST = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
@@ -445,7 +445,7 @@ SLOW = {
 @pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
 def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
     """The connection is closed, whatever was answered on it before."""
-    for limit in ("HEADERS", "BODY"):
+    for limit in ("HEADER_SECONDS", "BODY_SECONDS"):
         monkeypatch.setattr(server_module, limit, 0.5)
     connection = connect(server)
     *whole, part = sent
@@ -458,7 +458,7 @@ def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
 
 def test_a_client_that_reads_nothing(server, monkeypatch):
     """Its answer ends, and its connection is closed."""
-    monkeypatch.setattr(server_module, "READING", 0.5)
+    monkeypatch.setattr(server_module, "READ_SECONDS", 0.5)
     body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
     with connect(server) as connection:
         head = REQUEST.replace("100", str(len(body))).encode()
@@ -470,13 +470,13 @@ def test_a_client_that_reads_nothing(server, monkeypatch):
 
 def test_more_requests_than_are_answered(server, monkeypatch):
     """The next one is told to come again."""
-    monkeypatch.setattr(application, "ANSWERED", 2)
+    monkeypatch.setattr(application, "MAX_ACTIVE", 2)
     refused: list[Any] = []
-    server.until(lambda: not server.application.answered)  # what a client of another test has left
+    server.until(lambda: not server.application.active)  # what a client of another test has left
     server.passes.clear()
     with server.waiting(1, lambda: bool(refused)), ThreadPoolExecutor(2) as others:
         answers = [others.submit(post, server, TEXT, text()) for _ in range(2)]
-        server.until(lambda: server.scheduler.lock.is_awaited())
+        server.until(lambda: server.scheduler.lock.has_waiters())
         answer = post(server, TEXT, text())
         refused.append(answer)
         assert send(f"{server.url}/health").status_code == 200
@@ -585,20 +585,20 @@ def test_what_is_no_key(said, monkeypatch, tmp_path):
     """An empty variable or file must not open the server to everybody."""
     (tmp_path / "key").write_text(said)
     with pytest.raises(InputError, match="holds no API key"):
-        access.key_from(tmp_path / "key")
-    monkeypatch.setenv(access.VARIABLE, said)
+        authentication.read_api_key(tmp_path / "key")
+    monkeypatch.setenv(authentication.KEY_VARIABLE, said)
     with pytest.raises(UsageError, match="holds no API key"):
-        access.key_from(None)
+        authentication.read_api_key(None)
 
 
 def test_where_the_key_comes_from(monkeypatch, tmp_path):
     """The file, then the environment."""
-    monkeypatch.setenv(access.VARIABLE, "of-the-environment")
-    assert access.key_from(None) == b"of-the-environment"
+    monkeypatch.setenv(authentication.KEY_VARIABLE, "of-the-environment")
+    assert authentication.read_api_key(None) == b"of-the-environment"
     (tmp_path / "key").write_text(f"{KEY}\n")
-    assert access.key_from(tmp_path / "key") == KEY.encode()
+    assert authentication.read_api_key(tmp_path / "key") == KEY.encode()
     with pytest.raises(InputError, match="nowhere: cannot be read"):
-        access.key_from(tmp_path / "nowhere")
+        authentication.read_api_key(tmp_path / "nowhere")
 
 
 def test_a_server_for_others_without_a_key(example, tmp_path, monkeypatch):
@@ -614,5 +614,5 @@ def test_a_server_for_others_without_a_key(example, tmp_path, monkeypatch):
             assert ("other users of this machine can read the API key" in said) == warned
         monkeypatch.setenv("KTCONVERT_API_KEY", KEY)
         assert "none has to send" not in here(*serve).stderr
-    assert [access.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
-    assert [access.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4
+    assert [authentication.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
+    assert [authentication.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.models.serving.template_process import TemplateError, TemplateProcess, job_to_render
+from ktconvert.pipeline.models.serving.template_process import TemplateError, TemplateProcess, encode_render_job
 from rig.programs import python
 from rig.served import PATIENCE, free_port, served, with_template
 
@@ -33,7 +33,7 @@ def process() -> Iterator[TemplateProcess]:
 
 def render(process: TemplateProcess, template: str, **more: Any) -> str:
     arguments = {"conversations": [SAID], "chat_template": template, **more}
-    return asyncio.run(process.render(job_to_render(arguments)))
+    return asyncio.run(process.render(encode_render_job(arguments)))
 
 
 def test_a_template_is_rendered_as_transformers_does(process):
@@ -72,7 +72,7 @@ def test_a_template_that_does_not_end_holds_nobody_up(example, tmp_path, monkeyp
     """Another client is answered meanwhile, and the one that asked for it learns why it is not."""
     template = "{% if messages[0].content == 'boom' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     held_up = TemplateProcess(seconds=1)
-    monkeypatch.setattr("ktconvert.pipeline.models.serving.rendering.the_process", lambda: held_up)
+    monkeypatch.setattr("ktconvert.pipeline.models.serving.prompts.shared_process", lambda: held_up)
     with served(with_template(example, tmp_path / "model", template)) as running, ThreadPoolExecutor(1) as other:
 
         def chat(content: str) -> Any:
@@ -81,7 +81,7 @@ def test_a_template_that_does_not_end_holds_nobody_up(example, tmp_path, monkeyp
 
         chat("a")
         boom = other.submit(chat, "boom")
-        running.until(lambda: running.application.answered > 0)
+        running.until(lambda: running.application.active > 0)
         assert chat("a").status_code == 200 and not boom.done()
         refused = boom.result()
     assert refused.status_code == 400

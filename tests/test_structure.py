@@ -35,7 +35,7 @@ PACKAGES = ("report", "options", "engine", "models", "calibration", "stages", "v
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}
 # They subclass or replace what transformers has, define torch's operators, or are loaded where torch is in use alone, so
 # they import these at the top; other modules import them inside a function.
-SERVING = ("application", "model_manager", "rendering", "scheduler", "scoring", "stream_decoder")
+SERVING = ("application", "completions", "model_manager", "prompts", "scheduler", "stream_decoder")
 RUNTIME = ("adapters", "gradient_window", "hf", "hf_modules", "hf_rest", "hot_experts", "layer_forwards", "models")
 RUNTIME += ("hf_dtypes", "peft_targets", "peft_tuner", "sft", "streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
@@ -191,7 +191,7 @@ def test_heavy_packages_are_imported_where_they_are_used():
     none(wrong)
 
 
-BUILDING = ROOT / "pipeline" / "models" / "building.py"
+BUILDING = ROOT / "pipeline" / "models" / "pretrained.py"
 
 
 def test_one_module_asks_transformers_for_configs_and_tokenizers():
@@ -199,7 +199,7 @@ def test_one_module_asks_transformers_for_configs_and_tokenizers():
     asking = {"AutoConfig", "AutoTokenizer", "AutoProcessor"}
     none(
         [
-            f"{path.relative_to(ROOT)}:{node.lineno}: use models.building instead of {node.attr}"
+            f"{path.relative_to(ROOT)}:{node.lineno}: use models.pretrained instead of {node.attr}"
             for path, tree in trees().items()
             for node in ast.walk(tree)
             if path != BUILDING and isinstance(node, ast.Attribute) and node.attr in asking

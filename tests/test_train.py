@@ -334,7 +334,7 @@ def test_train_eval_and_merge(cli, example, int8, text, tmp_path):
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
     assert measured[-1] < measured[0] - 0.02 and events[-1]["event"] == "finished"
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
-    assert "loss of other texts" in (adapter / "README.md").read_text()
+    assert "evaluation loss" in (adapter / "README.md").read_text()
     assert events[0]["bytes"] == memory
     assert "nothing to do" in cli("resume", adapter).stderr
     tuned = tree(adapter)

@@ -29,8 +29,8 @@ from ktconvert.pipeline.calibration.layer import LayerWalk, walk_dense_layer, wa
 from ktconvert.pipeline.calibration.layered import LayeredModel
 from ktconvert.pipeline.calibration.portions import Portion, PortionWork, unit_of
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
-from ktconvert.pipeline.models.building import is_memory
-from ktconvert.pipeline.models.samples import Ids, token_ids
+from ktconvert.pipeline.models.pretrained import is_out_of_memory
+from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
 
 SAMPLES = "samples"
@@ -197,7 +197,7 @@ def _memory_explained(key: str, remedies: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ResourceError(
             f"{key}: not enough memory. {remedies} Then resume, or start again with --overwrite."
@@ -211,7 +211,7 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     if stored is not None and stored.exists():
         samples = read_samples(stored)
     else:
-        samples = token_ids(options, lm.tokenizer(), context.reporter.note)
+        samples = read_samples_by_length(options, lm.tokenizer(), context.reporter.note)
         if len(samples) < (count := options.num_calibration_samples):
             context.reporter.note(f"{options.dataset}: {len(samples)} samples, {count} were asked for")
     ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)

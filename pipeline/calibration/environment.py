@@ -22,12 +22,12 @@ GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 def require(what: str = "--quant-method GPTQ", needs: Sequence[str] = NEEDS) -> None:
     """Raise KtconvertError, which names what to install, where a package that `what` needs is missing or too old."""
-    from ktconvert.pipeline.models.loading import require_packages, share_cores
+    from ktconvert.pipeline.models.loading import require_packages, set_environment
 
     require_packages(what, needs, "gpu")
     if (why := transformers_version.refusal()) is not None:
         raise KtconvertError(why)
-    share_cores()
+    set_environment()
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
         os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")
 

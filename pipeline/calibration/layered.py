@@ -17,8 +17,8 @@ from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.calibration.footprint import AT_ONCE
-from ktconvert.pipeline.models import building
-from ktconvert.pipeline.models.decoding import read_tensor
+from ktconvert.pipeline.models import pretrained
+from ktconvert.pipeline.models.loading import read_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class LayeredModel:
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted, self._instead = trust_remote_code, instead
         try:
-            config = building.read_config(str(source.root), trust_remote_code=trust_remote_code)
+            config = pretrained.read_config(str(source.root), trust_remote_code=trust_remote_code)
         except UnsupportedError as error:
             raise error.advising(f"{instead}.") from error
         for part in (config, config.get_text_config(decoder=True)):
@@ -73,8 +73,8 @@ class LayeredModel:
                 del part.quantization_config
         options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
         # Buffers stay real.
-        with self._explained(building.BUILD), init_empty_weights(include_buffers=False):
-            self.model = building.auto_class(config).from_config(config, **options).eval()
+        with self._explained(pretrained.BUILD), init_empty_weights(include_buffers=False):
+            self.model = pretrained.auto_class(config).from_config(config, **options).eval()
         found = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for experts in found:
@@ -109,11 +109,11 @@ class LayeredModel:
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer. Raises InputError where there is none."""
-        return building.read_tokenizer(str(self.source.root), trust_remote_code=self._trusted)
+        return pretrained.read_tokenizer(str(self.source.root), trust_remote_code=self._trusted)
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         """Raise InputError, which names config.json, for what transformers raises inside."""
-        return building.explained(str(self.source.root), building.CONFIG, doing=doing, passing=(_Reached,))
+        return pretrained.explain_errors(str(self.source.root), pretrained.CONFIG, action=doing, unchanged=(_Reached,))
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class LayeredModel:
         )
         remedy = f"take the model's BF16 release, or {self._instead}."
         stored = {name: read_tensor(self.source, self.tensors[name], remedy) for name in names}
-        with self._explained(building.BUILD):
+        with self._explained(pretrained.BUILD):
             loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
         del stored
         if lacks := sorted(needed & loading.missing_keys):
@@ -181,7 +181,7 @@ class LayeredModel:
         for module in self.layers:
             module.forward = record
         try:
-            with self._explained(building.COMPUTE), torch.inference_mode(), suppress(_Reached):
+            with self._explained(pretrained.COMPUTE), torch.inference_mode(), suppress(_Reached):
                 self.stack(**inputs, use_cache=False)
         finally:
             for module in self.layers:
@@ -207,7 +207,7 @@ class LayeredModel:
             experts.forward = routed
         args, kwargs = self.call(layer, hidden.shape[0])
         try:
-            with self._explained(building.COMPUTE), torch.inference_mode():
+            with self._explained(pretrained.COMPUTE), torch.inference_mode():
                 out = self.layers[layer](hidden[None].to(self.device), *args, **kwargs)
         finally:
             if experts is not None:
@@ -260,7 +260,7 @@ class LayeredModel:
         import torch
 
         generator, made = torch.Generator().manual_seed(seed), []
-        with self._head(), self._explained(building.COMPUTE), torch.inference_mode(False), torch.enable_grad():
+        with self._head(), self._explained(pretrained.COMPUTE), torch.inference_mode(False), torch.enable_grad():
             for first in range(0, len(hidden), AT_ONCE):
                 leaving = hidden[first : first + AT_ONCE].clone()[None].to(self.device).requires_grad_()
                 logits = self.model(inputs_embeds=leaving, use_cache=False).logits[0].float()
@@ -310,7 +310,7 @@ class LayeredModel:
 
         a, b = (self.run(layer, x, nothing)[:-1].float() for x in (first, other))
         if not bool(a.isfinite().all()):
-            raise InputError(f"{self.source.root / building.CONFIG}: {building.NO_NUMBERS}; {building.COMPARE}")
+            raise InputError(f"{self.source.root / pretrained.CONFIG}: {pretrained.NOT_FINITE}; {pretrained.COMPARE}")
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "

@@ -11,8 +11,8 @@ from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
 from ktconvert.pipeline.calibration import bf16
 from ktconvert.pipeline.calibration.compensate import packed
-from ktconvert.pipeline.models import building
-from ktconvert.pipeline.models.samples import Ids
+from ktconvert.pipeline.models import pretrained
+from ktconvert.pipeline.models.text_datasets import Ids
 from ktconvert.pipeline.report.text import first_line
 
 Quantized = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the linear
@@ -38,7 +38,7 @@ def quantize_model(
     assert scheme.weights is not None
     weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
     try:
-        config = building.read_config(str(root), trust_remote_code=trust_remote_code)
+        config = pretrained.read_config(str(root), trust_remote_code=trust_remote_code)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             root, config=config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )

@@ -39,16 +39,18 @@ def eval(options: EvalOptions) -> None:
     reporter = Reporter()
     choice = preconditions.model_choice("eval", options, reporter, "run" if gpu is None else "gpu")
     text = evaluate.read_text(options.text)
-    method = None if gpu is None else evaluate.packed_method(gpu)
-    windows = evaluate.cut(choice, text, options.text, options.window, options.max_windows, options.skip_windows)
+    method = None if gpu is None else evaluate.gpu_method(gpu)
+    windows = evaluate.cut_windows(
+        choice, text, options.text, options.window, options.max_windows, options.skip_windows
+    )
     original, converted = evaluate.load_pair(choice, gpu)
     reporter.begin(int(windows.ids.size), 0, tokens)
     try:
         evaluation = evaluate.evaluate(original, converted, windows, reporter.advance)
     finally:
         reporter.end()
-    method = method or evaluate.method_of(converted)
-    document = evaluate.document(options, windows, evaluation, method)
+    method = method or evaluate.expert_methods(converted)
+    document = evaluate.build_report(options, windows, evaluation, method)
     if options.plot is not None:
         plot_eval(options.plot, document, evaluation.compared.divergence.tolist())
     if options.as_json:
@@ -56,4 +58,4 @@ def eval(options: EvalOptions) -> None:
         return
     layers = [("layer", "relative error of the experts' output")]
     layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in document["layers"]]
-    click.echo("\n".join([*aligned(evaluate.rows(document)), "", *aligned(layers)]))
+    click.echo("\n".join([*aligned(evaluate.table_rows(document)), "", *aligned(layers)]))

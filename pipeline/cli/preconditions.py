@@ -90,10 +90,10 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
 def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
     """What the options name, once kernels and packages (of this extra, by default the command's) are there."""
     from ktconvert.native_quant.runtime import transformers_version
-    from ktconvert.pipeline.models.loading import NEEDS, ModelChoice, require_packages
+    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES, ModelChoice, require_packages
 
     check_kernels("the command again")
-    require_packages(f"`ktconvert {command}`", NEEDS[extra or command], extra or command)
+    require_packages(f"`ktconvert {command}`", REQUIRED_PACKAGES[extra or command], extra or command)
     transformers_version.require(reporter.warn)
     values = {getattr(leaf.declared, "argument", None) or leaf.name: leaf.of(options) for leaf in leaves(type(options))}
     values["threads"] = computing_threads(values["threads"], reporter)

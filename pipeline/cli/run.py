@@ -37,7 +37,7 @@ def run(options: RunOptions) -> None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline.models import building, generating, loading
+    from ktconvert.pipeline.models import generating, loading, pretrained
     from ktconvert.pipeline.report.progress import Reporter
 
     reporter = Reporter()
@@ -51,12 +51,14 @@ def run(options: RunOptions) -> None:
         reporter.note(f"transformers computes the experts, since: {error}")
 
     def write(inputs: Any) -> str:
-        with building.explained(choice.model, building.GENERATION, doing="generate as it says", passing=(OSError,)):
-            text, speed = generating.write(
-                *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, say=_say
+        with pretrained.explain_errors(
+            choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
+        ):
+            text, speed = generating.generate_text(
+                *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, emit=_say
             )
         _say("\n")
-        click.echo(speed.line(), err=True)
+        click.echo(speed.describe(), err=True)
         return text
 
     if options.prompt is not None:

@@ -22,7 +22,7 @@ def serve(options: ServeOptions) -> None:
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
     from ktconvert.pipeline.models import adapter_loading, loading
-    from ktconvert.pipeline.models.serving import access
+    from ktconvert.pipeline.models.serving import authentication
     from ktconvert.pipeline.report.progress import Reporter
 
     reporter, file = Reporter(), options.api_key_file
@@ -31,11 +31,11 @@ def serve(options: ServeOptions) -> None:
 
     if options.adapters:
         loading.require_packages("--adapter", ["peft"], "train")
-    adapters = adapter_loading.by_name(options.adapters, options.model_name or choice.model)
-    key = access.key_from(file)
-    if file is not None and access.is_open(file):
+    adapters = adapter_loading.adapters_by_name(options.adapters, options.model_name or choice.model)
+    key = authentication.read_api_key(file)
+    if file is not None and authentication.is_readable_by_others(file):
         reporter.warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
-    if key is None and not access.is_loopback(options.host):
+    if key is None and not authentication.is_loopback(options.host):
         reporter.warn(f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file")
     more = {"name": options.model_name, "key": key, "adapters": adapters}
     listen(loading.with_own_experts(choice), options.host, options.port, **more)

@@ -33,7 +33,7 @@ def train(options: TrainOptions) -> None:
 
 
 def start(options: TrainOptions) -> None:
-    from ktconvert.pipeline.models import fine_tuning, loading, training_memory
+    from ktconvert.pipeline.models import fine_tuning, loading, trainer
     from ktconvert.pipeline.plans.commands import plan_request
     from ktconvert.pipeline.report.plots import require_matplotlib
     from ktconvert.pipeline.report.text import aligned, size
@@ -49,9 +49,9 @@ def start(options: TrainOptions) -> None:
         tidy(plan.locate())
         return nothing_to_do(options.output, reporter)
     states_once_begun(plan, plan.locate(), existing.overwrite)
-    found = training_memory.needs(options, choice)
-    reporter.event("memory", bytes=found)
-    rows = [(what, size(nbytes)) for what, nbytes in found.items()]
+    memory = trainer.estimate_memory(options, choice)
+    reporter.event("memory", bytes=memory)
+    rows = [(name, size(nbytes)) for name, nbytes in memory.items()]
     if options.dry_run:
         if not options.reporting.json_events:
             click.echo("\n".join(aligned(rows)))
@@ -59,6 +59,6 @@ def start(options: TrainOptions) -> None:
     if existing.force_unlock:
         take_lock_away(plan.locate(), reporter)
     reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
-    if not fine_tuning.train(plan, options, choice, reporter, training_memory.adapter_bytes(found)):
+    if not fine_tuning.train(plan, options, choice, reporter, trainer.adapter_bytes(memory)):
         return nothing_to_do(options.output, reporter)
     reporter.event("finished", output=str(options.output))

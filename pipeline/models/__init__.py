@@ -1,1 +1,1 @@
-"""Whole models: generating text, serving, and comparing predictions."""
+"""Inference, serving, evaluation and LoRA training with converted experts."""

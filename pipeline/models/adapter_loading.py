@@ -1,4 +1,4 @@
-"""Loading LoRA adapters, of `ktconvert train` or of PEFT, into a model: one, or several between which it switches."""
+"""Loading of LoRA adapters from `ktconvert train` or PEFT: one, or several between which a model switches."""
 
 from __future__ import annotations
 
@@ -22,89 +22,103 @@ from ktconvert.layouts.checkpoints.adapter import (
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 
-LACKS = "it lacks tensors for modules that it names"
-STATE = ("_active_adapter", "_disable_adapters")  # of each of PEFT's layers: which adapters it computes with
+LACKS_TENSORS = "it lacks tensors for modules that it names"
+# Attributes of PEFT's layers that select the adapters to compute with.
+SELECTION = ("_active_adapter", "_disable_adapters")
+# For each of PEFT's layers: its attributes, and the values that select an adapter.
+Selections = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def with_adapter(model: Any, folder: Path, name: str) -> Any:
-    """The model of this name, which computes with this adapter. Raises InputError for an adapter that does not fit."""
-    return _load(model, folder, name, "default").get_base_model()
+def load_adapter(model: Any, folder: Path, model_name: str) -> Any:
+    """Return the model, computing with this adapter.
+
+    model_name: for messages. Raises InputError for an adapter that does not fit the model.
+    """
+    return _add_adapter(model, folder, model_name, "default").get_base_model()
 
 
 class Adapters:
-    """Several adapters of one model, by the names that clients know. It computes with one at a time, first with none;
-    its own weights are there once.
+    """Several adapters of one model, which computes with one at a time, or with none, as at the beginning.
+
+    The model's own weights are in memory once.
     """
 
-    def __init__(self, model: Any, folders: Mapping[str, Path], name: str) -> None:
-        """Load them. name: the model's, for messages. Raises InputError for an adapter that does not fit, or that
-        changes more than what is computed with it.
+    def __init__(self, model: Any, folders: Mapping[str, Path], model_name: str) -> None:
+        """Load the adapters.
+
+        folders: directories by the names that clients use; model_name: for messages. Raises InputError for an adapter
+        that does not fit, and UnsupportedError for one that would change the answers of other adapters.
         """
         from ktconvert.native_quant.runtime import adapters
         from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
-        self._states: dict[str | None, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        self._now: Any = None
+        self._selections: dict[str | None, Selections] = {}
+        self._current: Selections | None = None
         with_peft = model
         for number, folder in enumerate(folders.values()):
-            with_peft = _load(with_peft, folder, name, f"adapter{number}", alone=False)
-        for number, (called, folder) in enumerate(folders.items()):
-            with _explained(folder, name):
+            with_peft = _add_adapter(with_peft, folder, model_name, f"adapter{number}", shared=True)
+        for number, (name, folder) in enumerate(folders.items()):
+            with _explain_errors(folder, model_name):
                 with_peft.set_adapter(f"adapter{number}")
                 for experts in (each for each in model.modules() if isinstance(each, RoutedExperts)):
-                    adapters.active(experts)  # refuses what could not be computed
-            self._states[called] = _states(model)
+                    adapters.active(experts)  # raises an error if the runtime cannot compute with it
+            self._selections[name] = _read_selections(model)
         if folders:
             with_peft.base_model.disable_adapter_layers()
-            self._states[None] = self._now = _states(model)
+            self._selections[None] = self._current = _read_selections(model)
             model.requires_grad_(False)
 
     def switch(self, name: str | None) -> None:
-        """Compute with this adapter from now on; with none for a name that none has. PEFT's own functions, which walk
-        through the model, take as long as a token.
+        """Compute with the adapter of this name, or with none if no adapter has the name.
+
+        PEFT's own functions walk through the model, which takes as long as computing a token.
         """
-        state = self._states.get(name, self._states.get(None))
-        if state is not self._now:
-            for attributes, values in state or ():
+        selections = self._selections.get(name, self._selections.get(None))
+        if selections is not self._current:
+            for attributes, values in selections or ():
                 attributes.update(values)
-            self._now = state
+            self._current = selections
 
 
-def _states(model: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The attributes of each of PEFT's layers, and what says now which adapters it computes with."""
+def _read_selections(model: Any) -> Selections:
+    """Return which adapters each of PEFT's layers computes with now."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     layers = (each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper))
-    return [(vars(layer), {name: getattr(layer, name) for name in STATE}) for layer in layers]
+    return [(vars(layer), {name: getattr(layer, name) for name in SELECTION}) for layer in layers]
 
 
-def by_name(given: Iterable[tuple[str, Path]], model: str) -> dict[str, Path]:
-    """Adapters by clients' names. UsageError for a name that is there twice, InputError for no adapter."""
-    found: dict[str, Path] = {}
-    for name, folder in given:
-        if name == model or name in found:
-            other = "the model" if name == model else "another adapter"
+def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> dict[str, Path]:
+    """Return the directories of adapters by the names that clients use.
+
+    Raises UsageError for a duplicate name and InputError for a directory without an adapter.
+    """
+    folders: dict[str, Path] = {}
+    for name, folder in adapters:
+        if name == model_name or name in folders:
+            other = "the model" if name == model_name else "another adapter"
             raise UsageError(f"--adapter {folder}: {other} is called {name}, too; give it another name: NAME={folder}.")
         require_adapter(folder)
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
-def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True) -> Any:
-    """PEFT's model of this one, or itself with one adapter more; adapter: PEFT's name for it; alone: whether nothing
-    else is computed with the model.
+def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared: bool = False) -> Any:
+    """Load an adapter into a model and return the model wrapped by PEFT, which it may be already.
+
+    adapter: PEFT's name for it; shared: whether the model also computes with other adapters, or with none.
     """
     import peft
 
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
     from ktconvert.native_quant.runtime.peft_targets import resolve_patterns
 
-    settings = read_settings(folder, RUN if alone else SERVE)
+    settings = read_settings(folder, SERVE if shared else RUN)
     read_pairs(folder, settings, others=True)
-    if not alone:
+    if shared:
         _require_own_tensors(folder, settings)
-    with _explained(folder, name), warnings.catch_warnings():
+    with _explain_errors(folder, model_name), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         config = peft.LoraConfig(**settings.values, inference_mode=True)
         if not any(isinstance(module, RoutedExperts) for module in model.modules()):
@@ -113,33 +127,33 @@ def _load(model: Any, folder: Path, name: str, adapter: str, alone: bool = True)
             model.add_adapter(adapter, config)
         else:
             model = peft.PeftModel(model, config, adapter)
-        mapping = getattr(model.get_base_model(), "_checkpoint_conversion_mapping", {})  # as from_pretrained
+        mapping = getattr(model.get_base_model(), "_checkpoint_conversion_mapping", {})  # as from_pretrained does
         loaded = model.load_adapter(str(folder), adapter, key_mapping=mapping)
         if loaded.missing_keys:
-            raise InputError(LACKS)
+            raise InputError(LACKS_TENSORS)
         if loaded.unexpected_keys:
             raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings do not name or the model lacks")
         return model.eval()
 
 
 def _require_own_tensors(folder: Path, settings: Settings) -> None:
-    """Raise UnsupportedError for an adapter with tensors of the model, which others are answered with."""
+    """Raise UnsupportedError for an adapter that replaces tensors of the model: other adapters need the original."""
     saved = [*(settings["modules_to_save"] or ()), *(("token_adapter",) if settings["trainable_token_indices"] else ())]
     for info in read_header(folder / WEIGHTS).entries:
         parents = [info.name[: match.start()] for match in re.finditer(r"\.", info.name)]
         if ".lora_" not in info.name and not any(is_named(parent, saved) for parent in parents):
-            what = "replaces one of the model's own weights, with which others are answered"
-            raise UnsupportedError.of_tensor(info.name, what, "save it as plain LoRA", folder / WEIGHTS)
+            problem = "replaces one of the model's own weights, which other clients need"
+            raise UnsupportedError.of_tensor(info.name, problem, "save it as plain LoRA", folder / WEIGHTS)
 
 
 @contextmanager
-def _explained(folder: Path, model: str) -> Iterator[None]:
-    """What is raised for an adapter that cannot be loaded as InputError."""
+def _explain_errors(folder: Path, model_name: str) -> Iterator[None]:
+    """Raise InputError for whatever PEFT, torch or safetensors raise for an adapter that cannot be loaded."""
     try:
         yield
     except KtconvertError as error:
-        raise InputError(f"{folder}: does not fit {model}: {error}") from error
-    except Exception as error:  # PEFT, torch and safetensors raise their own
+        raise InputError(f"{folder}: does not fit {model_name}: {error}") from error
+    except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        why = lines[1] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else lines[0]
-        raise InputError(f"{folder}: does not fit {model}: {why.rstrip('.')}") from error
+        reason = lines[1] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else lines[0]
+        raise InputError(f"{folder}: does not fit {model_name}: {reason.rstrip('.')}") from error

@@ -1,8 +1,8 @@
-"""What converted experts cost: the predictions of the original model and of the converted one for the same text.
+"""Comparison of the predictions of a converted model and its original for the same text.
 
-Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it
-computes with the converted files, and shares all other weights with the original), for the GPU whole, its experts
-unpacked. The text goes through window by window; of a window, both models' logits are held.
+Both models are in memory at once. A model converted for the CPU computes with the converted files and shares all other
+weights with the original; one converted for the GPU is complete, with its experts unpacked. The models read the text
+window by window, and the logits of both for one window are in memory.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ CHUNK = 32  # positions whose distributions are in memory as float64 at a time
 
 
 class Windows(NamedTuple):
-    """A text in windows without overlap, ids [windows, window], and how many tokens before and after are left out."""
+    """A text in windows without overlap, ids [windows, window], and the numbers of unused tokens before and after."""
 
     ids: npt.NDArray[np.int64]
-    before: int
-    skipped: int
+    tokens_before: int
+    tokens_after: int
 
 
-class Compared(NamedTuple):
-    """What one window gave, position by position, each [positions].
+class PredictionErrors(NamedTuple):
+    """The errors of both models' predictions, each [positions].
 
-    original, converted  negative log-likelihood of the token that came
+    original, converted  negative log-likelihood of the actual token
     divergence           KL(original || converted), in nats
-    agree                whether both hold the same token for the likeliest
+    agree                whether the same token is the likeliest in both
     """
 
     original: npt.NDArray[np.float64]
@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 
 @dataclass
 class ExpertsError:
-    """How far a layer's converted experts' output lies from the original's, on its inputs: sums of squares."""
+    """The error of the output of a layer's converted experts for the original's inputs, as sums of squares."""
 
     layer: int
     difference: float = 0.0
@@ -65,13 +65,15 @@ class ExpertsError:
 
 
 class Evaluation(NamedTuple):
-    compared: Compared
+    """The result for all windows. layers: errors of the experts, in the order of the layers."""
+
+    errors: PredictionErrors
     layers: tuple[ExpertsError, ...]
     seconds: float
 
 
 def read_text(path: Path) -> str:
-    """A text file. Raises InputError."""
+    """Return the content of a text file. Raises InputError if it is not readable as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -80,19 +82,23 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is not UTF-8 text ({error}); give --text a text file.") from error
 
 
-def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
-    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken. Raises
-    InputError where none is left to read, UsageError for windows that are longer than the model can read.
+def cut_windows(
+    choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0
+) -> Windows:
+    """Return the tokens of a text in windows: at most `most` after the first `skip`.
+
+    window: tokens of each. Raises InputError if no window remains, UsageError for windows longer than the model can
+    read.
     """
     config = loading.prepare(choice)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
-    longest = loading.longest(config)
-    if longest is not None and window > longest:
-        most_read = f"the model reads at most {longest} tokens ({loading.LONGEST})"
-        raise UsageError(f"--window {window}: {most_read}; give a smaller one.")
+    limit = loading.context_length(config)
+    if limit is not None and window > limit:
+        problem = f"the model reads at most {limit} tokens ({loading.CONTEXT_LENGTH})"
+        raise UsageError(f"--window {window}: {problem}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // window - skip
     if count < 1:
@@ -104,8 +110,8 @@ def cut(choice: loading.ModelChoice, text: str, source: Path, window: int, most:
     return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
 
 
-def packed_method(gpu_weights: Path) -> str:
-    """How a model's experts are packed for the GPU: W4A16 or W8A16. Raises InputError or UnsupportedError otherwise."""
+def gpu_method(gpu_weights: Path) -> str:
+    """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError or UnsupportedError."""
     remedy = "give what `ktconvert gpu` wrote"
     try:
         about = documents.parse((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
@@ -118,11 +124,11 @@ def packed_method(gpu_weights: Path) -> str:
 
 
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
-    """The original model and the converted one; with CPU weights they share every weight but the experts."""
+    """Return the original model and the converted one; with CPU weights they share the non-expert tensors."""
     if gpu_weights is not None:
         original, _ = loading.load(choice)
         converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
-        if _identity(original) != _identity(converted):
+        if _architecture(original) != _architecture(converted):
             raise UnsupportedError(
                 f"{gpu_weights}: was made from another model than {choice.model}; give what `ktconvert gpu` made of it."
             )
@@ -131,61 +137,66 @@ def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> t
     original, _ = loading.load(replace(choice, cpu_weights=None))
     shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
-        if name in shared:  # all but an adapter's parameters of experts
+        if name in shared:  # not an adapter's parameters for experts
             parameter.data = shared[name].data
     return original.eval(), converted.eval()
 
 
-def _identity(model: Any) -> tuple[Any, ...]:
+def _architecture(model: Any) -> tuple[Any, ...]:
     config = model.config.get_text_config(decoder=True)
     return type(model), *(getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
 
 
 def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[[int], None]) -> Evaluation:
-    """Let both models read every window; advance(n) after each n tokens."""
+    """Return the errors of the converted model for all windows. advance(n): called after each n tokens."""
     import torch
 
     begin = time.monotonic()
-    compared: list[Compared] = []
-    with torch.inference_mode(), experts_compared(original, converted) as layers:
+    errors: list[PredictionErrors] = []
+    with torch.inference_mode(), compare_experts(original, converted) as layers:
         for ids in torch.from_numpy(windows.ids):
             first, second = (model(input_ids=ids[None], use_cache=False).logits[0] for model in (original, converted))
-            compared.append(compare(first[:-1], second[:-1], ids[1:]))
+            errors.append(compare_logits(first[:-1], second[:-1], ids[1:]))
             advance(len(ids))
-    everything = Compared(*map(np.concatenate, zip(*compared, strict=True)))
-    for model, likelihood in (("original", everything.original), ("converted", everything.converted)):
+    total = PredictionErrors(*map(np.concatenate, zip(*errors, strict=True)))
+    for model, likelihood in (("original", total.original), ("converted", total.converted)):
         if bad := int(np.count_nonzero(~np.isfinite(likelihood))):
             where = f"at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`"
             raise VerificationError(f"the {model} model's predictions are not finite {where}.")
-    return Evaluation(everything, tuple(layers), time.monotonic() - begin)
+    return Evaluation(total, tuple(layers), time.monotonic() - begin)
 
 
-def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
-    """Two models' predictions, in float64: logits [positions, vocabulary], and the tokens that came."""
+def compare_logits(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> PredictionErrors:
+    """Return the errors of two models' logits [positions, vocabulary], in float64.
+
+    targets: the actual tokens [positions].
+    """
     import torch
 
-    parts: list[tuple[Any, ...]] = []
+    chunks: list[tuple[Any, ...]] = []
     for start in range(0, len(targets), CHUNK):
         rows = slice(start, start + CHUNK)
         p, q = (logits[rows].double().log_softmax(-1) for logits in (original, converted))
-        here = targets[rows, None]
-        # A token that the original holds for impossible adds nothing, whatever the other says of it.
+        actual = targets[rows, None]
+        # A token with probability 0 in the original adds nothing, whatever its probability in the other.
         divergence = torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0)
-        parts.append((-p.gather(-1, here)[:, 0], -q.gather(-1, here)[:, 0], divergence, p.argmax(-1) == q.argmax(-1)))
-    return Compared(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
+        chunks.append(
+            (-p.gather(-1, actual)[:, 0], -q.gather(-1, actual)[:, 0], divergence, p.argmax(-1) == q.argmax(-1))
+        )
+    return PredictionErrors(*(torch.cat(column).numpy() for column in zip(*chunks, strict=True)))
 
 
 @contextmanager
-def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
-    """While this lasts, the converted experts read what the original's read, and their outputs are compared."""
+def compare_experts(original: Any, converted: Any) -> Iterator[list[ExpertsError]]:
+    """Yield the errors of the converted experts, which are added up while the original computes in this context."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
-    found = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
-    if not found and converted is not original:
+    experts = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
+    if not experts and converted is not original:
         with suppress(UnsupportedError):
-            found = [(experts.layer, experts.name) for experts in find_experts(converted)]
+            experts = [(module.layer, module.name) for module in find_experts(converted)]
 
-    def comparing(module: Any, error: ExpertsError) -> Callable[..., None]:
+    def make_hook(module: Any, error: ExpertsError) -> Callable[..., None]:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
             expected, computed = output.double(), module(*args, **kwargs).double()
             error.difference += float((computed - expected).square().sum())
@@ -193,26 +204,27 @@ def experts_compared(original: Any, converted: Any) -> Iterator[list[ExpertsErro
 
         return hook
 
-    errors = [ExpertsError(layer) for layer, _ in found]
+    errors = [ExpertsError(layer) for layer, _ in experts]
     with ExitStack() as hooks:
-        for error, (_, name) in zip(errors, found, strict=True):
-            hook = comparing(converted.get_submodule(name), error)
+        for error, (_, name) in zip(errors, experts, strict=True):
+            hook = make_hook(converted.get_submodule(name), error)
             handle = original.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             hooks.callback(handle.remove)
         yield errors
 
 
-def method_of(converted: Any) -> str:
-    """How the experts of a converted model are stored: every method that layers have."""
+def expert_methods(converted: Any) -> str:
+    """Return the methods of the layers of a converted model, separated by commas."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
-    found = (module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
-    return ", ".join(dict.fromkeys(found))
+    methods = (module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
+    return ", ".join(dict.fromkeys(methods))
 
 
-def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
+def build_report(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
+    """Return the document that --json prints."""
     count, window = windows.ids.shape
-    compared = evaluation.compared
+    errors = evaluation.errors
     return {
         "event": "evaluated",
         "model": options.model,
@@ -220,37 +232,38 @@ def document(options: EvalOptions, windows: Windows, evaluation: Evaluation, met
         "gpu_weights": options.gpu_weights and str(options.gpu_weights),
         "method": method,
         "text": str(options.text),
-        "tokens": windows.before + int(windows.ids.size) + windows.skipped,
+        "tokens": windows.tokens_before + int(windows.ids.size) + windows.tokens_after,
         "window": window,
-        "skip_windows": windows.before // window,
+        "skip_windows": windows.tokens_before // window,
         "windows": count,
-        "skipped_tokens": windows.skipped,
+        "skipped_tokens": windows.tokens_after,
         "positions": count * (window - 1),  # the first token of a window has no prediction
-        "perplexity": {name: float(np.exp(getattr(compared, name).mean())) for name in ("original", "converted")},
+        "perplexity": {name: float(np.exp(getattr(errors, name).mean())) for name in ("original", "converted")},
         "kl": {
-            "mean": float(compared.divergence.mean()),
-            "p99": float(np.quantile(compared.divergence, 0.99)),
-            "max": float(compared.divergence.max()),
+            "mean": float(errors.divergence.mean()),
+            "p99": float(np.quantile(errors.divergence, 0.99)),
+            "max": float(errors.divergence.max()),
         },
-        "top1_agreement": float(compared.agree.mean()),
+        "top1_agreement": float(errors.agree.mean()),
         "layers": [{"layer": error.layer, "relative_error": error.relative} for error in evaluation.layers],
         "seconds": round(evaluation.seconds, 3),
     }
 
 
-def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    before, after = document["perplexity"]["original"], document["perplexity"]["converted"]
-    kl = document["kl"]
-    skipped = f"the last {document['skipped_tokens']} of {document['tokens']} tokens left out"
-    if document["skip_windows"]:
-        skipped = f"the first {document['skip_windows'] * document['window']} and {skipped}"
-    kind = "CPU weights" if document["cpu_weights"] else "GPU weights"
-    windows = f"{document['windows']} windows of {document['window']} tokens without overlap"
+def table_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the table for people: what is measured, and its value."""
+    before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
+    kl = report["kl"]
+    skipped = f"the last {report['skipped_tokens']} of {report['tokens']} tokens left out"
+    if report["skip_windows"]:
+        skipped = f"the first {report['skip_windows'] * report['window']} and {skipped}"
+    kind = "CPU weights" if report["cpu_weights"] else "GPU weights"
+    windows = f"{report['windows']} windows of {report['window']} tokens without overlap"
     return [
-        ("model", document["model"]),
-        (kind, f"{document['cpu_weights'] or document['gpu_weights']} ({document['method']})"),
-        ("text", f"{document['text']}: {windows}, {skipped}"),
+        ("model", report["model"]),
+        (kind, f"{report['cpu_weights'] or report['gpu_weights']} ({report['method']})"),
+        ("text", f"{report['text']}: {windows}, {skipped}"),
         ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
-        ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {document['positions']} tokens (nats)"),
-        ("top-1 agreement", f"{100 * document['top1_agreement']:.2f} %"),
+        ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {report['positions']} tokens (nats)"),
+        ("top-1 agreement", f"{100 * report['top1_agreement']:.2f} %"),
     ]

@@ -1,4 +1,4 @@
-"""Text by a loaded model of transformers: prompts, streaming, and how fast it was."""
+"""Text generation with a loaded transformers model: prompts, streaming and speed."""
 
 from __future__ import annotations
 
@@ -10,91 +10,100 @@ from typing import Any
 
 from ktconvert.layouts.errors import InputError
 
-# Tokens of a prompt that go through the model at once. Attention needs memory for this number times the tokens before
-# them, where a prompt in one piece may need it for its length squared.
-PART = 512
-COLDEST = 0.01  # of temperatures above 0: below it, logits divided by it overflow
-# The plainest chat template there is, for tokenizers that have none: one message per line.
+# Tokens of a prompt that go through the model at once. Attention then needs memory for this number times the tokens
+# before them; for a whole prompt it may need memory for the square of its length.
+PREFILL_CHUNK = 512
+MIN_TEMPERATURE = 0.01  # for sampling: logits divided by a smaller number overflow
+# For tokenizers without a chat template: one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds until the first new token, and for those after it."""
+    """Tokens of the prompt, new tokens, and the seconds until the first new token and for the others."""
 
     prompt: int
     new: int
     prefill: float
     decode: float
 
-    def line(self) -> str:
+    def describe(self) -> str:
+        """Return one line with tokens per second."""
         first = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.1f} tokens/s)"
         if self.new < 2:
             return first
-        rest = self.new - 1
-        return f"{first}, decode {rest} tokens in {self.decode:.2f} s ({rest / self.decode:.1f} tokens/s)"
+        count = self.new - 1
+        return f"{first}, decode {count} tokens in {self.decode:.2f} s ({count / self.decode:.1f} tokens/s)"
 
 
-def write(
-    model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, say: Callable[[str], None]
+def generate_text(
+    model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, emit: Callable[[str], None]
 ) -> tuple[str, Speed]:
-    """Let the model go on after `inputs`, saying each word as soon as it is whole; the whole text, and the speed."""
+    """Return the text that the model generates after `inputs`, and the speed.
+
+    emit: called with each word as soon as it is complete.
+    """
     import torch
     from transformers import TextStreamer
 
     times: list[float] = []  # of each new token
-    said: list[str] = []
+    words: list[str] = []
 
-    class Spoken(TextStreamer):
-        def put(self, value: Any) -> None:
+    class Streamer(TextStreamer):
+        def add(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:
                 times.append(time.perf_counter())
             super().put(value)  # type: ignore[no-untyped-call]
 
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            said.append(text)
-            say(text)
+        def emit_text(self, text: str, stream_end: bool = False) -> None:
+            words.append(text)
+            emit(text)
+
+        put, on_finalized_text = add, emit_text
 
     config = copy.deepcopy(model.generation_config)
     config.max_new_tokens, config.do_sample = max_new_tokens, temperature > 0
-    config.temperature = sampled_at(temperature)
+    config.temperature = clamp_temperature(temperature)
     if not config.do_sample:
         config.top_p = config.top_k = None
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    read_in_parts(model, config, inputs)
-    spoken = Spoken(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    chunk_prefill(model, config, inputs)
+    streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     inputs = inputs.to(model.device)
     begin = time.perf_counter()
     with torch.inference_mode():
         # The tokenizer is for stop strings of the model's generation_config.json.
-        model.generate(**inputs, generation_config=config, streamer=spoken, tokenizer=tokenizer)
-    return "".join(said), Speed(inputs["input_ids"].shape[1], len(times), times[0] - begin, times[-1] - times[0])
+        model.generate(**inputs, generation_config=config, streamer=streamer, tokenizer=tokenizer)
+    return "".join(words), Speed(inputs["input_ids"].shape[1], len(times), times[0] - begin, times[-1] - times[0])
 
 
-def sampled_at(temperature: float) -> float | None:
-    """The temperature of a generation config; None for 0, which is always the likeliest token."""
-    return max(temperature, COLDEST) if temperature > 0 else None
+def clamp_temperature(temperature: float) -> float | None:
+    """Return the temperature for a generation config; None for 0, which means the likeliest token."""
+    return max(temperature, MIN_TEMPERATURE) if temperature > 0 else None
 
 
-def read_in_parts(model: Any, config: Any, inputs: Any) -> None:
-    """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`: only
-    of text, and not where state-space layers remember what was read, of which some begin anew with each part.
+def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
+    """Set a generation config to read a prompt in chunks if it has more than PREFILL_CHUNK tokens (input_ids [1, T]).
+
+    Does nothing for inputs other than text, or for a model with state-space layers: some of them forget earlier chunks.
     """
     from transformers import cache_utils
 
-    if inputs["input_ids"].shape[-1] <= PART or set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}:
+    if inputs["input_ids"].shape[-1] <= PREFILL_CHUNK:
+        return
+    if set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}:
         return
     decoder = model.config.get_text_config(decoder=True)
     if not model._supports_default_dynamic_cache() or any(name.startswith("mamba_") for name in vars(decoder)):
         return
-    proven = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
-    if all(type(layer) in proven for layer in cache_utils.DynamicCache(config=decoder).layers):
-        config.prefill_chunk_size = PART
+    safe = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
+    if all(type(layer) in safe for layer in cache_utils.DynamicCache(config=decoder).layers):
+        config.prefill_chunk_size = PREFILL_CHUNK
 
 
 def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
-    """A text that is to be continued. Raises InputError for one without a token."""
+    """Return the model inputs for a text to continue. Raises InputError for a text without a token."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].shape[1] == 0:
         raise InputError("the prompt holds no token; give some text")
@@ -102,7 +111,10 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
-    """A conversation that is to be answered, in the tokenizer's own form or the plainest one. Raises InputError."""
+    """Return the model inputs for a conversation, by the tokenizer's chat template or PLAIN_TEMPLATE.
+
+    Raises InputError for a conversation that the template rejects, or of which it makes no token.
+    """
     try:
         inputs = tokenizer.apply_chat_template(
             list(messages),

@@ -1,71 +1,88 @@
-"""Loading a model of transformers, with or without converted experts."""
+"""Loading of a model through transformers, with or without converted experts."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, bytes_of, decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.pipeline.models import building, decoding
-from ktconvert.pipeline.models.adapter_loading import with_adapter
+from ktconvert.pipeline.models import pretrained
+from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.quantizers.reference import bf16_to_f32
 
-RUN = ("torch", "transformers", "accelerate")
-# extra -> the packages without which its commands cannot start
-NEEDS = {
-    "run": RUN,
-    "train": (*RUN, "peft", "datasets"),
-    "serve": (*RUN, "fastapi", "uvicorn", "openai", "pydantic"),
-    "gpu": (*RUN, "compressed_tensors"),
+if TYPE_CHECKING:
+    import torch
+
+RUN_PACKAGES = ("torch", "transformers", "accelerate")
+# extra -> packages that its commands need
+REQUIRED_PACKAGES = {
+    "run": RUN_PACKAGES,
+    "train": (*RUN_PACKAGES, "peft", "datasets"),
+    "serve": (*RUN_PACKAGES, "fastapi", "uvicorn", "openai", "pydantic"),
+    "gpu": (*RUN_PACKAGES, "compressed_tensors"),
 }
-# How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
+# Number of kernels that torch's linears keep, each for one number of tokens. The default 1024 needs a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-FOREVER = "1000000000"  # seconds before a bar is drawn
-LONGEST = "max_position_embeddings"  # what a config calls the most tokens that a model reads
-# What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
-# parts, and several answers at once are not streamed.
+PROGRESS_DELAY = "1000000000"  # seconds before a bar is drawn
+CONTEXT_LENGTH = "max_position_embeddings"  # the field of a config with the most tokens that a model reads
+# Settings of a generation_config.json that are overruled to stream one answer: without a cache a prompt cannot be read
+# in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
+# The least cosine between a weight and its converted one; that between weights of different experts is near 0.
+MIN_COSINE = 0.5
+FP8 = "fp8"  # quant_method of E4M3 with a scale per block
+# quant_methods that transformers loads: whole models, and models whose experts are replaced (runtime/hf_rest.py).
+LOADED_BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
+FLOATS = ("BF16", "F16", "F32", "F64")
 
-SAME = 0.5  # the least cosine of a weight and its converted one; those of different experts have one near 0
 
-
-def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raise KtconvertError, which names the extra to install, where a package that `what` needs is missing."""
+def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
+    """Raise KtconvertError, which names the extra to install, if a package is missing that `feature` needs."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise KtconvertError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'")
+        names = ", ".join(missing)
+        raise KtconvertError(f"{feature} needs {names}, not installed here: pip install 'ktconvert[{extra}]'")
 
 
-def share_cores() -> None:
-    """Before torch is imported: threads sleep without work, kernel caches are small, libraries draw no bars."""
+def set_environment() -> None:
+    """Set environment variables before torch is imported, unless the user has set them.
+
+    Idle threads sleep, kernel caches are small, and libraries draw no progress bars.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
-    os.environ.setdefault("TQDM_DELAY", FOREVER)  # TQDM_DISABLE is overruled by compressed-tensors, which draws four
+    os.environ.setdefault("TQDM_DELAY", PROGRESS_DELAY)  # compressed-tensors overrules TQDM_DISABLE
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model (a directory or a hub id), and who computes its experts.
+    """A model (a directory or a hub id), and the source of its experts.
 
-    cpu_weights  what the model was converted into, or a checkpoint; None: the experts stay in the model
+    cpu_weights  an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads      None: the physical cores that this process may use
-    adapter      the directory of a LoRA adapter that it is to compute with
-    gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
+    adapter      directory of a LoRA adapter to compute with
+    gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: hot experts, which come from the model itself
     """
 
     model: str
@@ -78,33 +95,33 @@ class ModelChoice:
     num_gpu_experts: int | None = None
     adapter: Path | None = None
 
-    def where(self) -> dict[str, Any]:
-        """What every from_pretrained of transformers takes."""
+    def hub_options(self) -> dict[str, Any]:
+        """Return the arguments that every from_pretrained of transformers takes."""
         return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
 
-    def root(self) -> Path | None:
-        """The directory with all of the model's files; None where the hub's cache has none yet."""
+    def find_directory(self) -> Path | None:
+        """Return the directory with all files of the model; None if the hub's cache lacks some."""
         if Path(self.model).is_dir():
             return Path(self.model)
         folder = hub.snapshot(self.model, self.revision)
         return folder if folder is not None and hub.complete(folder) else None
 
     @property
-    def hot(self) -> bool:
-        """Whether some experts are to come from the model although others do not."""
+    def has_hot_experts(self) -> bool:
+        """True if some experts come from the model itself while cpu_weights provides the others."""
         return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
 
     @cached_property
     def is_converted(self) -> bool:
-        """Whether the model is an output of `ktconvert cpu` with all else beside the experts."""
+        """True if the model is an output of `ktconvert cpu` that includes the non-expert tensors."""
         root = Path(self.model)
         return root.is_dir() and is_output(root) and not is_whole_model(root) and bool(open_output(root).others)
 
-    def check(self) -> None:
-        """Raises UsageError for options that do not go together, InputError and UnsupportedError for other files."""
-        if self.hot and self.cpu_weights is None:
-            which = "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute"
-            raise UsageError(f"{which}; give that as well")
+    def validate(self) -> None:
+        """Raise UsageError for options that exclude each other, InputError or UnsupportedError for unusable files."""
+        if self.has_hot_experts and self.cpu_weights is None:
+            problem = "--gpu-experts-mask and --num-gpu-experts select experts that --cpu-weights does not compute"
+            raise UsageError(f"{problem}; give --cpu-weights as well")
         hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
         if self.adapter is not None:
             require_packages("--adapter", ["peft"], "train")
@@ -114,24 +131,24 @@ class ModelChoice:
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
-            what = "a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
-            raise UnsupportedError(f"{self.model}: {what}")
+            problem = "a GGUF is a model in llama.cpp's format; give the model's safetensors release"
+            raise UnsupportedError(f"{self.model}: {problem}")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            what = "holds converted experts, no model; give the original model, and this as --cpu-weights"
-            raise UnsupportedError(f"{self.model}: {what}")
+            problem = "holds converted experts, no model; give the original model, and this as --cpu-weights"
+            raise UnsupportedError(f"{self.model}: {problem}")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
-            open_experts(self.cpu_weights.expanduser()).require_computable()  # reported at once
+            open_experts(self.cpu_weights.expanduser()).require_computable()  # before the model is loaded
 
     def device(self) -> str:
-        """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
+        """Return the device of the non-expert tensors: that of the hot experts, since they wait for each other."""
         import torch
 
-        return "cuda" if self.hot and torch.cuda.is_available() else "cpu"
+        return "cuda" if self.has_hot_experts and torch.cuda.is_available() else "cpu"
 
     def quantization_config(self) -> Any:
-        """What from_pretrained takes to swap the experts; None without cpu_weights."""
+        """Return the argument of from_pretrained that replaces the experts; None without cpu_weights."""
         if self.cpu_weights is None:
             return None
         from ktconvert.native_quant.runtime.hf import KTConvertConfig
@@ -140,27 +157,29 @@ class ModelChoice:
             cpu_weights=self.cpu_weights.expanduser().absolute(),
             exact=self.exact,
             threads=self.threads,
-            gpu_experts=self.root() if self.hot else None,
+            gpu_experts=self.find_directory() if self.has_hot_experts else None,
             gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
             num_gpu_experts=self.num_gpu_experts,
         )
 
 
 def prepare(choice: ModelChoice) -> Any:
-    """Threads, and the model's config, without its own quantization if our experts take that place; before torch is
-    imported. Raises what check raises, UnsupportedError for what cannot be combined with other experts.
+    """Set the number of threads, and return the model's config. Call it before torch is imported.
+
+    The config has no quantization of its own if converted experts replace the model's. Raises the errors of validate,
+    and UnsupportedError for a model whose experts cannot be replaced.
     """
-    choice.check()
-    share_cores()
+    choice.validate()
+    set_environment()
     import torch
     import transformers
 
     if choice.threads is not None:
         torch.set_num_threads(choice.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = building.read_config(choice.model, **choice.where())
-    parts = (config, config.get_text_config(decoder=True))
-    own: dict[str, Any] = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), {})
+    config = pretrained.read_config(choice.model, **choice.hub_options())
+    configs = (config, config.get_text_config(decoder=True))
+    own: dict[str, Any] = next(filter(None, (getattr(each, "quantization_config", None) for each in configs)), {})
     rotation.refuse_config(choice.model, {"quantization_config": own})
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
@@ -180,8 +199,11 @@ def prepare(choice: ModelChoice) -> Any:
 
 
 def with_own_experts(choice: ModelChoice) -> ModelChoice:
-    """The choice with the model's own experts as CPU weights, unless it was converted. Raises UnsupportedError."""
-    choice.check()
+    """Return the choice with the model's own experts as CPU weights, unless it has converted experts.
+
+    Raises UnsupportedError for experts that the runtime cannot compute.
+    """
+    choice.validate()
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:
         return choice
     root = hub.resolve(choice.model, choice.revision)
@@ -189,51 +211,58 @@ def with_own_experts(choice: ModelChoice) -> ModelChoice:
     return replace(choice, cpu_weights=root)
 
 
-def longest(config: Any) -> int | None:
-    """The most tokens that a model of this config reads; None where it does not say."""
-    most = getattr(config.get_text_config(decoder=True), LONGEST, None)
-    return most if isinstance(most, int) and most > 0 else None
+def context_length(config: Any) -> int | None:
+    """Return the most tokens that a model of this config reads; None if the config does not say."""
+    length = getattr(config.get_text_config(decoder=True), CONTEXT_LENGTH, None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def load(choice: ModelChoice) -> tuple[Any, Any]:
-    """The model and its tokenizer. Raises UnsupportedError where the experts do not fit it."""
+    """Return the model and its tokenizer. Raises UnsupportedError for experts that do not fit the model."""
     config = prepare(choice)
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     tokenizer = load_tokenizer(choice)
-    return load_model(building.auto_class(config), choice, config, **options), tokenizer
+    return load_model(pretrained.auto_class(config), choice, config, **options), tokenizer
 
 
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
-    """The model, to generate one answer at a time. Raises InputError where a part is missing or cannot be used."""
-    root, weights = choice.root(), None
+    """Return the model, set to generate one answer at a time.
+
+    kind: auto class of transformers; config: from prepare. Raises InputError for missing or unusable tensors.
+    """
+    root, weights = choice.find_directory(), None
     source = None if root is None or choice.is_converted else open_checkpoint(root)
     if source is not None and choice.cpu_weights is not None:
         source.require_one_reading()
     if source is not None and not getattr(config, "auto_map", None):
-        weights = decoding.decode_weights(source, whole=choice.cpu_weights is None)
+        weights = decode_weights(source, whole=choice.cpu_weights is None)
     if weights is not None:
         vars(config).pop("quantization_config", None)
-    model = building.load_weights(kind, choice.model, config, weights, **options, **choice.where())
+    model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
     if source is not None and choice.cpu_weights is not None:
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    return model if choice.adapter is None else with_adapter(model, choice.adapter, choice.model)
+    return model if choice.adapter is None else load_adapter(model, choice.adapter, choice.model)
+
+
+def load_tokenizer(choice: ModelChoice) -> Any:
+    """Return the tokenizer. Raises InputError if it is unusable."""
+    return pretrained.read_tokenizer(choice.model, **choice.hub_options())
 
 
 def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) -> None:
-    """Raise InputError where converted experts are not those of the model's checkpoint: others of equal shapes, or in
-    another order. Compare some experts of the first and the last layer that have some there; adapters and quantizers
-    move weights far less than this allows.
-    """
-    import numpy as np
+    """Raise InputError if converted experts are not those of the model's checkpoint, or not in its order.
 
+    Compares some experts of the first and the last layer that have converted experts. Adapters and quantizers move
+    weights far less than MIN_COSINE allows.
+    """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
     stored: Any = None
-    with suppress(KtconvertError):  # a directory without readable experts has none to compare with
+    with suppress(KtconvertError):  # a directory without readable experts: nothing to compare with
         stored = recognise(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if stored is None or cpu_weights.expanduser().resolve() == source.root.resolve():
@@ -244,15 +273,47 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
             if module.layer not in stored.moe_layers:
                 continue
-            parts = [gate for gate, _, _ in opened.linears(module.experts.packed, expert)]
-            ours, theirs = np.concatenate(parts), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
-            both = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
-            if both > 0 and float(np.vdot(ours, theirs)) / both < SAME:
-                what = f"expert {expert} of layer {module.layer} is not that of {source.root}"
-                remedy = "give what was converted from this model"
-                raise InputError(what, remedy, path=cpu_weights)
+            slices = [gate for gate, _, _ in opened.linears(module.experts.packed, expert)]
+            ours, theirs = np.concatenate(slices), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
+            norms = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
+            if norms > 0 and float(np.vdot(ours, theirs)) / norms < MIN_COSINE:
+                problem = f"expert {expert} of layer {module.layer} is not that of {source.root}"
+                raise InputError(problem, "give what was converted from this model", path=cpu_weights)
 
 
-def load_tokenizer(choice: ModelChoice) -> Any:
-    """The tokenizer. Raises InputError for one that cannot be used."""
-    return building.read_tokenizer(choice.model, **choice.where())
+def decode_weights(source: TensorSource, *, whole: bool) -> dict[str, torch.Tensor] | None:
+    """Return the weights of a quantized checkpoint by name, all in memory; None if transformers can load it.
+
+    whole: with the routed experts. Raises UnsupportedError for an encoding that cannot be read.
+    """
+    method = source.quantization.method
+    dtypes = {info.dtype for info in source.tensors.values()}
+    if method in LOADED_BY_TRANSFORMERS[whole] or not dtypes.difference(FLOATS):
+        return None
+    expert_tensors = () if whole else recognise(source, to_read=True).expert_tensor_names()
+    tensors = decoded_others(other_tensors(source, expert_tensors, source.quantization))
+    if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
+        return None
+    # Copies, since a write to a view of the file would end the process.
+    return {tensor.key: read_tensor(source, tensor, "use the model's BF16 release").clone() for tensor in tensors}
+
+
+def read_tensor(source: TensorSource, tensor: OtherTensor, remedy: str) -> torch.Tensor:
+    """Return a stored tensor: a view of the file if its bytes can be used as they are, else decoded to BF16.
+
+    Raises UnsupportedError for a dtype that cannot be computed with.
+    """
+    import torch
+
+    info, entry = tensor.reads[0], tensor.entry
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
+    if dtype is None:
+        problem = f"is {entry.dtype}, which cannot be computed with"
+        raise UnsupportedError.of_tensor(info.name, problem, remedy, source.path(info))
+    if tensor.stored is info and info.start % dtype.itemsize == 0:
+        raw = source.view(info).reshape(-1).view(np.uint8)
+    else:
+        raw = np.concatenate(list(bytes_of(source, tensor)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the map is read-only, but nothing writes to weights here
+        return torch.from_numpy(raw).view(dtype).reshape(entry.shape)

@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.models.samples import local_files
+from ktconvert.pipeline.models.text_datasets import local_files
 from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions

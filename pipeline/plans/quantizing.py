@@ -25,7 +25,7 @@ from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.models.samples import facts_of
+from ktconvert.pipeline.models.text_datasets import describe_dataset
 from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, expert_files
@@ -119,7 +119,7 @@ def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
         return {}
     own = options.gptq
     settings = {"dampening": own.dampening_frac, "calibrate": own.calibrate, "steps": own.gptq_steps}
-    return {"calibration": {**facts_of(options.samples), **settings, "engine": options.engine}}
+    return {"calibration": {**describe_dataset(options.samples), **settings, "engine": options.engine}}
 
 
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ktconvert.layouts.errors import damaged_file
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
-from ktconvert.pipeline.models.adapter_files import card
-from ktconvert.pipeline.models.samples import local_files, of_split
+from ktconvert.pipeline.models.fine_tuning import adapter_card
+from ktconvert.pipeline.models.text_datasets import local_files, select_split
 from ktconvert.pipeline.options.training_options import TrainOptions
 
 LOOSE = "_layer_*/_numa_*/*.kt"
@@ -36,7 +36,7 @@ def plan_train(request: Request[TrainOptions]) -> Plan:
         notes=(),
         loose=True,
         peak_memory=lambda threads: 0,
-        card=partial(card, request.options),
+        card=partial(adapter_card, request.options),
     )
 
 
@@ -48,7 +48,7 @@ def _files_read(options: TrainOptions) -> Iterator[tuple[Path, str]]:
     for dataset, prefix in ((options.dataset, "dataset/"), (options.eval_dataset, "eval-dataset/")):
         if dataset is not None:
             files = local_files(dataset)
-            yield from ((file, prefix + file.name) for file in of_split(files, options.dataset_split))
+            yield from ((file, prefix + file.name) for file in select_split(files, options.dataset_split))
 
 
 def _weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:

@@ -16,7 +16,7 @@ from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.calibration import chain, environment, footprint
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.models.samples import facts_of, local_files
+from ktconvert.pipeline.models.text_datasets import describe_dataset, local_files
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import CalibrateOptions, CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -183,7 +183,7 @@ def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[Ca
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
             **{key: facts[key] for key in SIZES},
         },
-        "data": facts_of(request.options.samples),
+        "data": describe_dataset(request.options.samples),
         "settings": dict(sorted(settings.items())),
     }
 

@@ -26,8 +26,8 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.models import building, loading
-from ktconvert.pipeline.models.evaluate import compare
+from ktconvert.pipeline.models import loading, pretrained
+from ktconvert.pipeline.models.evaluate import compare_logits
 from ktconvert.pipeline.report.text import first_line, first_of, size
 from ktconvert.pipeline.verify.checks import Check
 
@@ -58,7 +58,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a model that
     transformers cannot build. The second result: whether the model is whole, so that it can compute.
     """
-    missing = [name for name in loading.NEEDS["gpu"] if find_spec(name) is None]
+    missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
         return _unchecked(f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'")
     if (why := transformers_version.refusal()) is not None:
@@ -100,11 +100,11 @@ def model_class(root: Path) -> tuple[Any, Any]:
     """The class of transformers that loads a directory, and the config that it takes, as the auto classes choose them.
     Raises what transformers does, ValueError where it has no class.
     """
-    loading.share_cores()
+    loading.set_environment()
     import transformers
 
     with quiet():
-        config = building.read_config(str(root), trust_remote_code=False, local_files_only=True)
+        config = pretrained.read_config(str(root), trust_remote_code=False, local_files_only=True)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             kind: Any = table[type(config)]
@@ -198,7 +198,7 @@ def check_predictions(
             computed = _logits(loaded, ids)
     except Skip as skip:
         return Check("predictions", "", (f"the source computes, the output does not: {skip}",)), None
-    compared = compare(expected, computed, ids[:, 1:].reshape(-1))
+    compared = compare_logits(expected, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
         return Check("predictions", "", ("the output's predictions are not finite",)), None
     bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
@@ -248,16 +248,16 @@ def _read_source(
                 moved = _logits(source, ids)
         except UnsupportedError:
             return ids, expected, None
-    return ids, expected, float(compare(expected, moved, ids[:, 1:].reshape(-1)).divergence.mean())
+    return ids, expected, float(compare_logits(expected, moved, ids[:, 1:].reshape(-1)).divergence.mean())
 
 
 def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
     """Token ids [n, length]: of a text, or drawn with a fixed seed where there is no tokenizer. InputError."""
     read = PROSE + inspect.getsource(check_reload) if text is None else text
-    length = min(LENGTH, loading.longest(config) or LENGTH)
+    length = min(LENGTH, loading.context_length(config) or LENGTH)
     try:
         with quiet():
-            tokenizer = building.read_tokenizer(str(root), trust_remote_code=False, local_files_only=True)
+            tokenizer = pretrained.read_tokenizer(str(root), trust_remote_code=False, local_files_only=True)
             ids = np.array(tokenizer(read)["input_ids"], np.int64)
     except Exception:  # whatever transformers raises where a tokenizer's files are missing or need code of their own
         ids = np.empty(0, np.int64)

@@ -44,7 +44,7 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
 from ktconvert.pipeline.models import evaluate
-from ktconvert.pipeline.models.serving.access import key_from
+from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
 from ktconvert.pipeline.verify.structure import check_structure
@@ -332,7 +332,7 @@ def load_output(root: Path) -> None:
 
 def read_packed(root: Path) -> None:
     read_output(root)
-    evaluate.packed_method(root)
+    evaluate.gpu_method(root)
 
 
 def of_output(root: Path) -> list[list[object]]:
@@ -689,10 +689,10 @@ def tokenizer() -> Any:
 
 
 def read_dataset(_: Inputs, path: Path) -> None:
-    from ktconvert.pipeline.models import samples
+    from ktconvert.pipeline.models.text_datasets import read_samples
 
     options = Samples(dataset=str(path), num_calibration_samples=4, max_sequence_length=16)
-    samples.samples(options, tokenizer())
+    read_samples(options, tokenizer())
 
 
 def make_model(file: str) -> Callable[[Inputs], Path]:
@@ -841,7 +841,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 60, of_adapter),
     "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 60, of_adapter),
     "text": Document(make_text, of_bytes, lambda _, path: evaluate.read_text(path)),
-    "API key": Document(make_key, of_bytes, lambda _, path: key_from(path)),
+    "API key": Document(make_key, of_bytes, lambda _, path: read_api_key(path)),
     # The same files of other outputs.
     "manifest": of(
         "output",

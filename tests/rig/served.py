@@ -103,7 +103,7 @@ class Served:
         from ktconvert.pipeline.models.serving.application import Call
 
         model = self.scheduler.model
-        generate, leave = model.generate, Call.leave
+        generate, disconnect = model.generate, Call.disconnect
 
         def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
             shape = tuple(named["input_ids"].shape)
@@ -117,21 +117,21 @@ class Served:
                 self.running -= 1
 
         def noticed(call: Call) -> None:
-            leave(call)
+            disconnect(call)
             self.left += bool(self.running)
 
         model.register_forward_hook(note, with_kwargs=True)
         monkeypatch.setattr(model, "generate", counted)
-        monkeypatch.setattr(Call, "leave", noticed)
+        monkeypatch.setattr(Call, "disconnect", noticed)
 
 
 @contextmanager
 def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
-    """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of server.load."""
-    from ktconvert.pipeline.models.serving.server import Server, load
+    """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of load_application."""
+    from ktconvert.pipeline.models.serving.server import Server, load_application
 
     choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
-    application, scheduler = load(choice, **more)
+    application, scheduler = load_application(choice, **more)
     server = Server(application, scheduler, port=0, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: the handlers of `transformers serve`, with our experts in the model."""
+"""An OpenAI-compatible server: the request handlers of `transformers serve`, for a model with converted experts."""

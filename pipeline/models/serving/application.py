@@ -1,5 +1,7 @@
-"""The server's ASGI application: paths, limits, errors, and answers in OpenAI's form. What passes goes to transformers'
-handlers, with every parameter in the form that is honoured there; what they would ignore, or break at, is refused.
+"""The server's ASGI application: paths, limits, errors, and answers in OpenAI's format.
+
+Requests go to transformers' handlers, with each parameter in the form that these support. The application rejects
+parameters that the handlers would ignore or fail on.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import GenerationState
 
-from ktconvert.pipeline.models.serving import access, schemas, scoring
-from ktconvert.pipeline.models.serving.access import Refused
-from ktconvert.pipeline.models.serving.model_manager import OneModel, chat_inputs
-from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, noted
+from ktconvert.pipeline.models.serving import completions, schemas
+from ktconvert.pipeline.models.serving.authentication import RequestError, require_api_key, shutdown_error
+from ktconvert.pipeline.models.serving.model_manager import ServedModel, chat_inputs
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, register_options
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
-BODY = 1 << 20  # bytes of a request, at least
-PER_TOKEN = 16  # bytes of a request for each token of the context: ids, text and \uXXXX take less
-ANSWERED = 256  # requests at the same time; further ones get a 503, which OpenAI's clients try again after
-DRAINED = 1 << 26  # bytes that are read and thrown away, so that a client reads why it was refused
-EVENTS = b"text/event-stream"
-FAILED = "the server failed to answer; its log says why"
-# Each request's handler, the beginning of its answer's id, and the parameter that holds the prompt.
+MIN_BODY_LIMIT = 1 << 20  # bytes of a request's body
+BYTES_PER_TOKEN = 16  # bytes of a body for each token of the context: ids, text and \uXXXX need less
+MAX_ACTIVE = 256  # requests at the same time; further ones get a 503, after which OpenAI's clients try again
+MAX_DISCARDED = 1 << 26  # bytes that are read from a rejected request, so that its client reads the response
+EVENT_STREAM = b"text/event-stream"
+FAILED = "the server failed to answer; see its log"
+# For each kind of request: its handler, the prefix of its id, and the parameter that holds the prompt.
 KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
     schemas.Chat: (ChatCompletionHandler, "chatcmpl-", "messages"),
     schemas.Completion: (CompletionHandler, "cmpl-", "prompt"),
@@ -49,219 +51,240 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass
 class Call:
-    """One request, under whose id generation knows it. Neither Starlette nor transformers' handlers ask whether the
-    client still waits for its answer: that is watched from the end of the body on.
+    """One request, and the connection to its client.
 
-    unread, came  whether some of the body may be to come, and bytes of it that came
-    counts        whether it is one of the requests that are being answered
-    gone          set when the client has gone
+    From the end of the body on it watches whether the client still waits for the answer, which neither Starlette nor
+    transformers' handlers do.
+
+    id            of the request, also for generation
+    has_more      whether more of the body may come
+    received      bytes of the body so far
+    is_active     whether it counts among the requests that are being answered
+    disconnected  set when the client has disconnected
     """
 
     scope: Scope
     receive: Receive
     send: Send
     id: str
-    unread: bool = True
-    came: int = 0
-    counts: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    watching: asyncio.Task[None] | None = None
+    has_more: bool = True
+    received: int = 0
+    is_active: bool = False
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+    watcher: asyncio.Task[None] | None = None
 
-    async def read(self, limit: int) -> bytes:
-        """The body. Raises Refused with 413 for a longer one, of which no more than `limit` is kept."""
+    async def read_body(self, limit: int) -> bytes:
+        """Return the body. Raises RequestError with 413 for more than `limit` bytes, of which none is kept."""
         data = b""
-        while self.unread and self.came <= DRAINED:
+        while self.has_more and self.received <= MAX_DISCARDED:
             message = await self.receive()
             if message["type"] == "http.disconnect":
-                raise Refused(400, "the body was not sent to its end")
+                raise RequestError(400, "the body is incomplete")
             chunk = message.get("body", b"")
-            self.came, self.unread = self.came + len(chunk), message.get("more_body", False)
-            data = data + chunk if self.came <= limit else b""
-        if self.came > limit:
-            raise Refused(413, f"the body has more than {limit} bytes, the most for this model's context; shorten it")
-        self.watching = self.watching or asyncio.create_task(self._watch())
+            self.received, self.has_more = self.received + len(chunk), message.get("more_body", False)
+            data = data + chunk if self.received <= limit else b""
+        if self.received > limit:
+            problem = f"the body has more than {limit} bytes, the most for this model's context"
+            raise RequestError(413, f"{problem}; shorten it")
+        self.watcher = self.watcher or asyncio.create_task(self._watch())
         return data
 
     async def _watch(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self.leave()
+        self.disconnect()
 
-    def leave(self) -> None:
-        self.gone.set()
+    def disconnect(self) -> None:
+        """Record that the client has disconnected."""
+        self.disconnected.set()
 
-    async def _left(self) -> Message:
-        await self.gone.wait()
+    async def _wait_for_disconnect(self) -> Message:
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
-    async def respond(self, status: int, body: dict[str, Any], name: str = "", **headers: str) -> None:
-        """A whole answer. name: in place of the request's id; headers: more of them."""
-        headers |= {"x-request-id": name or self.id}
+    async def respond(self, status: int, body: dict[str, Any], request_id: str = "", **headers: str) -> None:
+        """Send a complete answer. request_id: to send instead of `id`; headers: further ones."""
+        headers |= {"x-request-id": request_id or self.id}
         response = Response(json.dumps(body), status, headers, "application/json")
-        await response(self.scope, self._left, self.send)
+        await response(self.scope, self._wait_for_disconnect, self.send)
 
-    async def stream(self, events: AsyncIterator[bytes | str], name: str) -> None:
-        response = StreamingResponse(events, media_type=EVENTS.decode(), headers={"x-request-id": name})
-        await response(self.scope, self._left, self.send)
+    async def stream(self, events: AsyncIterator[bytes | str], request_id: str) -> None:
+        """Send an answer as a stream of events."""
+        headers = {"x-request-id": request_id}
+        response = StreamingResponse(events, media_type=EVENT_STREAM.decode(), headers=headers)
+        await response(self.scope, self._wait_for_disconnect, self.send)
 
 
 class Application:
-    def __init__(self, manager: OneModel, scheduler: Scheduler, key: bytes | None) -> None:
-        """scheduler: generates; key: the API key that all but /health asks for."""
+    """The ASGI application. active: the number of requests that are being answered."""
+
+    def __init__(self, manager: ServedModel, scheduler: Scheduler, key: bytes | None) -> None:
+        """Set up the handlers and paths. scheduler: generates; key: the API key for every path but /health."""
         self.manager, self.scheduler, self.key, self.prompts = manager, scheduler, key, manager.prompts
         state: Any = GenerationState()
         state.get_manager = lambda *_arguments, **_settings: scheduler
         self.handlers = {kind: handler(manager, state) for kind, (handler, _, _) in KINDS.items()}
-        self.answered = 0  # requests, at this moment
-        self.limit = max(BODY, PER_TOKEN * self.prompts.context)
+        self.active = 0
+        self.body_limit = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * self.prompts.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
-            "/v1/models": ("GET", self._models),
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completion),
-            "/v1/responses": ("POST", self._responses),
+            "/v1/models": ("GET", self._list_models),
+            "/v1/chat/completions": ("POST", self._create_chat_completion),
+            "/v1/completions": ("POST", self._create_completion),
+            "/v1/responses": ("POST", self._create_response),
             "/load_model": ("POST", self._load_model),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = streaming = False
+        """Answer one request, as ASGI calls it."""
+        has_begun = is_streaming = False
 
-        async def watched(message: Message) -> None:
-            nonlocal begun, streaming
+        async def track_and_send(message: Message) -> None:
+            nonlocal has_begun, is_streaming
             if message["type"] == "http.response.start":
-                begun, streaming = True, any(value.startswith(EVENTS) for _, value in message["headers"])
+                has_begun, is_streaming = True, any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
             elif not message.get("more_body", False):
-                streaming = False
+                is_streaming = False
             await send(message)
 
-        call = Call(scope, receive, watched, uuid.uuid4().hex)
+        call = Call(scope, receive, track_and_send, uuid.uuid4().hex)
         try:
             await self._route(call)
-        except Refused as refused:
-            with contextlib.suppress(Refused):
-                await call.read(0)  # a client that is still sending would find the connection closed, and no answer
-            more = {"www-authenticate": "Bearer"} if refused.status == 401 else {}
-            await call.respond(refused.status, refused.body(), **more)
-        except asyncio.CancelledError:  # by the server, which ends, and has waited for this answer
-            last = access.ending()
-            if not begun:
-                await call.respond(last.status, last.body())
-            elif streaming:
-                await send({"type": "http.response.body", "body": event(last.body()), "more_body": False})
+        except RequestError as error:
+            with contextlib.suppress(RequestError):
+                await call.read_body(0)  # a client that is still sending would not read the response
+            more = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+            await call.respond(error.status, error.body(), **more)
+        except asyncio.CancelledError:  # the server shuts down, and has waited for this answer
+            shutdown = shutdown_error()
+            if not has_begun:
+                await call.respond(shutdown.status, shutdown.body())
+            elif is_streaming:
+                await send({"type": "http.response.body", "body": format_event(shutdown.body()), "more_body": False})
         except Exception:
-            if begun:
+            if has_begun:
                 raise
             log.exception("%s: request %s failed", scope["path"], call.id)
-            await call.respond(500, Refused(500, FAILED).body())
+            await call.respond(500, RequestError(500, FAILED).body())
         finally:
-            self.answered -= call.counts
-            if call.watching is not None:
-                call.watching.cancel()
+            self.active -= call.is_active
+            if call.watcher is not None:
+                call.watcher.cancel()
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
         if path != "/health":
-            access.check(call.scope["headers"], self.key)
-        expected, answer = self.routes.get(path, (None, None))
+            require_api_key(call.scope["headers"], self.key)
+        expected, respond = self.routes.get(path, (None, None))
         if path.startswith("/v1/models/"):
-            expected, answer = "GET", self._model
-        if expected is None or answer is None:
-            raise Refused(404, f"unknown path {path}; there are {', '.join(self.routes)}", None, "unknown_url")
+            expected, respond = "GET", self._show_model
+        if expected is None or respond is None:
+            raise RequestError(404, f"unknown path {path}; use {', '.join(self.routes)}", None, "unknown_url")
         if method != expected:
-            raise Refused(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
-        await answer(call)
+            raise RequestError(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
+        await respond(call)
 
-    async def _models(self, call: Call) -> None:
-        await call.respond(200, {"object": "list", "data": [*map(self.manager.entry, self.manager.names)]})
+    async def _list_models(self, call: Call) -> None:
+        await call.respond(200, {"object": "list", "data": [*map(self.manager.describe, self.manager.names)]})
 
-    async def _model(self, call: Call) -> None:
-        name = self.manager.name_of(call.scope["path"].removeprefix("/v1/models/"))
-        await call.respond(200, self.manager.entry(name))
+    async def _show_model(self, call: Call) -> None:
+        name = self.manager.resolve_name(call.scope["path"].removeprefix("/v1/models/"))
+        await call.respond(200, self.manager.describe(name))
 
     async def _load_model(self, call: Call) -> None:
-        request = await self._read(call, schemas.LoadModel)
+        request = await self._read_request(call, schemas.LoadModel)
         await call.stream(self.manager.load_model_streaming(request.model), call.id)
 
-    async def _read(self, call: Call, kind: type[Any]) -> Any:
-        """The request, with the name of who answers. Raises Refused: a body too long, no JSON, or no such request."""
-        data = await call.read(self.limit)
-        if self.answered >= ANSWERED:
-            raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")
-        call.counts, self.answered = True, self.answered + 1
-        request = await asyncio.to_thread(_parse, kind, data)
-        request.model = self.manager.name_of(request.model)
+    async def _read_request(self, call: Call, kind: type[Any]) -> Any:
+        """Return the request, with the name of the model or adapter to use.
+
+        Raises RequestError for too many requests, a body that is too long or no JSON, and invalid parameters.
+        """
+        data = await call.read_body(self.body_limit)
+        if self.active >= MAX_ACTIVE:
+            raise RequestError(503, f"{MAX_ACTIVE} requests are being answered; ask again later")
+        call.is_active, self.active = True, self.active + 1
+        request = await asyncio.to_thread(_parse_body, kind, data)
+        request.model = self.manager.resolve_name(request.model)
         return request
 
-    async def _chat(self, call: Call) -> None:
-        request: schemas.Chat = await self._read(call, schemas.Chat)
+    async def _create_chat_completion(self, call: Call) -> None:
+        request: schemas.Chat = await self._read_request(call, schemas.Chat)
         messages, tools = await asyncio.to_thread(lambda: (_dump(request.messages), _tools(request)))
         settings = request.chat_template_kwargs or {}
-        await self._answer(call, request, await self.prompts.chat(messages, tools, settings, param="messages"))
+        await self._answer(call, request, await self.prompts.encode_chat(messages, tools, settings, param="messages"))
 
-    async def _responses(self, call: Call) -> None:
-        request: schemas.Responses = await self._read(call, schemas.Responses)
+    async def _create_response(self, call: Call) -> None:
+        request: schemas.Responses = await self._read_request(call, schemas.Responses)
         handler = self.handlers[schemas.Responses]
 
         def normalize() -> tuple[Any, Any]:
-            items = {"input": _dump(request.whole_input())}
+            items = {"input": _dump(request.input_with_instructions())}
             return handler._normalize_input(items), handler._normalize_tools(_tools(request))
 
         messages, tools = await asyncio.to_thread(normalize)
-        await self._answer(call, request, await self.prompts.chat(messages, tools, {}, param="input"))
+        await self._answer(call, request, await self.prompts.encode_chat(messages, tools, {}, param="input"))
 
-    async def _completion(self, call: Call) -> None:
-        request: schemas.Completion = await self._read(call, schemas.Completion)
-        prompts = [await self.prompts.ids(prompt) for prompt in request.prompt]
+    async def _create_completion(self, call: Call) -> None:
+        request: schemas.Completion = await self._read_request(call, schemas.Completion)
+        prompts = [await self.prompts.encode(prompt) for prompt in request.prompt]
         if request.stream:
             return await self._answer(call, request, None, prompts[0])
-        configs = [self._config(request, len(ids)) for ids in prompts]
+        configs = [self._generation_config(request, len(ids)) for ids in prompts]
         answers = []
         for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
-            name, prompt = f"cmpl-{call.id}" + (f"-{number}" if number else ""), request.prompt[number]
-            with noted(name, RequestOptions.of(request, call.gone, ids)) as options:
-                whole = await scoring.completion(self.manager, self.scheduler, request, prompt, config, name)
-            answers.append(finished(whole, options.cut))
-        whole = answers[0]
-        whole["choices"] = [{**answer["choices"][0], "index": n} for n, answer in enumerate(answers)]
+            request_id, prompt = f"cmpl-{call.id}" + (f"-{number}" if number else ""), request.prompt[number]
+            options = RequestOptions.from_request(request, call.disconnected, ids)
+            with register_options(request_id, options):
+                answer = await completions.complete(self.manager, self.scheduler, request, prompt, config, request_id)
+            answers.append(set_finish_reason(answer, options.truncated))
+        merged = answers[0]
+        merged["choices"] = [{**answer["choices"][0], "index": n} for n, answer in enumerate(answers)]
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-        whole["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
-        await call.respond(200, whole, whole["id"])
+        merged["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
+        await call.respond(200, merged, merged["id"])
 
     async def _answer(self, call: Call, request: Any, inputs: Any, ids: list[int] | None = None) -> None:
-        """The handler's answer to the client. inputs: the model's, of a chat; ids: the prompt of a completion."""
-        options, is_text = RequestOptions.of(request, call.gone, ids), isinstance(request, schemas.Generation)
+        """Send the handler's answer to the client.
+
+        inputs: the model's, for a chat or response; ids: the prompt of a completion.
+        """
+        options = RequestOptions.from_request(request, call.disconnected, ids)
+        is_text = isinstance(request, schemas.TextRequest)
         _, prefix, prompt = KINDS[type(request)]
-        name, length = prefix + call.id, inputs["input_ids"].shape[-1] if ids is None else len(ids)
-        config = json.dumps(self._config(request, length))
-        # The prompt is handed over beside the request.
+        request_id, length = prefix + call.id, inputs["input_ids"].shape[-1] if ids is None else len(ids)
+        config = json.dumps(self._generation_config(request, length))
+        # A placeholder for the prompt, which the handler gets from chat_inputs or the registered options.
         body = {prompt: [] if ids is None else ".", "stream": request.stream, "model": request.model}
         body["generation_config"] = config
         chat_inputs.set(inputs)
         try:
-            with noted(name, options):
-                response = await self.handlers[type(request)].handle_request(body, name)
-        except HTTPException as error:  # of a field that they do not know, 422; in OpenAI's API that is 400
+            with register_options(request_id, options):
+                response = await self.handlers[type(request)].handle_request(body, request_id)
+        except HTTPException as error:  # 422 for an unknown field, which is 400 in OpenAI's API
             status = 400 if error.status_code == 422 else error.status_code
-            raise Refused(status, str(error.detail)) from error
+            raise RequestError(status, str(error.detail)) from error
         if not request.stream:
-            return await call.respond(200, finished(json.loads(response.body), options.cut), name)
+            answer = set_finish_reason(json.loads(response.body), options.truncated)
+            return await call.respond(200, answer, request_id)
         usage = is_text and request.stream_options is not None and request.stream_options.include_usage
-        await call.stream(edited(response.body_iterator, options, length if usage else None, done=is_text), name)
+        events = convert_stream(response.body_iterator, options, length if usage else None, ends_with_done=is_text)
+        await call.stream(events, request_id)
 
-    def _config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
-        """The generation_config for an answer to a prompt of this length. Raises Refused where it leaves none."""
-        most = self.prompts.left_after(length, KINDS[type(request)][2])
-        self.prompts.check_ids("logit_bias", getattr(request, "logit_bias", None) or {})
-        return generation_config(request, self.manager.defaults, most)
+    def _generation_config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
+        """Return the generation_config for a prompt of this length. Raises RequestError if no token is left."""
+        max_length = self.prompts.count_remaining_tokens(length, KINDS[type(request)][2])
+        self.prompts.check_token_ids("logit_bias", getattr(request, "logit_bias", None) or {})
+        return generation_config(request, self.manager.defaults, max_length)
 
 
-def _parse(kind: type[Any], data: bytes) -> Any:
-    """The request; in a thread, since a megabyte of short messages takes half a second."""
+def _parse_body(kind: type[Any], data: bytes) -> Any:
+    """Return the request of a body. Call it in a thread: a megabyte of short messages takes half a second."""
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    return schemas.read(kind, body)
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    return schemas.parse_request(kind, body)
 
 
 def _dump(items: Iterable[BaseModel]) -> list[dict[str, Any]]:
@@ -272,57 +295,62 @@ def _tools(request: schemas.Chat | schemas.Responses) -> list[dict[str, Any]] | 
     return _dump(request.tools) if request.tools and request.tool_choice != "none" else None
 
 
-# --- answers --------------------------------------------------------------------------------------
+# --- conversion of the handlers' answers ----------------------------------------------------------
 
 
-def event(content: Any) -> bytes:
+def format_event(content: Any) -> bytes:
+    """Return a server-sent event with JSON content."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-async def edited(
-    stream: AsyncIterator[str], options: RequestOptions, prompt: int | None, done: bool
+async def convert_stream(
+    stream: AsyncIterator[str], options: RequestOptions, prompt_tokens: int | None, ends_with_done: bool
 ) -> AsyncIterator[bytes]:
-    """The events of a handler's stream, each of whose chunks holds whole ones, in OpenAI's form. prompt: the number of
-    its tokens, where the client asks for numbers; done: whether OpenAI ends such a stream with [DONE]
+    """Yield the events of a handler's stream in OpenAI's format. Each chunk of the stream has complete events.
+
+    prompt_tokens: given if the client asks for usage; ends_with_done: whether OpenAI ends such a stream with [DONE].
     """
     async for chunk in stream:
-        contents = map(_content, chunk.split("\n\n")[:-1])
-        yield b"".join(event(new) for old in contents for new in edit(old, options.cut, prompt))
-    if done:
+        contents = map(_parse_event, chunk.split("\n\n")[:-1])
+        yield b"".join(
+            format_event(new) for old in contents for new in convert_event(old, options.truncated, prompt_tokens)
+        )
+    if ends_with_done:
         yield b"data: [DONE]\n\n"
 
 
-def _content(text: str) -> Any:
+def _parse_event(text: str) -> Any:
     text = text.removeprefix("data: ")
     try:
         content = json.loads(text)
-    except ValueError:  # an error's words come as they are, with quotes in them
+    except ValueError:  # the handlers do not escape quotes in an error
         content = {"error": text.removeprefix('{"error": "').removesuffix('"}')}
-    return Refused(500, content["error"]).body() if isinstance(content.get("error"), str) else content
+    return RequestError(500, content["error"]).body() if isinstance(content.get("error"), str) else content
 
 
-def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
-    """A whole answer, or a stream's last event, with how it ended: theirs call a response always completed, and a text
-    cut off that ends with the last token that was permitted.
+def convert_event(content: Any, truncated: bool, prompt_tokens: int | None) -> Iterator[Any]:
+    """Yield the content of an event in OpenAI's format: usage has an event of its own."""
+    if content.get("type") == "response.completed":
+        content["response"] = set_finish_reason(content["response"], truncated)
+        content["type"] = f"response.{content['response']['status']}"
+    if any(choice.get("finish_reason") for choice in content.get("choices", ())):
+        set_finish_reason(content, truncated)
+    usage = content.pop("usage", None)
+    yield content
+    if prompt_tokens is not None and usage is not None:
+        usage |= {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + usage["completion_tokens"]}
+        yield {**content, "choices": [], "usage": usage}
+
+
+def set_finish_reason(answer: dict[str, Any], truncated: bool) -> dict[str, Any]:
+    """Return an answer, or a stream's last event, that says how it ended.
+
+    The handlers call every response completed, and call a text truncated whose last token is the last permitted one.
     """
     if answer.get("object") == "response":
         reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return {**answer, **reason} if cut else answer
+        return {**answer, **reason} if truncated else answer
     for choice in answer["choices"]:
         if choice.get("finish_reason", "stop") in ("stop", "length"):
-            choice["finish_reason"] = "length" if cut else "stop"
+            choice["finish_reason"] = "length" if truncated else "stop"
     return answer
-
-
-def edit(content: Any, cut: bool, prompt: int | None) -> Iterator[Any]:
-    """An event as OpenAI has it: the last one says how the answer ended; numbers of tokens have their own."""
-    if content.get("type") == "response.completed":
-        content["response"] = finished(content["response"], cut)
-        content["type"] = f"response.{content['response']['status']}"
-    if any(choice.get("finish_reason") for choice in content.get("choices", ())):
-        finished(content, cut)
-    usage = content.pop("usage", None)
-    yield content
-    if prompt is not None and usage is not None:
-        usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
-        yield {**content, "choices": [], "usage": usage}

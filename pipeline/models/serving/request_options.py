@@ -1,5 +1,7 @@
-"""What a request says of generation: a generation_config, and what transformers' handlers do not pass on. That is noted
-under the request's id, by which whoever generates looks it up.
+"""Options of a request for the generation of its answer.
+
+A generation_config has most of them. RequestOptions has those that transformers' handlers do not pass on: they are
+registered under the request's id, and the scheduler looks them up.
 """
 
 from __future__ import annotations
@@ -10,23 +12,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.pipeline.models.generating import sampled_at
+from ktconvert.pipeline.models.generating import clamp_temperature
 from ktconvert.pipeline.models.serving.schemas import CommonRequest
 
 if TYPE_CHECKING:
     import torch
 
-ANSWER = 1024  # tokens, where a request names no number; transformers' server has it too
+DEFAULT_LENGTH = 1024  # new tokens, as in transformers' server
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass
 class RequestOptions:
-    """ids: the prompt, in place of the text in the request; model: who answers, itself or an adapter; seed: of this
-    request's random numbers alone; penalties as OpenAI defines them: subtracted from the logit of a token that was
-    generated before, once, and for each time; logit_bias: added to the logits of these token ids; gone: set when nobody
-    waits for the answer any more. cut is the answer to it: whether the generated text ended with neither an end token
-    nor a stop string.
+    """Options that transformers' handlers do not pass on, and one result.
+
+    ids          token ids of a completion's prompt, used instead of the text in the request
+    model        name of the model or of an adapter
+    seed         seed of this request's random numbers
+    presence_penalty, frequency_penalty   as in OpenAI's API: subtracted from the logits of tokens that were generated
+                 before, once and for each time
+    logit_bias   added to the logits of these token ids
+    cancelled    set when nobody waits for the answer any more
+    truncated    the result: whether the text ended with neither an end token nor a stop string
     """
 
     ids: Sequence[int] | None = None
@@ -35,21 +42,21 @@ class RequestOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    gone: Event = field(default_factory=Event)
-    cut: bool = True
+    cancelled: Event = field(default_factory=Event)
+    truncated: bool = True
 
     @classmethod
-    def of(cls, request: CommonRequest, gone: Event, ids: Sequence[int] | None = None) -> RequestOptions:
-        """What the handlers would not pass on of this request."""
+    def from_request(cls, request: CommonRequest, cancelled: Event, ids: Sequence[int] | None = None) -> RequestOptions:
+        """Return the options of a request. ids: token ids of a completion's prompt."""
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
-        given = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
-        return cls(ids, request.model, request.seed, gone=gone, **given)
+        values = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
+        return cls(ids, request.model, request.seed, cancelled=cancelled, **values)
 
-    def processors(self, prompt: int) -> list[Any]:
-        """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
+    def logits_processors(self, prompt_length: int) -> list[Any]:
+        """Return the logits_processor argument of model.generate. Penalties do not count tokens of the prompt."""
 
         def penalize(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            counts = ids[0, prompt:].bincount(minlength=scores.shape[-1])[None].to(scores.dtype)
+            counts = ids[0, prompt_length:].bincount(minlength=scores.shape[-1])[None].to(scores.dtype)
             return scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
         def add_bias(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -57,38 +64,43 @@ class RequestOptions:
             return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
 
         steps = ((penalize, self.presence_penalty or self.frequency_penalty), (add_bias, self.logit_bias))
-        return [process for process, given in steps if given]
+        return [process for process, is_used in steps if is_used]
 
 
-_noted: dict[str, RequestOptions] = {}
+_registered: dict[str, RequestOptions] = {}
 
 
 @contextmanager
-def noted(request_id: str, options: RequestOptions) -> Iterator[RequestOptions]:
-    _noted[request_id] = options
+def register_options(request_id: str, options: RequestOptions) -> Iterator[RequestOptions]:
+    """Register options under a request's id until the end of the context."""
+    _registered[request_id] = options
     try:
         yield options
     finally:
-        del _noted[request_id]
+        del _registered[request_id]
 
 
-def noted_for(request_id: str) -> RequestOptions:
-    return _noted.get(request_id) or RequestOptions()
+def find_options(request_id: str) -> RequestOptions:
+    """Return the options registered under a request's id, or defaults."""
+    return _registered.get(request_id) or RequestOptions()
 
 
-def generation_config(request: CommonRequest, defaults: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The model's own generation_config (`defaults`), changed as the request says; most: new tokens. A temperature
-    above 0 samples, as top_p, top_k and min_p do.
+def generation_config(request: CommonRequest, defaults: Mapping[str, Any], max_length: int) -> dict[str, Any]:
+    """Return the model's own generation_config (`defaults`), changed by the request.
+
+    max_length: most new tokens. The model samples if the request sets a temperature above 0, or top_p, top_k or min_p
+    and no temperature.
     """
     config = dict(defaults)
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]
-    config["max_new_tokens"] = min([most, *(lengths or [max(config.get("max_new_tokens") or 0, ANSWER)])])
-    given = {name: getattr(request, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    given = {name: value for name, value in given.items() if value is not None}
-    config |= given
+    lengths = lengths or [max(config.get("max_new_tokens") or 0, DEFAULT_LENGTH)]
+    config["max_new_tokens"] = min(max_length, *lengths)
+    sampling = {name: getattr(request, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    config |= sampling
     if request.temperature is not None:
-        config |= {"do_sample": request.temperature > 0, "temperature": sampled_at(request.temperature)}
-    elif given.keys() & {"top_p", "top_k", "min_p"}:
+        config |= {"do_sample": request.temperature > 0, "temperature": clamp_temperature(request.temperature)}
+    elif sampling.keys() & {"top_p", "top_k", "min_p"}:
         config["do_sample"] = True
     if not config.get("do_sample"):
         config = {name: value for name, value in config.items() if name not in ("temperature", "top_p", "top_k")}

@@ -1,8 +1,8 @@
-"""`ktconvert serve`: the endpoints, chat templates and handlers of `transformers serve`; only the experts are ours. And
-uvicorn's server and connections: how long a client may take over its request, which connection is closed where there
-are too many, and an end within two seconds of Ctrl-C or SIGTERM, in the midst of answers too.
+"""The HTTP server of `ktconvert serve`: uvicorn with time limits, a limit of connections and a quick shutdown.
 
-uvicorn waits for requests for ever, and refuses all further clients when it has enough connections.
+uvicorn waits for requests without a time limit, and refuses further clients when it has enough connections. Here a
+client has limited time for its request, the connection that has waited longest is closed if there are too many, and
+Ctrl-C or SIGTERM ends the server within two seconds, also while it answers.
 """
 
 from __future__ import annotations
@@ -22,138 +22,142 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.models import building
+from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.loading import ModelChoice, prepare
-from ktconvert.pipeline.models.serving.template_process import the_process
+from ktconvert.pipeline.models.serving.template_process import shared_process
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
-KEPT = 512  # connections; a further one takes the place of that which has waited longest for its client
-HEADERS = 10.0  # seconds for a request's headers, from the beginning of the connection or the end of the answer before
-BODY = 60.0  # seconds for its body, from there
-READING = 60.0  # seconds for the client to read some of an answer of which no more can be sent
-PATIENCE = 1  # seconds at the end for what is on its way; a client that does not read it does not hold the server
-INTERRUPTED = 130  # the exit code
-LAST = 5.0  # seconds from a signal to the end of the process, whatever still runs
+MAX_CONNECTIONS = 512  # a further one replaces the one that has waited longest for its client
+HEADER_SECONDS = 10.0  # for a request's headers, from the start of the connection or the end of the previous answer
+BODY_SECONDS = 60.0  # for its body, after the headers
+READ_SECONDS = 60.0  # for the client to read some of an answer whose buffer is full
+SHUTDOWN_SECONDS = 1  # for answers in transit; a client that does not read does not delay the shutdown
+EXIT_SECONDS = 5.0  # from a signal to the end of the process, whatever still runs
+INTERRUPTED = 130  # exit code
 
 
-def _then_look(name: str) -> Any:
-    """The method of this name of uvicorn's class, and then a look whose part is next."""
+def _update_after(name: str) -> Any:
+    """Return a method that calls uvicorn's method of this name and then updates the deadline."""
 
     def method(self: Connection, *arguments: Any) -> None:
         getattr(H11Protocol, name)(self, *arguments)
-        self._look()
+        self._update_deadline()
 
     return method
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is closed where the client does not do its part in time."""
+    """A connection of uvicorn that is closed if its client does not send or read in time."""
 
-    _awaited: tuple[object, float] | None = None  # whose part it is, a request or an answer, and the seconds for it
+    _awaited: tuple[object, float] | None = None  # the request or answer that the client delays, and the seconds for it
     _since = 0.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio has it; another connection may have to go."""
+        """Accept a connection, and close another one if there are too many."""
         super().connection_made(transport)
-        self._look()
-        # The client that sends nothing has to go first, then the one that reads nothing.
+        self._update_deadline()
+        # Clients that send nothing go before those that read nothing.
         others = [one for one in self.connections if isinstance(one, Connection) and one._awaited and one is not self]
-        if len(self.connections) > KEPT and others:
+        if len(self.connections) > MAX_CONNECTIONS and others:
             min(others, key=lambda one: (one.flow.write_paused, one._since)).transport.abort()
 
-    # After each of these it may be another one's part: after on_response_complete the next request may begin, after
-    # pause_writing the client does not read.
-    data_received = _then_look("data_received")
-    on_response_complete = _then_look("on_response_complete")
-    pause_writing = _then_look("pause_writing")
-    resume_writing = _then_look("resume_writing")
+    # Each of these may change whom the connection waits for: after on_response_complete it waits for the next request,
+    # after pause_writing for the client to read.
+    data_received = _update_after("data_received")
+    on_response_complete = _update_after("on_response_complete")
+    pause_writing = _update_after("pause_writing")
+    resume_writing = _update_after("resume_writing")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Clean up, and cancel the deadline."""
         super().connection_lost(exc)
-        self._await(None)
+        self._set_deadline(None)
 
-    def _look(self) -> None:
+    def _update_deadline(self) -> None:
         if self.flow.write_paused:
-            self._await((self.flow, READING))
+            self._set_deadline((self.flow, READ_SECONDS))
         elif self.cycle is None or self.cycle.response_complete:
-            self._await((self.cycle, HEADERS))
+            self._set_deadline((self.cycle, HEADER_SECONDS))
         else:
-            self._await((self.cycle, BODY) if self.cycle.more_body else None)
+            self._set_deadline((self.cycle, BODY_SECONDS) if self.cycle.more_body else None)
 
-    def _await(self, awaited: tuple[object, float] | None) -> None:
+    def _set_deadline(self, awaited: tuple[object, float] | None) -> None:
         if awaited == self._awaited:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._awaited, self._since, self._timer = awaited, self.loop.time(), None
         if awaited is not None:
-            self._timer = self.loop.call_later(awaited[1], self._give_up)
+            self._timer = self.loop.call_later(awaited[1], self._close)
 
-    def _give_up(self) -> None:
+    def _close(self) -> None:
         if self.flow.write_paused:
             self.transport.abort()
         else:
-            self.transport.close()  # after what the client has still to read
+            self.transport.close()  # after the client has read the rest
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which waits for the answers that it is giving; here they end at once."""
+    """A uvicorn server that ends answers at a signal, where uvicorn waits for them."""
 
     def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
         more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off", "use_colors": False}
-        super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=PATIENCE, **more, **settings))
+        super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=SHUTDOWN_SECONDS, **more, **settings))
         self._scheduler = scheduler
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Interrupt all generation, and shut down."""
         self._scheduler.interrupt()
         super().handle_exit(sig, frame)
 
-    def _end_in_time(self) -> None:
+    def _force_exit(self) -> None:
         while not self._captured_signals:
             time.sleep(0.2)
-        time.sleep(LAST)
+        time.sleep(EXIT_SECONDS)
         os._exit(128 + self._captured_signals[0])
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Until a signal, which uvicorn raises again at the end: SIGTERM ends the process, SIGINT is an exception."""
-        if threading.current_thread() is threading.main_thread():  # only there uvicorn gets signals
-            threading.Thread(target=self._end_in_time, daemon=True, name="end").start()
+        """Run until a signal, which uvicorn raises again: SIGTERM ends the process, SIGINT is a KeyboardInterrupt."""
+        if threading.current_thread() is threading.main_thread():  # the only one in which uvicorn handles signals
+            threading.Thread(target=self._force_exit, daemon=True, name="exit").start()
         try:
             super().run(*args, **kwargs)
         except KeyboardInterrupt:
-            # The interpreter would take the model apart first, which is seconds, and wait for layers in computation.
+            # Skip the interpreter's cleanup, which takes seconds for a model and waits for running layers.
             atexit.register(os._exit, INTERRUPTED)
             raise
 
 
-def listen(choice: ModelChoice, host: str, port: int, **more: Any) -> None:
-    """Load the model and answer at http://host:port/v1 until interrupted; more: of load. Raises KtconvertError at once
-    for a port that is taken.
+def listen(choice: ModelChoice, host: str, port: int, **options: Any) -> None:
+    """Load the model and serve it at http://host:port/v1 until interrupted.
+
+    options: of load_application. Raises KtconvertError, before the model is loaded, if the port is in use.
     """
     _require_free(host, port)
-    application, scheduler = load(choice, **more)
+    application, scheduler = load_application(choice, **options)
     Server(application, scheduler, host=host, port=port, log_level="info").run()
 
 
-def load(
+def load_application(
     choice: ModelChoice, name: str | None = None, key: bytes | None = None, adapters: Mapping[str, Path] | None = None
 ) -> tuple[Any, Any]:
-    """The ASGI application that answers for this model and its adapters, and the Scheduler. name, key: of clients, for
-    the model; adapters: by the names of clients for them.
+    """Return the ASGI application for a model and its adapters, and its Scheduler.
+
+    name: of the model for clients; key: the API key; adapters: directories by their names for clients.
     """
-    the_process()  # which starts meanwhile
+    shared_process()  # starts while the model is loaded
     config = prepare(choice)  # before torch is imported
     from ktconvert.pipeline.models.serving.application import Application
-    from ktconvert.pipeline.models.serving.model_manager import OneModel
+    from ktconvert.pipeline.models.serving.model_manager import ServedModel
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
-    from ktconvert.pipeline.models.serving.stream_decoder import parse_answers_of
+    from ktconvert.pipeline.models.serving.stream_decoder import install_parser
 
-    with building.explained(choice.model, building.GENERATION):
-        manager = OneModel(choice, config, name or choice.model, adapters or {})
-        parse_answers_of(manager.prompts.template, manager.model)
+    with pretrained.explain_errors(choice.model, pretrained.GENERATION):
+        manager = ServedModel(choice, config, name or choice.model, adapters or {})
+        install_parser(manager.prompts.template, manager.model)
         scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)
     return Application(manager, scheduler, key), scheduler
 
@@ -163,5 +167,5 @@ def _require_free(host: str, port: int) -> None:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except OSError as error:
-        why = str(error.strerror).partition(" (")[0]
-        raise KtconvertError(f"{host}:{port}: cannot listen there ({why}); choose --host and --port") from None
+        reason = str(error.strerror).partition(" (")[0]
+        raise KtconvertError(f"{host}:{port}: cannot listen there ({reason}); choose --host and --port") from None

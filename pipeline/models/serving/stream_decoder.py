@@ -1,8 +1,8 @@
-"""The text that a client gets of a model's token ids, in pieces as they come, and never a word of the prompt.
+"""Decoding of a model's token ids into the pieces of text, reasoning and tool calls that a client gets.
 
-Where a chat template does not begin an answer as transformers' parser of answers expects, transformers' server has the
-parser read the whole prompt, and the answer begins with what the user said. Here the parser gets the beginning that the
-template writes, or nothing.
+transformers' parser of answers expects a certain beginning. If the chat template does not write it, transformers'
+server has the parser read the whole prompt, and the answer begins with the user's words. Here the parser gets only the
+beginning that the template writes, or nothing.
 """
 
 from __future__ import annotations
@@ -14,107 +14,112 @@ from typing import Any
 from transformers.cli.serving import chat_completion, response, utils
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from ktconvert.pipeline.models.serving.rendering import ChatTemplate
+from ktconvert.pipeline.models.serving.prompts import ChatTemplate
 
-# What a user says where only the template matters; it must not depend on it.
+# Texts of a user to find out what the template writes, which must not depend on the text.
 PROBES = ("a", "b")
 THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
-HELD = 64  # tokens whose text may still change before it is given nevertheless
-_template, _decoded = utils.get_response_template, utils._decode_prefix  # before `parse_answers_of`
-CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of its bytes are missing
+MAX_HELD = 64  # tokens that are held back because their text may still change
+_get_template, _decode_prefix = utils.get_response_template, utils._decode_prefix  # transformers' own functions
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of a character some of whose bytes are missing
 
 
 class StreamDecoder:
-    """Takes ids one at a time and gives what is certain already, as the handlers of transformers' server take it.
+    """A decoder that takes one token at a time and returns the items for transformers' handlers that are final.
 
-    parser     a ResponseParser of transformers, which is fed the special tokens too; None: all is text
-    ends, stop ids, and strings, that end an answer and are no part of it
+    parser     a ResponseParser of transformers, which also gets special tokens; None: everything is text
+    end_ids    token ids that end an answer and are no part of it
+    stop       strings that do so
+    stopped    whether a stop string ended the answer
+    ended      whether a stop string or an end token did; else the text is truncated
     """
 
-    def __init__(self, tokenizer: Any, parser: Any, ends: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, parser: Any, end_ids: Sequence[int], stop: Sequence[str]) -> None:
         self.tokenizer, self.parser = getattr(tokenizer, "tokenizer", tokenizer), parser
-        self.ends, self.stop = frozenset(ends), tuple(stop)
-        self.stopped = False  # at a stop string
-        self.ended = False  # there, or with an end token; else the text is cut off
+        self.end_ids, self.stop = frozenset(end_ids), tuple(stop)
+        self.stopped = self.ended = False
         self._ids: list[int] = []
-        self._given = 0  # ids of which the text was given
+        self._returned = 0  # ids whose text was returned
         self._held = ""  # text that may be the beginning of a stop string
-        self._unread = ""  # text that the parser has taken and not given back
+        self._unparsed = ""  # text that the parser has read and not returned
 
-    def put(self, token: int) -> list[Any]:
-        """What this token completes. After a stop string nothing comes any more."""
-        self.ended = self.stopped or token in self.ends
+    def add(self, token: int) -> list[Any]:
+        """Return the items that a token completes. There are none after a stop string."""
+        self.ended = self.stopped or token in self.end_ids
         if self.ended:
             return []
         self._ids.append(token)
-        before, now = self._decode(self._ids[: self._given]), self._decode(self._ids)
-        if len(now) <= len(before) or (now.endswith(CUT) and len(self._ids) - self._given < HELD):
+        before, now = self._decode(self._ids[: self._returned]), self._decode(self._ids)
+        if len(now) <= len(before) or (now.endswith(INCOMPLETE) and len(self._ids) - self._returned < MAX_HELD):
             return []
-        # What came before stays for the next decoding: many tokenizers write the first word of a text differently.
-        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
-        return self._text(now[len(before) :])
+        # Keep the last ids for the next decoding: many tokenizers decode the first word of a text differently.
+        self._ids, self._returned = self._ids[self._returned :], len(self._ids) - self._returned
+        return self._take_text(now[len(before) :])
 
     def end(self) -> list[Any]:
+        """Return the items for the remaining text."""
         last = list[Any]()
         if not self.stopped:
-            last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :])
+            last += self._take_text(self._decode(self._ids)[len(self._decode(self._ids[: self._returned])) :])
         if not self.stopped:
-            last += self._parsed(self._held)
-        return last + (self._guarded(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
+            last += self._parse(self._held)
+        return last + (self._run_parser(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=self.parser is None))
 
-    def _text(self, text: str) -> list[Any]:
-        """Text up to the first stop string, less an end that may be the beginning of one."""
+    def _take_text(self, text: str) -> list[Any]:
+        """Return the items of a text up to the first stop string. Hold back an end that may begin one."""
         text = self._held + text
-        if found := [at for at in map(text.find, self.stop) if at >= 0]:
+        if positions := [position for position in map(text.find, self.stop) if position >= 0]:
             self.stopped, self.ended, self._held = True, True, ""
-            return self._parsed(text[: min(found)])
+            return self._parse(text[: min(positions)])
         held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - held :]
-        return self._parsed(text[: len(text) - held])
+        return self._parse(text[: len(text) - held])
 
-    def _parsed(self, text: str) -> list[Any]:
+    def _parse(self, text: str) -> list[Any]:
         if not text or self.parser is None:
             return [text] if text else []
-        self._unread += text
-        return self._guarded(lambda parser: parser.feed(text))
+        self._unparsed += text
+        return self._run_parser(lambda parser: parser.feed(text))
 
-    def _guarded(self, step: Callable[[Any], list[dict[str, Any]]]) -> list[Any]:
-        """What the parser gives; a tool call that is none (cut short, or no JSON) comes as the text that it is."""
+    def _run_parser(self, step: Callable[[Any], list[dict[str, Any]]]) -> list[Any]:
+        """Return the parser's items. An invalid tool call (truncated, or no JSON) becomes text."""
         try:
             events = step(self.parser)
             items = utils.response_events_to_chunks(events)
         except (ValueError, KeyError, TypeError, RuntimeError):
             self.parser = None
-            rest, self._unread = self._unread, ""
+            rest, self._unparsed = self._unparsed, ""
             return [rest] if rest else []
         if events and not any(event.get("dirty") for event in events):
-            self._unread = ""
+            self._unparsed = ""
         return items
 
 
 class GeneratedIds(list[int]):
-    """A generation's new ids, and what StreamDecoder gave of them."""
+    """The new token ids of a generation, and the items into which StreamDecoder decoded them."""
 
     items: Sequence[Any] = ()
 
 
-def parse_answers_of(chat_template: ChatTemplate, model: Any) -> None:
-    """Have the handlers of transformers' server read this model's answers by `parse_message`, and parse them only where
-    its chat template writes the words from which parsing starts, beginning with what it writes after these ("<think>");
-    other answers are plain text. The handlers look these functions up in their modules.
+def install_parser(chat_template: ChatTemplate, model: Any) -> None:
+    """Replace functions of transformers' handlers, so that they parse this model's answers correctly.
+
+    Whole answers are parsed by `parse_message`. Answers are parsed only if the chat template writes the words at which
+    parsing starts; the parser begins with the text that the template writes after them ("<think>"). Other answers are
+    plain text. The handlers look these functions up in their modules.
     """
-    template = _template(chat_template.processor, model)
-    beginnings = set() if template is None else asyncio.run(_beginnings(chat_template, template))
-    # Tokens that hold these words: each has at least a byte, and the first may lose a space.
-    most = max((len(f"{words}{more}".encode()) for words, more in beginnings), default=0) + 1
+    template = _get_template(chat_template.processor, model)
+    beginnings = set() if template is None else asyncio.run(_find_beginnings(chat_template, template))
+    # Tokens that contain these words: each has at least a byte, and the first may lose a space.
+    count = max((len(f"{words}{more}".encode()) for words, more in beginnings), default=0) + 1
 
     def prefix(tokenizer: Any, input_ids: Any) -> str:
-        prompt = _decoded(tokenizer, input_ids[..., -most:])
+        prompt = _decode_prefix(tokenizer, input_ids[..., -count:])
         more = (more for words, more in beginnings if prompt.endswith(words + more))
-        return max(more, key=len, default="").rstrip()  # a parser keeps spaces for later, and these are not generated
+        return max(more, key=len, default="").rstrip()  # else the parser would add its spaces to the answer
 
     modules: Any = utils, chat_completion, response
     modules[0].get_response_template = lambda processor, model: template if beginnings else None
@@ -122,15 +127,15 @@ def parse_answers_of(chat_template: ChatTemplate, model: Any) -> None:
     modules[1].parse_assistant_message = modules[2].parse_assistant_message = parse_message
 
 
-async def _beginnings(chat_template: ChatTemplate, template: Any) -> set[tuple[str, str]]:
-    """How this chat template may begin an answer: the words from which parsing starts, and what it writes after."""
-    anchor, found = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
+async def _find_beginnings(chat_template: ChatTemplate, template: Any) -> set[tuple[str, str]]:
+    """Return the beginnings of answers that a chat template writes: words where parsing starts, and text after them."""
+    anchor, beginnings = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
     for settings in THINKING:
         ends = set[tuple[str, str] | None]()
         for text in PROBES:
             messages = [{"role": "user", "content": text}]
             try:
-                await chat_template.find_variables(None)  # compiled there before it is here
+                await chat_template.find_variables(None)  # compiles it in the other process first
                 prompt = await chat_template.render(chat_template.prepare(messages, None, settings))
             except Exception:  # a template is a program that comes with the model, and may refuse so short a chat
                 ends.add(None)
@@ -138,14 +143,14 @@ async def _beginnings(chat_template: ChatTemplate, template: Any) -> set[tuple[s
             last = max(anchor.finditer(prompt), key=lambda match: match.end(), default=None)
             ends.add(last and (last[0], prompt[last.end() :]))
         if len(ends) == 1:
-            found |= {end for end in ends if end is not None}
-    return found
+            beginnings |= {end for end in ends if end is not None}
+    return beginnings
 
 
 def parse_message(
     processor: Any, model: Any, generated_ids: GeneratedIds, **more: Any
 ) -> tuple[str, str | None, list[Any] | None]:
-    """A whole answer as (text, reasoning, tool calls): what a stream of it would give, in one piece."""
+    """Return a whole answer as (text, reasoning, tool calls), the same as its stream."""
     items = generated_ids.items
     calls = [item for item in items if isinstance(item, utils.ToolCall)]
     reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
@@ -153,4 +158,5 @@ def parse_message(
 
 
 def is_text(item: Any) -> bool:
+    """Return whether an item is text of the answer."""
     return isinstance(item, str) and not isinstance(item, utils.ReasoningText)

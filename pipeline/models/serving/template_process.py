@@ -1,7 +1,8 @@
-"""The process that renders chat templates, which are programs that come with a model and may never end.
+"""A process that renders chat templates, which are programs that come with a model and may never end.
 
-It does each job in a fork of its own, whose time and memory the kernel limits: a loop in a thread could not be ended,
-and would hold the interpreter's lock against every other client. It imports no torch, so that a fork is small and fast.
+It runs each job in a fork whose time and memory the kernel limits. A loop in a thread could not be stopped, and would
+hold the interpreter's lock against all other clients. The process does not import torch, so that forks are small and
+fast.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 5  # of a CPU, for one job
-MEMORY = 2 << 30  # bytes of an address space, of the process too: what could be compiled in a fork can be there
-LONGEST = 1 << 24  # characters of a text
+CPU_SECONDS = 5  # for one job
+MAX_MEMORY = 2 << 30  # bytes of address space, of each fork and of the process, so that both can compile a template
+MAX_TEXT = 1 << 24  # characters of a rendered text
 PROGRAM = "ktconvert.pipeline.models.serving.template_process"
-DONE, FAILED = b"+", b"-"  # how a reply begins
-FORKED, KEPT = b"f", b"k"  # where a job is done: in a fork, or in the process, whose later forks have what it compiled
+SUCCESS, FAILURE = b"+", b"-"  # the first byte of a reply
+IN_FORK, IN_PROCESS = b"f", b"k"  # where to run a job; what the process itself compiles, later forks have too
 
 
 class TemplateError(Exception):
-    """An error of a chat template, or a limit that it reached."""
+    """An error of a chat template, or of one that exceeds a limit."""
 
 
 class TemplateProcess:
-    """The process, which is started at once and ends with its parent."""
+    """The process, which starts at once and ends with its parent."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        """seconds: of a CPU, for one job."""
+    def __init__(self, seconds: float = CPU_SECONDS) -> None:
+        """Start the process. seconds: CPU time for one job."""
         self.seconds = seconds
         self._start()
 
@@ -42,7 +43,7 @@ class TemplateProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), str(self.seconds)]
         with theirs:
-            # In a session of its own Ctrl-C does not reach it: it ends when the socket does.
+            # In a session of its own it does not get Ctrl-C: it ends when the socket is closed.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -53,20 +54,20 @@ class TemplateProcess:
             )
 
     async def find_variables(self, template: str) -> frozenset[str]:
-        """Return the names that a template reads, which is compiled once for all later jobs. Raises TemplateError."""
+        """Return the names that a template reads, and compile it for all later jobs. Raises TemplateError."""
         job = json.dumps(["find_variables", {"template": template}]).encode()
-        names = await self._do(job)
-        await self._do(job, KEPT)
+        names = await self._run(job)
+        await self._run(job, IN_PROCESS)
         return frozenset(names.split())
 
     async def render(self, job: bytes) -> str:
-        """Return the text of a chat; job: of `job_to_render`. Raises TemplateError."""
-        return await self._do(job)
+        """Return the text of a chat. job: from `encode_render_job`. Raises TemplateError."""
+        return await self._run(job)
 
-    async def _do(self, job: bytes, where: bytes = FORKED) -> str:
+    async def _run(self, job: bytes, where: bytes = IN_FORK) -> str:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._hand_over(theirs, where)
+            self._send_socket(theirs, where)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             writer.write(job)
@@ -76,36 +77,36 @@ class TemplateProcess:
             reply = b""
         finally:
             writer.close()
-        if not reply.startswith((DONE, FAILED)):
-            limits = f"{self.seconds:g} seconds of a CPU, {MEMORY >> 30} GiB of memory or {LONGEST} characters"
+        if not reply.startswith((SUCCESS, FAILURE)):
+            limits = f"{self.seconds:g} seconds of a CPU, {MAX_MEMORY >> 30} GiB of memory or {MAX_TEXT} characters"
             raise TemplateError(f"it takes more than {limits}")
-        if reply.startswith(FAILED):
+        if reply.startswith(FAILURE):
             raise TemplateError(reply[1:].decode())
         return reply[1:].decode()
 
-    def _hand_over(self, connection: socket.socket, where: bytes) -> None:
+    def _send_socket(self, connection: socket.socket, where: bytes) -> None:
         try:
             socket.send_fds(self._control, [where], [connection.fileno()])
-        except ConnectionError:  # it was killed
+        except ConnectionError:  # the process was killed
             self._control.close()
             self._process.wait()
             self._start()
             socket.send_fds(self._control, [where], [connection.fileno()])
 
 
-the_process = functools.cache(TemplateProcess)  # of all models of this process
+shared_process = functools.cache(TemplateProcess)
 
 
-def job_to_render(arguments: dict[str, Any]) -> bytes:
-    """Return the job for these arguments of transformers' render_jinja_template."""
+def encode_render_job(arguments: dict[str, Any]) -> bytes:
+    """Return the job to render a chat. arguments: of transformers' render_jinja_template."""
     return json.dumps(["render", arguments]).encode()
 
 
-# --- in the process -------------------------------------------------------------------------------
+# --- code of the process --------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Do jobs until the parent ends."""
+    """Run jobs until the parent process ends."""
     from transformers.utils import chat_template_utils
 
     def find_variables(template: str) -> str:
@@ -115,35 +116,35 @@ def main() -> None:
         return str(chat_template_utils.render_jinja_template(**arguments)[0][0])
 
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     while True:
         where, connections, _, _ = socket.recv_fds(control, 1, 1)
         if not where:
             return
         with socket.socket(fileno=connections[0]) as connection:
-            if where == KEPT:
-                _do_job(connection, [find_variables])
+            if where == IN_PROCESS:
+                _run_job(connection, [find_variables])
             elif os.fork() == 0:
                 control.close()
-                signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the fork then, whatever it is doing
+                signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the fork in any state
                 signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
-                _do_job(connection, [find_variables, render])
+                _run_job(connection, [find_variables, render])
                 os._exit(0)
 
 
-def _do_job(connection: socket.socket, tasks: list[Callable[..., str]]) -> None:
+def _run_job(connection: socket.socket, tasks: list[Callable[..., str]]) -> None:
     with connection.makefile("rb") as file:
         name, arguments = json.loads(file.read())
     try:
         text = {task.__name__: task for task in tasks}[name](**arguments)
-        if len(text) > LONGEST:
+        if len(text) > MAX_TEXT:
             return
-        reply = DONE + text.encode()
+        reply = SUCCESS + text.encode()
     except MemoryError:
         return
     except Exception as error:  # a template may raise anything
-        reply = FAILED + " ".join(str(error).split())[:1000].encode(errors="replace")
+        reply = FAILURE + " ".join(str(error).split())[:1000].encode(errors="replace")
     connection.sendall(reply)
 
 

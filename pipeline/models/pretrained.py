@@ -1,0 +1,271 @@
+"""Configs, tokenizers and models from transformers, for every command.
+
+This is the only module that asks transformers for a config or a tokenizer (tests/test_structure.py). It disables
+settings that would add more than predictions, and reports errors of transformers in one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ktconvert.layouts import patterns
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant.runtime.hot_mask import REMEDY
+from ktconvert.pipeline.report.text import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Values of a config for a model that gives only its predictions. With router logits, a setting for training,
+# transformers adds up a loss, which fails for a prompt in chunks, with padding and with beams.
+PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
+PREDICTIONS_ONLY["return_dict"] = True
+BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
+NOT_FINITE = "with its settings, or with damaged weights, the model computes NaN or infinity"
+COMPARE = "compare it with the file that the model was released with"
+TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError where an allocation on the CPU fails
+# In transformers' error for a model type that it does not have.
+UNKNOWN_TYPE = ("does not recognize this architecture", "Unrecognized configuration class")
+HUB_OPTIONS = ("revision", "trust_remote_code")  # options of from_pretrained that select the files and how to read them
+
+
+@contextmanager
+def explain_errors(
+    model: str, file: str, *, action: str = "load it", unchanged: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise whatever transformers raises for a file of a model as a KtconvertError of one sentence.
+
+    The sentence names the file if the model is a directory. The error is UnsupportedError for a model type that
+    transformers does not know, else InputError. Errors of ktconvert, out-of-memory errors and those in `unchanged` pass
+    as they are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # an error in Rust, which is no Exception
+        if isinstance(error, (KtconvertError, *unchanged)) or not (isinstance(error, Exception) or is_panic):
+            raise
+        if is_out_of_memory(error):
+            raise
+        kind: type[KtconvertError] = InputError
+        message, remedy = str(error), COMPARE
+        if any(text in message for text in UNKNOWN_TYPE):
+            kind, remedy = UnsupportedError, "use a model whose type this version knows"
+        elif "trust_remote_code" in message:
+            remedy = "give --trust-remote-code if you trust the code that comes with the model"
+        problem = f"transformers cannot {action}: {first_line(error)}"
+        raise kind(problem, remedy, path=_locate(model, file)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the system or a GPU ran out of memory."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or TORCH_OUT_OF_MEMORY in str(error)
+
+
+@contextmanager
+def explain_memory_errors(model: str) -> Iterator[None]:
+    """Raise ResourceError where the system or a GPU runs out of memory."""
+    import torch
+
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = "the system has too little memory; convert the experts with `ktconvert cpu`, or end other programs"
+        if isinstance(error, torch.OutOfMemoryError):
+            problem = f"the GPU has too little memory for the hot experts and the non-expert tensors; {REMEDY}"
+        raise ResourceError(f"{model}: {problem}") from error
+
+
+def _locate(model: str, file: str) -> str:
+    """Return the path of the file to name in a message; the model itself if it is no directory."""
+    if not Path(model).is_dir():
+        return model
+    if file == GENERATION and not Path(model, file).is_file():
+        file = CONFIG
+    if file == TOKENIZER:
+        import tokenizers
+
+        with suppress(Exception):
+            tokenizers.Tokenizer.from_file(str(Path(model, TOKENIZER)))
+            file = TOKENIZER_CONFIG  # tokenizer.json by itself is valid
+    return str(Path(model, file))
+
+
+def read_config(model: str, **options: Any) -> Any:
+    """Return the config of a model, set to give only predictions.
+
+    options: as from_pretrained takes them. Raises the errors of explain_errors and require_plausible.
+    """
+    import transformers
+
+    from ktconvert.native_quant.runtime import hf_dtypes
+
+    hf_dtypes.keep_routers()
+    if Path(model).is_dir() and not Path(model, CONFIG).is_file():
+        raise InputError(f"{model}: has no {CONFIG}; put the model's own there")
+    with explain_errors(model, CONFIG):
+        config = transformers.AutoConfig.from_pretrained(model, **options)
+        require_plausible(config, model, options.get("revision"))
+    disable_other_outputs(config)
+    return config
+
+
+def disable_other_outputs(config: Any) -> None:
+    """Change a config, and the configs within it, so that the model gives its predictions and nothing else."""
+    import transformers
+
+    for name, value in PREDICTIONS_ONLY.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for nested in vars(config).values():
+        if isinstance(nested, transformers.PreTrainedConfig):
+            disable_other_outputs(nested)
+
+
+def require_plausible(config: Any, model: str, revision: str | None = None) -> None:
+    """Raise InputError for a config whose numbers cannot be right.
+
+    That is more experts per token than the model has, or sizes with which building the model would take forever.
+    """
+    text, place = config.get_text_config(decoder=True).to_dict(), _locate(model, CONFIG)
+    experts = cfg.number(text, NUM_EXPERTS)
+    if experts is not None and (problem := cfg.wrong_experts_per_token(text, experts[1])) is not None:
+        raise InputError(f"{place}: {problem}")
+    root = Path(model) if Path(model).is_dir() else hub.snapshot(model, revision)
+    if root is not None and (large := cfg.large_sizes(config.to_dict())):
+        tensors: dict[str, TensorInfo] = {}
+        with suppress(KtconvertError):  # damaged weights: reported when they are loaded
+            tensors = open_checkpoint(root).tensors
+        if problem := cfg.wrong_size(large, tensors):
+            raise InputError(f"{place}: {problem}; {COMPARE}")
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class of transformers for a model of this config that writes text."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
+def read_tokenizer(model: str, kind: str = "AutoTokenizer", **options: Any) -> Any:
+    """Return the tokenizer, or what the auto class `kind` loads. Raises InputError if it is unusable."""
+    import transformers
+
+    with explain_errors(model, TOKENIZER):
+        loaded = getattr(transformers, kind).from_pretrained(model, **options)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        # If files are missing, transformers returns something else, or a tokenizer that makes no token of a text.
+        if (
+            not isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+            or not tokenizer("a", add_special_tokens=False)["input_ids"]
+        ):
+            raise InputError(f"{model}: has no tokenizer; put its files ({TOKENIZER}) beside {CONFIG}")
+        tokenizer.decode(tokenizer("a b")["input_ids"])
+    return loaded
+
+
+def read_generation_config(model: str, **options: Any) -> Any:
+    """Return the generation config, or None for a model without one.
+
+    Raises InputError for an unusable file, which from_pretrained of a model would silently ignore.
+    """
+    import transformers
+
+    if not Path(model, GENERATION).is_file():
+        return None
+    with explain_errors(model, GENERATION):
+        return transformers.GenerationConfig.from_pretrained(model, **options)
+
+
+def load_pretrained(kind: Any, model: str, config: Any, weights: dict[str, torch.Tensor] | None, **options: Any) -> Any:
+    """Return the model that from_pretrained of the auto class `kind` loads.
+
+    weights: to use instead of the checkpoint's, by name. Raises InputError for tensors that are missing or do not have
+    the shapes of the config, and for a model that cannot compute.
+    """
+    hub_options = {name: options[name] for name in HUB_OPTIONS}
+    generation = read_generation_config(model, **hub_options)
+    with (
+        explain_memory_errors(model),
+        explain_errors(model, CONFIG, action=BUILD),
+        silence_loading_report(),
+        limit_pattern_time(model),
+    ):
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        if weights is None:
+            loaded, info = kind.from_pretrained(model, config=config, **options)
+        else:
+            options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+            options["state_dict"] = weights
+            loaded, info = kind._model_mapping[type(config)].from_pretrained(None, config=config, **options)
+            loaded.config.name_or_path = loaded.name_or_path = model
+            loaded.generation_config = generation or loaded.generation_config
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        problem = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
+        raise InputError(f"{_locate(model, CONFIG)}: {problem}; {COMPARE}")
+    if missing := sorted(info["missing_keys"]):
+        problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
+        raise InputError(f"{model}: {problem}; compare both with the release")
+    require_finite_logits(loaded, model)
+    return loaded
+
+
+@contextmanager
+def limit_pattern_time(model: str) -> Iterator[None]:
+    """Have compressed-tensors match the regular expressions of config.json with a time limit, which `re` lacks."""
+    try:
+        from compressed_tensors.utils import match
+    except ImportError:  # if the package is needed, transformers says what to install
+        yield
+        return
+    expression = functools.cache(lambda text: patterns.compile(text, _locate(model, CONFIG)))
+    original = match.re
+    match.re = SimpleNamespace(match=lambda text, name: expression(text).match(name))
+    try:
+        yield
+    finally:
+        match.re = original
+
+
+@contextmanager
+def silence_loading_report() -> Iterator[None]:
+    """Silence transformers' table of missing and other tensors: load_pretrained raises one sentence."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def require_finite_logits(loaded: Any, model: str) -> None:
+    """Raise InputError for a model that cannot compute two tokens, or computes NaN or infinity."""
+    import torch
+
+    with explain_memory_errors(model), explain_errors(model, CONFIG, action=COMPUTE), torch.no_grad():
+        logits = loaded(input_ids=torch.zeros((1, 2), dtype=torch.long, device=loaded.device)).logits
+    if not bool(logits.isfinite().any(-1).all()):
+        raise InputError(f"{_locate(model, CONFIG)}: {NOT_FINITE}; {COMPARE}")

@@ -1,0 +1,268 @@
+"""Data, model and Trainer of a LoRA training, and the memory that it needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.config import experts_per_token
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import explained
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.models import loading, pretrained
+from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.report.text import first_line
+
+NO_LIMIT = 1 << 40  # samples, and tokens of one
+EXPERTS = "experts"  # PEFT's target module for the routed experts
+LORA_MEMORY = "LoRA with gradients and AdamW"
+PROBE_BYTES = 1 << 20
+RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+
+Rows = list[dict[str, Any]]  # a data set as Trainer takes it
+
+
+def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> Rows:
+    """Return a data set as sequences (int64 [sequence_length]), each with itself as labels.
+
+    The texts follow each other, separated by the end-of-text token, and are cut into sequences; the rest at the end is
+    left out. Raises InputError for less than one sequence.
+    """
+    import numpy as np
+    import torch
+
+    from ktconvert.pipeline.models.text_datasets import read_samples
+    from ktconvert.pipeline.options.option_groups import Samples
+
+    seed, length = options.schedule_options.seed, options.schedule_options.sequence_length
+    settings = Samples(
+        dataset=dataset,
+        dataset_split=options.dataset_split,
+        num_calibration_samples=NO_LIMIT,
+        max_sequence_length=NO_LIMIT,
+        random_seed=seed,
+    )
+    samples = read_samples(settings, tokenizer, note)
+    end = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]
+    ids = np.concatenate([part for sample in samples for part in (sample, *end)])
+    if len(ids) < length:
+        raise InputError(
+            f"{dataset}: has {len(ids)} tokens, less than one sequence of {length}; give more text, or a smaller "
+            "--sequence-length"
+        )
+    count = len(ids) // length
+    rows = torch.from_numpy(ids[: count * length].reshape(count, length))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def target_modules(options: TrainOptions, model: Any) -> list[str]:
+    """Return PEFT's target modules: those of the options, or the linear layers of attention, and experts."""
+    import torch
+
+    if options.lora.target_modules is not None:
+        return [name.strip() for name in options.lora.target_modules.split(",")]
+    linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return [*dict.fromkeys(name.split(".")[-1] for name in linears if "attn" in name or "attention" in name), EXPERTS]
+
+
+def add_adapter(options: TrainOptions, model: Any) -> Any:
+    """Return the model with a new adapter.
+
+    Raises UnsupportedError for target modules that the model lacks or PEFT cannot adapt.
+    """
+    import peft
+
+    lora = options.lora
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=target_modules(options, model),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
+
+
+def trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
+    """Return transformers' TrainingArguments. evaluates: whether there is an evaluation data set."""
+    import torch
+    import transformers
+
+    plan = options.schedule_options
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=plan.epochs,
+        max_steps=plan.max_steps or -1,
+        per_device_train_batch_size=plan.batch_size,
+        per_device_eval_batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation,
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type=plan.schedule,
+        warmup_steps=plan.warmup,  # below 1: a fraction of all steps
+        weight_decay=plan.weight_decay,
+        max_grad_norm=plan.max_grad_norm,
+        seed=plan.seed,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        save_steps=options.save_steps,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=options.save_steps if evaluates else None,
+        eval_on_start=evaluates,
+        prediction_loss_only=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+
+
+def build_trainer(
+    options: TrainOptions,
+    model: Any,
+    folder: Path,
+    rows: Rows,
+    eval_rows: Rows | None,
+    on_checkpoint: Callable[[int, Path], None],
+    report_logs: Callable[[Any, Any], None],
+) -> Any:
+    """Return a transformers Trainer.
+
+    folder: where it writes checkpoints; on_checkpoint(step, directory): called for each complete checkpoint;
+    report_logs(state, logs): called for each loss.
+    """
+    import transformers
+
+    class Trainer(transformers.Trainer):
+        def _save_checkpoint(self, *model_and_trial: Any) -> None:
+            with explain_failed_writes(folder):
+                super()._save_checkpoint(*model_and_trial)
+            on_checkpoint(self.state.global_step, folder / f"checkpoint-{self.state.global_step}")
+
+    class LogReporter(transformers.TrainerCallback):
+        def report(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            report_logs(state, logs)
+
+        on_log = report
+
+    trainer = Trainer(
+        model=model,
+        args=trainer_arguments(options, folder, eval_rows is not None),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        callbacks=[LogReporter()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+# --- failed writes --------------------------------------------------------------------------------
+
+
+@contextmanager
+def explain_failed_writes(folder: Path) -> Iterator[None]:
+    """Raise OSError or ResourceError with the reason of a failed write below a folder.
+
+    torch and safetensors do not always give it: a full disk, a quota, a file-size limit.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        with explained(folder):
+            yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        number = _find_errno(error) or _probe_errno(folder)
+        if number is None:
+            remedy = "check the disk, then run the command again"
+            raise KtconvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
+        with explained(folder):
+            raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+def _find_errno(error: BaseException | None) -> int | None:
+    """Return the errno of a failed write; None if the error and its causes have none."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        if match := RUST_ERRNO.search(str(error)):
+            return int(match[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _probe_errno(folder: Path) -> int | None:
+    """Return the errno of writing a small file, or EFBIG if a file reached the size limit; else None."""
+    limit = machine.file_size_limit()
+    if limit is not None and any(path.stat().st_size >= limit for path in folder.rglob("*")):
+        return errno.EFBIG
+    try:
+        publish.write_file(folder / "probe", bytes(PROBE_BYTES))
+    except ResourceError as error:
+        return _find_errno(error)
+    except OSError as error:
+        return error.errno
+    finally:
+        with suppress(OSError):
+            (folder / "probe").unlink(missing_ok=True)
+    return None
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
+    """Return the bytes that a step needs beside the converted experts, from the model's config."""
+    config = loading.prepare(choice)
+    import torch
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+    with (
+        pretrained.explain_errors(choice.model, pretrained.CONFIG, action=pretrained.BUILD),
+        torch.device("meta"),
+    ):
+        model = pretrained.auto_class(config).from_config(config)
+    experts, plan, rank = find_experts(model), options.schedule_options, options.lora.rank
+    names = target_modules(options, model)
+    prefixes = tuple(f"{module.name}." for module in experts)
+    non_expert = sum(weight.numel() for name, weight in model.named_parameters() if not name.startswith(prefixes))
+    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.split(".")[-1] in names]
+    parameters = sum(rank * (m.in_features + m.out_features) for m in linears)
+    if EXPERTS in names:
+        parameters += sum(3 * rank * m.num_experts * (m.hidden + m.intermediate) for m in experts)
+    text = config.get_text_config(decoder=True)
+    count, hidden, layers = plan.batch_size * plan.sequence_length, experts[0].hidden, text.num_hidden_layers
+    topk = experts_per_token(text.to_dict(), experts[0].layer, experts[0].num_experts)[0]
+    # For each route, in BF16: gate, up, their product and down's output (training.Kept).
+    routes = 2 * count * topk * max(3 * m.intermediate + m.hidden for m in experts)
+    # What torch keeps of a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs, outputs of
+    # linear layers in BF16 and float32, and the norms' inputs.
+    layer = routes + count * (sum(4 * m.in_features + 6 * m.out_features for m in linears) // layers + 12 * hidden)
+    activations = 2 * count * hidden * layers + layer if plan.gradient_checkpointing else layer * layers
+    needed = {
+        "model without experts": 2 * non_expert,
+        "activations of a step": activations,
+        "gradients of one layer": 2 * routes,
+        "logits and their gradient": 16 * count * text.vocab_size,  # in BF16 and float32, and of log_softmax
+        LORA_MEMORY: 16 * parameters,
+    }
+    return {**needed, "together": sum(needed.values())}
+
+
+def adapter_bytes(memory: dict[str, int]) -> int:
+    """Return the bytes of the adapter's float32 matrices, from the result of estimate_memory.
+
+    The estimate adds gradients and AdamW's two moments of the same size.
+    """
+    return memory[LORA_MEMORY] // 4
