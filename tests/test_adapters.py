@@ -1,4 +1,4 @@
-"""LoRA adapters as files: which settings are computed, experts in part, and what merge-adapter folds into what."""
+"""Tests of LoRA adapter files: supported settings, experts with some projections, and merge-adapter."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ SIZES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": 
 
 
 def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int = RANK, **config: Any) -> Path:
-    """Random matrices for modules of these shapes."""
+    """Write an adapter with random matrices for modules of these shapes."""
     rng, tensors = np.random.default_rng(0), {}
     for module, (rows, columns) in shapes.items():
         for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
@@ -53,7 +53,7 @@ def configure(folder: Path, **changes: Any) -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 
-def test_every_field_of_peft_is_in_the_table():
+def test_the_table_has_every_field_of_peft():
     """With its default: a new PEFT may have a field that changes what an adapter computes."""
     peft = pytest.importorskip("peft")
     fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
@@ -81,8 +81,8 @@ def test_every_field_of_peft_is_in_the_table():
         ("strength_of_tomorrow", None, (RUN, SERVE, MERGE)),
     ],
 )
-def test_a_setting_is_computed_or_refused(setting, value, uses, tmp_path):
-    """By each command that reads adapters, before any tensor is read."""
+def test_each_setting_is_supported_or_rejected(setting, value, uses, tmp_path):
+    """By each command that reads adapters, before it reads any tensor."""
     folder = write_adapter(tmp_path / "a", {}, **{setting: value})
     for use in (RUN, SERVE, MERGE):
         if use in uses:
@@ -110,7 +110,7 @@ def test_a_setting_is_computed_or_refused(setting, value, uses, tmp_path):
         ({"peft_type": ["LORA"]}, "it has no peft_type"),
     ],
 )
-def test_a_damaged_configuration_is_one_sentence(changes, why, tmp_path, monkeypatch):
+def test_a_damaged_configuration_is_reported_in_one_sentence(changes, why, tmp_path, monkeypatch):
     monkeypatch.setattr(patterns, "ONE_MATCH", 0.1)
     folder = write_adapter(tmp_path / "a", {f"model.{'decoder.' * 9}layers.0.self_attn.q_proj": (8, 8)})
     configure(folder, **changes)
@@ -119,7 +119,7 @@ def test_a_damaged_configuration_is_one_sentence(changes, why, tmp_path, monkeyp
     assert str(refused.value).startswith(str(folder)) and "\n" not in str(refused.value)
 
 
-def test_what_is_no_configuration_is_one_sentence(tmp_path):
+def test_a_file_without_a_configuration_is_reported_in_one_sentence(tmp_path):
     folder = write_adapter(tmp_path / "a", {})
     for text in ("[]", "null", "{", "[" * 100_000, '{"peft_type": "\\ud800"}', '{"r": NaN}'):
         (folder / adapter.CONFIG).write_text(text)
@@ -127,8 +127,8 @@ def test_what_is_no_configuration_is_one_sentence(tmp_path):
             read_settings(folder, RUN)
 
 
-def test_patterns_choose_as_peft_does(tmp_path):
-    """The first one that matches the end of a name, at a dot."""
+def test_patterns_select_as_in_peft(tmp_path):
+    """The first pattern that matches the end of a name, at a dot."""
     peft = pytest.importorskip("peft.utils.other")
     values = {"proj": 1.0, r"layers\.0\..*": 2.0, "q_proj|v_proj": 3.0, "experts.gate_up_proj": 4.0}
     settings = read_settings(write_adapter(tmp_path / "a", {}, alpha_pattern=values, r=1), MERGE)
@@ -141,7 +141,7 @@ def test_patterns_choose_as_peft_does(tmp_path):
 
 @pytest.fixture(scope="module")
 def models(example) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """transformers' model, and the same whose experts ours compute, in BF16."""
+    """Return functions that load transformers' model, and the same with our experts, in BF16."""
     pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -162,7 +162,7 @@ def saved(model: Any, folder: Path, **settings: Any) -> Path:
 
 
 def by_expert(folder: Path, projections: tuple[str, ...], **settings: Any) -> Path:
-    """As transformers 4 and PEFT wrote them."""
+    """Write an adapter as transformers 4 and PEFT did, and return its folder."""
     layers = settings.pop("layers", (0, 1))
     modules = [f"model.layers.{layer}.mlp.experts.{e}.{p}" for layer in layers for e in range(8) for p in projections]
     return write_adapter(folder, dict.fromkeys(modules, (256, 256)), lora_alpha=64, **settings)
@@ -182,7 +182,7 @@ PARTS: dict[str, Any] = {
 
 
 def folded(model: Any, folder: Path) -> Any:
-    """The model with what merge-adapter reads added to its weights."""
+    """Return the model with what merge-adapter reads added to its weights."""
     import torch
 
     parameters = dict(model.named_parameters())
@@ -200,8 +200,8 @@ def folded(model: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_experts_in_part_compute_what_peft_computes(part, models, tmp_path):
-    """In our runtime as folded into the weights; where PEFT loads them (gate alone it refuses), as there."""
+def test_experts_with_some_projections_compute_as_in_peft(part, models, tmp_path):
+    """In our runtime, merged into the weights, and in PEFT, which rejects gate alone."""
     import torch
     from peft import PeftModel
 
@@ -245,7 +245,7 @@ def merge(model: Path, folder: Path, *, refused: str = "") -> Path:
 
 
 def stack(model: Path) -> None:
-    """Store the checkpoint's experts as newer ones do."""
+    """Stack the checkpoint's experts, as newer checkpoints do."""
     (model / "model.safetensors.index.json").unlink()
     tensors = read_folder(model)
     for file in model.glob("*.safetensors"):
@@ -265,8 +265,8 @@ def changed(model: Path, output: Path) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
-def test_only_the_tensors_of_the_named_modules_change(model, tmp_path):
-    """Not those of another tower whose names end alike; a checkpoint's own beginning of the model's names is known."""
+def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
+    """Not those of another tower whose names have the same end. A checkpoint's own prefix of the names is known."""
     file = model / "model-00001-of-00003.safetensors"
     router, vision = "model.layers.0.mlp.gate.weight", "vision_model.model.layers.0.mlp.gate.weight"
     index = model / "model.safetensors.index.json"
@@ -285,8 +285,8 @@ def test_only_the_tensors_of_the_named_modules_change(model, tmp_path):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_adapters_of_models_of_other_sizes_are_refused(stacked, model, tmp_path):
-    """Half the width, experts counted from 1, fewer and more experts; the right one changes every expert."""
+def test_merge_adapter_rejects_adapters_of_other_sizes(stacked, model, tmp_path):
+    """Half the width, experts counted from 1, fewer and more experts. The right adapter changes every expert."""
     if stacked:
         stack(model)
     merge(model, write_adapter(tmp_path / "half", of_experts(width=WIDTH // 2)), refused="use an adapter of this model")
@@ -298,8 +298,8 @@ def test_adapters_of_models_of_other_sizes_are_refused(stacked, model, tmp_path)
     assert changed(model, output) == {name for name in before if ".experts." in name}
 
 
-def test_stacked_matrices_are_folded_into_separate_and_stacked_experts(model, tmp_path):
-    """PEFT's target_parameters, all experts in two matrices: the same weights either way."""
+def test_stacked_matrices_merge_into_separate_and_stacked_experts(model, tmp_path):
+    """PEFT's target_parameters, with all experts in two matrices, give the same weights in both cases."""
     rng = np.random.default_rng(1)
     at, folder = (
         "model.layers.0.mlp.experts",
@@ -322,8 +322,8 @@ def test_stacked_matrices_are_folded_into_separate_and_stacked_experts(model, tm
         assert np.allclose(as_float(together[expert]), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_another_adapter_is_another_input(model, tmp_path):
-    """Its settings and its weights: in each fingerprint that they change, and in what a finished output was made of."""
+def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
+    """Its settings and its weights do, and a finished output is no longer up to date."""
     folder = write_adapter(tmp_path / "a", of_experts())
 
     def fingerprints() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model."""
+"""Tests of `ktconvert eval`: known distributions, a model against itself, and the bundled model."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def text(example: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
-    """The bundled model for the CPU and for the GPU."""
+    """Return the bundled model converted for the CPU and for the GPU, by method."""
     root = tmp_path_factory.mktemp("converted")
     for method in METHODS:
         how = ("gpu", "--quant-method", "RTN", "--quant-type") if method[0] == "W" else ("cpu", "--quant-method")
@@ -56,7 +56,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[s
 
 
 def which(method: str) -> str:
-    """The option by which `eval` takes it."""
+    """Return the option of `eval` for a method."""
     if method[0] == "W" and find_spec("compressed_tensors") is None:
         pytest.skip("compressed-tensors is not installed")
     return "--gpu-weights" if method[0] == "W" else "--cpu-weights"
@@ -85,7 +85,7 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_was_read_and_what_it_costs(
+def test_report_has_the_counts_and_plausible_errors(
     method: str, reports: Reports, converted: dict[str, Path], example: Path, text: Path
 ) -> None:
     from transformers import AutoTokenizer
@@ -107,8 +107,8 @@ def test_what_was_read_and_what_it_costs(
     assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
 
 
-def test_the_original_is_what_transformers_computes(reports: Reports, example: Path, text: Path) -> None:
-    """Perplexity by transformers' own loss."""
+def test_original_perplexity_equals_that_of_transformers(reports: Reports, example: Path, text: Path) -> None:
+    """By transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(example)
@@ -118,7 +118,9 @@ def test_the_original_is_what_transformers_computes(reports: Reports, example: P
     assert reports["int8"]["perplexity"]["original"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
-def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+def test_eval_prints_a_table_and_draws_a_plot(
+    converted: dict[str, Path], example: Path, text: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None  # no weights
     picture = tmp_path / "eval.png"
@@ -135,8 +137,8 @@ def test_the_report_and_the_picture(converted: dict[str, Path], example: Path, t
         assert (tmp_path / "t.svg").read_bytes() == content
 
 
-def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
-    """No difference at all; and no hook stays behind."""
+def test_a_model_has_no_error_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
+    """No hook remains."""
     choice = loading.ModelChoice(str(example), converted["int8"])
     windows = evaluate.cut_windows(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
@@ -152,7 +154,7 @@ def test_a_model_against_itself(example: Path, text: Path, converted: dict[str, 
     assert all(p.data_ptr() in shared for p in converted.parameters()), "the rest is in memory once"
 
 
-def test_a_model_that_predicts_nothing_is_no_number(
+def test_eval_fails_for_predictions_that_are_not_finite(
     example: Path, text: Path, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Experts.forward
@@ -167,20 +169,20 @@ def test_a_model_that_predicts_nothing_is_no_number(
     assert code == VerificationError.exit_code and "not finite" in message
 
 
-def test_windows_are_left_out(converted: dict[str, Path], example: Path, text: Path) -> None:
+def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path], example: Path, text: Path) -> None:
     choice = loading.ModelChoice(str(example))
     every = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
     some = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
-    assert every.before == 0 and (some.ids == every.ids[30:34]).all() and some.before == 30 * WINDOW
-    whole = every.ids.size + every.skipped
-    assert some.before + some.ids.size + some.skipped == whole == 4889
+    assert every.tokens_before == 0 and (some.ids == every.ids[30:34]).all() and some.tokens_before == 30 * WINDOW
+    whole = every.ids.size + every.tokens_after
+    assert some.tokens_before + some.ids.size + some.tokens_after == whole == 4889
     done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
     assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
 
 
-def test_comparing_distributions() -> None:
-    """By hand: p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4)."""
+def test_compare_logits_matches_hand_computed_values() -> None:
+    """For p = (1/2, 1/4, 1/4) and q = (1/4, 1/2, 1/4)."""
     p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
     count = 2 * evaluate.CHUNK + 3
     one = evaluate.compare_logits(*(torch.tensor(np.tile(x, (count, 1))) for x in (p, q)), torch.arange(count) % 3)
@@ -198,7 +200,7 @@ def test_comparing_distributions() -> None:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: dict[str, Path]) -> dict[str, Path]:
-    """Models, weights and texts that do not do, and those that do; "none" is not there."""
+    """Return models, weights and texts by name, valid and invalid ones; "none" does not exist."""
     root = tmp_path_factory.mktemp("faulty")
     for name in ("bare", "damaged"):
         tokenizers = shutil.ignore_patterns("tokenizer*") if name == "bare" else None
@@ -232,7 +234,7 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
 
 
 @pytest.mark.parametrize(("model", "which", "weights", "text", "options", "code", "words"), REFUSED)
-def test_what_cannot_be_evaluated(
+def test_eval_rejects_invalid_inputs(
     model: str, which: str, weights: str, text: str, options: Any, code: int, words: str, faulty: dict[str, Path]
 ) -> None:
     found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)

@@ -1,4 +1,4 @@
-"""What exists is guarded, by every command that writes an output: files of others, inputs, what another command began."""
+"""Tests of the guard of existing outputs: foreign files, inputs, and work that another command began."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ def servers() -> Iterator[forks.Forks]:
 
 @pytest.fixture(scope="module")
 def place(example: Path, packed_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every input."""
+    """Return a folder with every input."""
     folder = tmp_path_factory.mktemp("place")
     shutil.copytree(example, folder / "model")
     for name, more in (("packed", ()), ("loose", ("--no-merge-safetensor",))):
@@ -70,7 +70,7 @@ def words(command: str, place: Path, output: Path) -> list[Any]:
     return [command, *(output if word == "OUT" else inputs.get(word, word) for word in WORDS[command])]
 
 
-def test_every_command_that_writes_an_output_is_here():
+def test_all_commands_that_write_an_output_are_listed():
     writing = set()
     for name in {*COMMANDS} - READS:
         module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
@@ -81,8 +81,8 @@ def test_every_command_that_writes_an_output_is_here():
 
 
 @pytest.mark.parametrize("command", WORDS)
-def test_strangers_and_inputs_in_the_output_and_begun_work_are_refused(command, servers, place, tmp_path):
-    """With --overwrite, files that no manifest lists and all that is read stay; without it, another command's work."""
+def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, place, tmp_path):
+    """With --overwrite, foreign files and inputs are kept; without it, the work of another command."""
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
@@ -112,8 +112,8 @@ def test_strangers_and_inputs_in_the_output_and_begun_work_are_refused(command, 
 
 
 @pytest.mark.parametrize("inside", ["text.txt", "packed"])
-def test_a_data_set_or_weights_in_the_output_are_refused(inside, servers, place, tmp_path):
-    """Though the output is one that --overwrite could replace."""
+def test_train_rejects_an_output_that_contains_an_input(inside, servers, place, tmp_path):
+    """Even if --overwrite could replace the output."""
     (tmp_path / "out").mkdir()
     (shutil.copytree if inside == "packed" else shutil.copy)(place / inside, tmp_path / "out" / inside)
     given = words("train", place, tmp_path / "out")
@@ -122,7 +122,7 @@ def test_a_data_set_or_weights_in_the_output_are_refused(inside, servers, place,
     assert done.returncode == UsageError.exit_code and (tmp_path / "out" / inside).exists(), done.stderr
 
 
-def test_a_broken_link_at_the_output_is_refused_at_once(servers, place, tmp_path):
+def test_train_rejects_a_broken_link_as_output(servers, place, tmp_path):
     (tmp_path / "out").symlink_to("nowhere")
     done = servers.run(words("train", place, tmp_path / "out"), tmp_path / "said")
     assert done.returncode == OutputError.exit_code and "is a file or a broken link" in done.stderr

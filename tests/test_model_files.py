@@ -41,12 +41,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(example: Path, tmp_path: Path) -> Path:
-    """A copy of the bundled model that may be changed."""
+    """Return a copy of the bundled model that a test may change."""
     return stored.model(example, tmp_path / "model", "BF16")
 
 
 def commands(model: Path, int8: Path, text: Path, out: Path) -> dict[str, tuple[object, ...]]:
-    """Every command that builds a model, as briefly as it can."""
+    """Return the shortest call of each command that builds a model."""
     weights, data = ("--cpu-weights", int8, "--threads", 1), ("--dataset", text, *FEW)
     small = ("--sequence-length", 32, "--batch-size", 1, "--rank", 2, "--max-steps", 1, "--target-modules", "q_proj")
     return {
@@ -67,7 +67,7 @@ def serve(model: Path, int8: Path) -> None:
     scheduler.stop()
 
 
-def test_settings_beside_predictions_fail_no_command(model, example, packed_example, text, tmp_path):
+def test_training_settings_do_not_break_any_command(model, example, packed_example, text, tmp_path):
     pytest.importorskip("llmcompressor")
     stored.configure(model, **SETTINGS)
     int8 = packed_example("int8")
@@ -81,8 +81,8 @@ def test_settings_beside_predictions_fail_no_command(model, example, packed_exam
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_gradients_are_those_of_predictions_alone(setting, model, example):
-    """`--scale gptq` asks how predictions feel what leaves a layer, of the whole model."""
+def test_training_settings_do_not_change_gradients(setting, model, example):
+    """`--scale gptq` computes gradients of the predictions by the output of each layer."""
     stored.configure(model, **{setting: SETTINGS[setting]})
     hidden = torch.randn((5, 256), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     found, expected = (layered(each).gradients(hidden, 0) for each in (model, example))
@@ -105,8 +105,8 @@ def layered(root: Path) -> Any:
 # --- routers --------------------------------------------------------------------------------------
 
 
-def test_a_correction_bias_in_float32_chooses_the_same_experts_everywhere(text, tmp_path):
-    """Between 6.8 and 7.1, where BF16 has 9 numbers: of the walk, of `run`, and of transformers with our experts."""
+def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_path):
+    """In calibration, in `run`, and in transformers with our experts. BF16 has 9 numbers between 6.8 and 7.1."""
     model = calibrated.make("minimax_m2", False, tmp_path / "model", num_local_experts=32, num_experts_per_tok=4)
     biases = 6.817 + 0.246 * torch.rand((2, 32), generator=torch.Generator().manual_seed(0))
 
@@ -141,8 +141,8 @@ def test_a_correction_bias_in_float32_chooses_the_same_experts_everywhere(text, 
 @pytest.mark.parametrize(
     "family", ["kimi_linear", "laguna", "minimax_m3_vl_text", "step3p7", "lfm2_moe", "deepseek_v3"]
 )
-def test_biases_of_routers_keep_their_stored_dtype(family):
-    """Of families that transformers rounds; of others it keeps float32."""
+def test_router_biases_keep_their_stored_dtype(family):
+    """transformers rounds those of most of these families, and keeps those of the last in float32."""
     import transformers
     from test_families import config_of
 
@@ -168,7 +168,7 @@ def test_biases_of_routers_keep_their_stored_dtype(family):
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The keys that lead to every value; of a list and of a large object, only to the first."""
+    """Yield the keys that lead to each value; only the first value of a list or a large object."""
     items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
     for key, value in items[:1] if isinstance(node, list) or len(items) > FIRST else items:
         yield (*at, key)
@@ -176,7 +176,7 @@ def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changes(example: Path) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """(file, keys of the value, what takes its place) of all."""
+    """Return all changes: (file, keys of the value, replacement)."""
     documents = {name: json.loads((example / name).read_text()) for name in FILES}
     return [(name, keys, value) for name in FILES for keys in places(documents[name]) for value in VALUES]
 
@@ -196,7 +196,7 @@ def change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: 
 
 
 def refused_or_done(words: tuple[object, ...], model: Path) -> bool:
-    """Whether a command refuses the model, in one sentence with one of the exit codes of wrong input."""
+    """Return whether a command rejects the model, in one sentence and with an exit code for wrong input."""
     done = conversion.here(*words)
     if done.exit_code == 0:
         return False
@@ -215,7 +215,7 @@ FIXED: list[tuple[str, str, Any, str]] = [
     ("config.json", "head_dim", 0, "transformers cannot build the model that it describes: "),
     ("config.json", "head_dim", 32, "transformers cannot compute with the model that it describes: "),
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
-    ("config.json", "rms_norm_eps", float("nan"), "with the numbers that it gives, or with damaged weights, the model"),
+    ("config.json", "rms_norm_eps", float("nan"), "with its settings, or with damaged weights, the model computes"),
     ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
     ("tokenizer.json", "model", 5, "transformers cannot load it: "),
     ("tokenizer_config.json", "added_tokens_decoder", 5, "transformers cannot load it: "),
@@ -223,9 +223,7 @@ FIXED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("file", "key", "value", "said"), FIXED, ids=[f"{row[1]} {row[2]}" for row in FIXED])
-def test_a_wrong_value_is_one_sentence_that_names_the_file(
-    file, key, value, said, model, example, packed_example, text
-):
+def test_a_wrong_value_is_reported_with_its_file(file, key, value, said, model, example, packed_example, text):
     change(model, example, file, (key,), value)
     words = commands(model, packed_example("int8"), text, model.parent)
     error = conversion.here(*words["run"]).exception
@@ -236,14 +234,14 @@ def test_a_wrong_value_is_one_sentence_that_names_the_file(
         assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
 
 
-def test_tensors_of_other_shapes_are_named(model, example):
+def test_load_names_tensors_with_wrong_shapes(model, example):
     change(model, example, "config.json", ("head_dim",), 32)
     said = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
     with pytest.raises(InputError, match=said):
         loading.load(loading.ModelChoice(str(model)))
 
 
-def test_a_model_type_that_is_unknown_is_not_supported(model, example, packed_example, text):
+def test_an_unknown_model_type_is_unsupported(model, example, packed_example, text):
     change(model, example, "config.json", ("model_type",), "x")
     for name, words in commands(model, packed_example("int8"), text, model.parent).items():
         if name in ("run", "eval", "train", "calibrate"):
@@ -251,7 +249,7 @@ def test_a_model_type_that_is_unknown_is_not_supported(model, example, packed_ex
             assert isinstance(error, UnsupportedError) and "does not recognize this architecture" in str(error), error
 
 
-def test_any_wrong_value_is_one_sentence(model, example, packed_example, text):
+def test_sampled_wrong_values_are_reported_in_one_sentence(model, example, packed_example, text):
     words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.chance()
     for which in draw.sample(changes(example), 8):
         change(model, example, *which)
@@ -260,8 +258,8 @@ def test_any_wrong_value_is_one_sentence(model, example, packed_example, text):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "eval", "train", "calibrate", "serve"])
-def test_every_wrong_value_is_one_sentence(command, model, example, packed_example, text, tmp_path):
-    """All of them in `run`, and every fifth in the others."""
+def test_all_wrong_values_are_reported_in_one_sentence(command, model, example, packed_example, text, tmp_path):
+    """All of them for `run`, and every fifth for the other commands."""
     int8, refused = packed_example("int8"), 0
     found = changes(example)[:: 1 if command == "run" else 5]
     for number, which in enumerate(found):
@@ -282,8 +280,8 @@ def test_every_wrong_value_is_one_sentence(command, model, example, packed_examp
 
 
 @pytest.mark.parametrize("name", ["modelopt NVFP4", "FP8 in rows"])
-def test_quantized_weights_beside_the_experts_are_decoded(name, model, example, tmp_path):
-    """The same predictions as those of the decoded checkpoint."""
+def test_load_decodes_quantized_non_expert_tensors(name, model, example, tmp_path):
+    """The predictions equal those of the decoded checkpoint."""
     rng = np.random.default_rng(0)
     plain, quantized = {}, {}
     for key, tensor in read_file(example / "model.safetensors").items():
@@ -310,7 +308,7 @@ def test_quantized_weights_beside_the_experts_are_decoded(name, model, example, 
     assert done.exit_code == 0 and "note" not in done.stderr, done.exception
 
 
-def test_a_model_that_transformers_would_read_from_other_files_is_refused(model, packed_example):
+def test_load_rejects_a_model_that_transformers_would_read_from_other_files(model, packed_example):
     (model / "model.safetensors").rename(model / "weights.safetensors")
     (model / "pytorch_model.bin").write_bytes(b"")
     choice = loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)
@@ -320,8 +318,8 @@ def test_a_model_that_transformers_would_read_from_other_files_is_refused(model,
         loading.load(choice)
 
 
-def test_experts_of_another_model_are_refused(model, packed_example):
-    """Of equal shapes; and the same experts in another order."""
+def test_load_rejects_experts_of_another_model(model, packed_example):
+    """They have equal shapes, or are the same experts in another order."""
 
     def choice() -> loading.ModelChoice:
         return loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)

@@ -1,4 +1,4 @@
-"""ktconvert run: a model's words, streamed, and how fast they came."""
+"""Tests of `ktconvert run`: the text that a model generates, streamed, and its speed."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def weights(packed_example: Callable[..., Path]) -> Path:
 
 
 def call(*arguments: object, stdin: str = "") -> Result:
-    """The command in this process, which has imported transformers already."""
+    """Run the command in this process, which has imported transformers already."""
     return CliRunner().invoke(run, list(map(str, arguments)), input=stdin)
 
 
@@ -41,9 +41,11 @@ def count(example: Path, text: str) -> int:
     return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
 
 
-def test_a_prompt_is_continued(cli, example, weights):
-    """In a process of its own; with INT8 experts the bundled model begins with the words that it has without: of these
-    it is sure, so that another processor's rounding gives no others."""
+def test_run_continues_a_prompt(cli, example, weights):
+    """In a process of its own. The bundled model generates the same text with INT8 experts and with its own.
+
+    It is so sure of these words that rounding on another processor changes none of them.
+    """
     prompt = "import os"
     options = (example, "--prompt", prompt, "--max-new-tokens", 12)
     done = cli("run", *options, "--cpu-weights", weights, "--threads", 1)
@@ -56,8 +58,8 @@ def test_a_prompt_is_continued(cli, example, weights):
 
 
 @pytest.mark.parametrize("fault", ["cut short", "is missing"])
-def test_a_shard_that_cannot_be_read(fault, example, weights, tmp_path):
-    """Not taken for a layer that was not converted."""
+def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
+    """It does not take its layer for one that was not converted."""
     shutil.copytree(weights, tmp_path / "out")
     shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
     data = shard.read_bytes()
@@ -70,8 +72,8 @@ def test_a_shard_that_cannot_be_read(fault, example, weights, tmp_path):
     assert re.search(why, str(done.exception))
 
 
-def test_a_chat_is_plain_text_without_a_template_and_has_the_form_of_one(example, weights, tmp_path):
-    """Without one each message is a line; the model sees all that was said."""
+def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
+    """Without a template each message is a line. The model gets the whole conversation."""
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
     assert done.exit_code == 0, done.exception
     first, second = SPEED.findall(done.stderr)
@@ -84,8 +86,8 @@ def test_a_chat_is_plain_text_without_a_template_and_has_the_form_of_one(example
     assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
 
 
-def test_the_smallest_temperature_and_no_more_threads_than_cpus(example):
-    """Divided by it, logits would overflow; `serve` clamps it, too."""
+def test_tiny_temperature_and_too_many_threads_are_clamped(example):
+    """Logits divided by such a temperature would overflow; `serve` clamps it, too."""
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
     done = call(example, "--prompt", "import os", *options)
     assert done.exit_code == 0, done.exception
@@ -93,15 +95,15 @@ def test_the_smallest_temperature_and_no_more_threads_than_cpus(example):
 
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
-def test_a_chat_template_that_refuses(example, tmp_path, template):
+def test_rejection_by_the_chat_template_is_an_input_error(example, tmp_path, template):
     refused = call(with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
     done = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
     assert isinstance(done.exception, InputError) and "is not UTF-8 text" in str(done.exception)
 
 
-def test_a_model_that_has_no_class_for_text_alone(tmp_path):
-    """Qwen3-VL-MoE is known to transformers as a model of images and text only."""
+def test_run_loads_a_model_without_a_text_only_class(tmp_path):
+    """transformers has only an image-and-text class for Qwen3-VL-MoE."""
     torch = pytest.importorskip("torch")
     import transformers
 
@@ -135,13 +137,13 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
-def test_what_cannot_be_run(example, options, kind, why):
+def test_run_rejects_invalid_options(example, options, kind, why):
     refused = call(example, *options).exception
     assert type(refused) is kind and why in str(refused)
 
 
-def test_models_that_cannot_be_loaded(tmp_path, example, weights):
-    """Nothing is filled up with chance, no other model is taken."""
+def test_run_rejects_incomplete_models(tmp_path, example, weights):
+    """It fills no weight with random numbers, and loads no other model."""
 
     def refused(model: Path, words: str) -> None:
         error = call(model, "--prompt", "x").exception
@@ -178,9 +180,9 @@ LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("file", "settings"), LEFT_OVER, ids=[str(settings) for _, settings in LEFT_OVER])
-def test_what_training_left_in_a_config_changes_no_word(file, settings, example, tmp_path, monkeypatch):
-    """Of a prompt in parts; nor do several texts at once, padded, and beams fail."""
-    monkeypatch.setattr(generating, "PART", 16)
+def test_training_settings_in_a_config_do_not_change_the_text(file, settings, example, tmp_path, monkeypatch):
+    """The prompt is read in chunks. Padded batches and beam search work, too."""
+    monkeypatch.setattr(generating, "PREFILL_CHUNK", 16)
     options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
     model = tmp_path / "model"
     shutil.copytree(example, model)
@@ -195,12 +197,12 @@ def test_what_training_left_in_a_config_changes_no_word(file, settings, example,
 
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
-def test_a_prompt_read_in_parts_says_the_same(family, window, monkeypatch):
-    """Whatever the model remembers of the parts before: keys and values, of a window too, or a recurrent state."""
+def test_chunked_prefill_does_not_change_the_logits(family, window, monkeypatch):
+    """Whatever the model keeps of earlier chunks: keys and values, also of a window, or a recurrent state."""
     import torch
     import transformers
 
-    monkeypatch.setattr(generating, "PART", 16)
+    monkeypatch.setattr(generating, "PREFILL_CHUNK", 16)
     torch.manual_seed(0)
     config = families.config_of(family, **({} if window is None else {"sliding_window": window}))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -232,7 +234,7 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
-def test_a_missing_package_is_one_line(words, package, what, extra, cli, example, tmp_path):
+def test_a_missing_package_is_reported_in_one_line(words, package, what, extra, cli, example, tmp_path):
     given = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
     done = cli(*(word.format(**given) for word in words), code=1, env=without(package, tmp_path))
     said = f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"

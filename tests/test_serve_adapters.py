@@ -1,4 +1,4 @@
-"""ktconvert serve --adapter: several adapters beside their model, each of which answers as if it were alone."""
+"""Tests of `ktconvert serve --adapter`: several adapters of a model, each with the answers of a model of its own."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def chosen(example: Path, weights: Path, **more: Any) -> loading.ModelChoice:
 
 
 def saved(model: Any, folder: Path, **settings: Any) -> Path:
-    """An adapter whose matrices are all random."""
+    """Save an adapter with random matrices, and return its folder."""
     torch.manual_seed(len(folder.name))
     defaults = {"lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     with_peft = peft.get_peft_model(model, peft.LoraConfig(**defaults | settings))
@@ -75,13 +75,13 @@ def folders(example, int8, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(example, int8, folders) -> dict[str, Any]:
-    """The model, and its tokenizer, with each adapter, loaded for itself."""
+    """Return the model and tokenizer with each adapter, each loaded separately."""
     return {name: loading.load(chosen(example, int8, adapter=folders.get(name))) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def expected(alone) -> dict[str, str]:
-    """What `ktconvert run --chat` writes."""
+    """Return the answers of `ktconvert run --chat` by name."""
     texts = {}
     for name, (model, tokenizer) in alone.items():
         inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": SAID}])
@@ -110,8 +110,8 @@ def chat(of: Served, name: str) -> str:
     return text
 
 
-def test_names(server):
-    """All are listed, the model first; it answers where no name is given."""
+def test_models_lists_the_model_and_its_adapters(server):
+    """The model comes first, and answers requests without a name."""
     ask = client(server)
     listed = ask.models.list().data
     names = [(each.id, getattr(each, "parent", None)) for each in listed]
@@ -125,8 +125,8 @@ def test_names(server):
     assert json.loads(ready.removeprefix("data: ")) == {"status": "ready", "model": "experts", "cached": True}
 
 
-def test_each_answers_as_if_it_were_alone(server, alone, expected):
-    """In every form in which it may be asked."""
+def test_each_adapter_answers_like_a_separate_model(server, alone, expected):
+    """At every endpoint, with and without streaming."""
     ask = client(server)
     for name in NAMES:
         assert chat(server, name) == expected[name]
@@ -145,8 +145,8 @@ def test_each_answers_as_if_it_were_alone(server, alone, expected):
         assert scored.logprobs.token_logprobs[1:] == own.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
-def test_answers_at_the_same_time(server, expected):
-    """They take turns, token by token, and each is what it is alone."""
+def test_concurrent_answers_do_not_mix_adapters(server, expected):
+    """They compute alternately, token by token."""
     asked = NAMES * 2
     server.passes.clear()
     waiting = server.waiting(0, lambda: server.scheduler.lock.has_waiters() or len(server.passes) > ANSWER)
@@ -157,8 +157,8 @@ def test_answers_at_the_same_time(server, expected):
     assert sum(turns) > len(turns) / 2
 
 
-def test_the_same_bits_as_alone(example, int8, folders, alone):
-    """Also of many tokens at once; the model's weights are there once, and as they were."""
+def test_switching_adapters_gives_identical_bits(example, int8, folders, alone):
+    """Also for many tokens at once. The model's weights are in memory once, and unchanged."""
     model, _ = loading.load(chosen(example, int8))
     weights = {id(parameter) for parameter in model.parameters()}
     adapters = adapter_loading.Adapters(model, folders, BASE)
@@ -172,8 +172,8 @@ def test_the_same_bits_as_alone(example, int8, folders, alone):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_the_command(example, int8, folders, tmp_path):
-    """What `run --adapter` writes is what the served adapter answers, by the name that it was given; SIGINT ends it."""
+def test_serve_answers_like_run_with_an_adapter(example, int8, folders, tmp_path):
+    """Under the name from the command line. SIGINT ends the server."""
     log, prompt = tmp_path / "log", "def f("
     options = ("--cpu-weights", str(int8), "--model-name", BASE, "--adapter", str(folders["both"]))
     with started(example, log, *options, "--adapter", f"tuned={folders['experts']}") as (process, url):
@@ -187,7 +187,7 @@ def test_the_command(example, int8, folders, tmp_path):
     assert done.stdout == f"{prompt}{answer.choices[0].text}\n"
 
 
-def test_names_that_are_refused(example, int8, folders, tmp_path):
+def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_path):
     """In one sentence, before anything is loaded."""
     both, twice = folders["both"], shutil.copytree(folders["both"], tmp_path / "both")
     cases: list[tuple[tuple[Any, ...], int, str]] = [
@@ -207,8 +207,8 @@ def test_names_that_are_refused(example, int8, folders, tmp_path):
         assert getattr(done.exception, "exit_code", done.exit_code) == code and why in said.replace("\n", " "), said
 
 
-def test_a_folder_with_an_equals_sign(folders, tmp_path):
-    """Is no name and folder, if it is there."""
+def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
+    """It is not split into a name and a folder."""
     from ktconvert.pipeline.options.types import NamedPath
 
     folder = shutil.copytree(folders["both"], tmp_path / "lr=2e-4")
@@ -233,8 +233,8 @@ CHANGES = "changes the model's own weights, with which others are answered; save
         ({"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj"]}, "which its settings do not name"),
     ],
 )
-def test_adapters_that_are_refused(settings, config, why, example, int8, folders, tmp_path):
-    """Beside others; these are named, and what is the matter."""
+def test_serve_rejects_adapters_that_do_not_fit(settings, config, why, example, int8, folders, tmp_path):
+    """Beside valid adapters. The message names the adapter and the problem."""
     folder = saved(loading.load(chosen(example, int8))[0], tmp_path / "wrong", r=4, **settings)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
@@ -242,8 +242,8 @@ def test_adapters_that_are_refused(settings, config, why, example, int8, folders
         serving.load_application(chosen(example, int8), adapters={"both": folders["both"], "wrong": folder})
 
 
-def test_prompts_that_were_trained_are_no_lora(example, int8, tmp_path):
-    """Also alone; PEFT puts them before the input, not into the model."""
+def test_load_rejects_prompt_tuning(example, int8, tmp_path):
+    """PEFT puts trained prompts before the input, not into the model."""
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     peft.get_peft_model(loading.load(chosen(example, int8))[0], tuning).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=r"adapter_config.json: it is no LoRA"):

@@ -1,4 +1,4 @@
-"""ktconvert serve: what it generates, for whom, and when it stops; asked by real clients."""
+"""Tests of `ktconvert serve`: generated answers, cancelled requests and shutdown, with real clients."""
 
 import asyncio
 import copy
@@ -59,7 +59,7 @@ def server(example: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def alone(example: Path) -> Any:
-    """The model and its tokenizer, as `ktconvert run` has them."""
+    """Return the model and its tokenizer as `ktconvert run` loads them."""
     return loading.load(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
 
 
@@ -73,8 +73,8 @@ FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a sys
 @pytest.mark.parametrize(
     "template", ["{{ messages }", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"]
 )
-def test_templates_that_refuse_what_they_get(template, example, tmp_path):
-    """The server starts, and a chat is a 400; texts are completed all the same."""
+def test_rejection_by_the_chat_template_is_a_400(template, example, tmp_path):
+    """The server starts, and completes texts."""
     with served(with_template(example, tmp_path / "model", template)) as running:
         for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
             answer = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=PATIENCE)
@@ -83,8 +83,8 @@ def test_templates_that_refuse_what_they_get(template, example, tmp_path):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_holds_only_what_was_generated(name, example, alone, tmp_path):
-    """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
+def test_an_answer_has_only_generated_text(name, example, alone, tmp_path):
+    """A chat, its stream, a response and its stream equal the text of `ktconvert run --chat`."""
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
     loaded, tokenizer = alone
     tokenizer.chat_template = TEMPLATES[name]
@@ -99,7 +99,7 @@ def test_an_answer_holds_only_what_was_generated(name, example, alone, tmp_path)
 
 
 def answers(running: Served, model: Path, said: str) -> list[str]:
-    """Of a chat, a stream of it, a response and a stream of that."""
+    """Return the answers as a chat, its stream, a response and its stream."""
     ask = client(running)
     chat = {"model": str(model), "messages": [{"role": "user", "content": said}], "max_tokens": ANSWER}
     whole = ask.chat.completions.create(**chat, temperature=0).choices[0].message.content
@@ -112,7 +112,7 @@ def answers(running: Served, model: Path, said: str) -> list[str]:
 
 
 def ask_and_leave(server: Served, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
-    """A client that hangs up as soon as something has happened."""
+    """Send a request, and disconnect when something has happened."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
@@ -131,7 +131,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["in one piece", "streamed"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_is_computed_for_a_client_that_has_gone(name, stream, server, monkeypatch):
+def test_generation_stops_when_its_client_disconnects(name, stream, server, monkeypatch):
     monkeypatch.setattr(generating, "PREFILL_CHUNK", 4)
     path, body = REQUESTS[name]
     server.passes.clear()
@@ -144,8 +144,8 @@ def test_nothing_is_computed_for_a_client_that_has_gone(name, stream, server, mo
     assert name != "a long prompt" or {shape for _, shape, _ in server.passes} == {(1, 4)}
 
 
-def test_two_clients_get_their_tokens_in_turns(server):
-    """From the first one on of whoever came second."""
+def test_two_clients_get_tokens_alternately(server):
+    """From the first token of the second client on."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
     both_waiting = server.waiting(0, lambda: server.scheduler.lock.has_waiters() or bool(server.passes))
@@ -159,8 +159,8 @@ def test_two_clients_get_their_tokens_in_turns(server):
     assert len(both) >= len(threads) - 4 > 20 and all(a != b for a, b in pairwise(both))
 
 
-def test_a_seed_is_a_clients_own(server):
-    """Whoever draws random numbers at the same time."""
+def test_a_seed_is_independent_of_other_requests(server):
+    """Other requests draw random numbers at the same time."""
     config = copy.deepcopy(server.scheduler.model.generation_config)
     config.update(do_sample=True, max_new_tokens=40)
 
@@ -179,7 +179,7 @@ def test_a_seed_is_a_clients_own(server):
     assert answers[1] == alone and answers[0] not in answers[1:]
 
 
-def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
+def test_a_stop_string_ends_the_answer_and_is_not_in_it(server):
     ask = client(server)
     options = {"model": str(server.model), "prompt": "def add(", "max_tokens": 40, "temperature": 0}
     free = ask.completions.create(**options).choices[0].text
@@ -192,8 +192,8 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server):
     assert "".join(parts) == free[:10]
 
 
-def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
-    """It is not waited for; who asked is told, in a stream too."""
+def test_shutdown_does_not_wait_for_a_slow_pass(example, caplog):
+    """Clients get an error, also in a stream."""
     begun, released = threading.Event(), threading.Event()
 
     def compute(*_: Any) -> None:
@@ -219,8 +219,8 @@ def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example, caplog):
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_a_signal_ends_the_server_in_the_midst_of_answers(example, tmp_path):
-    """Of a stream, and of one in one piece; none of them looks as if it were whole."""
+def test_a_signal_ends_the_server_while_it_answers(example, tmp_path):
+    """A stream and a whole answer: neither looks complete."""
     log = tmp_path / "log"
     with started(example, log) as (process, url), ThreadPoolExecutor(1) as other:
         ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -237,7 +237,7 @@ def test_a_signal_ends_the_server_in_the_midst_of_answers(example, tmp_path):
 
 
 def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
-    """How an answer of at most so many tokens ends: in every form in which it may be asked for."""
+    """Return the finish reasons of an answer with at most `tokens` tokens, at every endpoint."""
     ask, model = client(of), str(of.model)
     text = {"model": model, "prompt": f"{WORDS}\n", "max_tokens": tokens, "temperature": 0, **more}
     chat = {"model": model, "messages": SAID, "max_tokens": tokens, "temperature": 0, **more}
@@ -256,14 +256,14 @@ def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
 
 
 def ended(response: Any) -> str:
-    """A response's end in the words of chats."""
+    """Return a response's finish reason in the words of chats."""
     if response.status == "incomplete":
         assert response.incomplete_details.reason == "max_output_tokens"
     return {"completed": "stop", "incomplete": "length"}[response.status]
 
 
-def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(server, example, tmp_path):
-    """Its end is the model's own, or a stop string; one token less, and it was cut off."""
+def test_an_answer_that_ends_with_the_last_permitted_token_is_complete(server, example, tmp_path):
+    """It ends with the model's own end token or a stop string. With one token less it is truncated."""
     encoded = server.scheduler.processor(f"{WORDS}\n", return_tensors="pt")
     said = server.scheduler.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
     stop = server.scheduler.processor.decode(said[-1:])
@@ -279,8 +279,8 @@ def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(server, exam
             assert number == 0 or finishes(running, number) == {"length"}
 
 
-def test_converted_experts_and_whole_outputs(server, cli, example, tmp_path):
-    """Beside the model, or in what is a whole model: the same numbers as from the source, so the same words."""
+def test_converted_experts_give_the_same_text(server, cli, example, tmp_path):
+    """Beside the model and in a whole model, since the numbers are the same."""
     whole = tmp_path / "whole"
     cli("cpu", "-i", example, "-o", whole, "--quant-method", "bf16", "--threadpool-count", 1, "--non-experts", "keep")
     card = (whole / "README.md").read_text()
@@ -291,8 +291,8 @@ def test_converted_experts_and_whole_outputs(server, cli, example, tmp_path):
             assert answers(running, model, WORDS) == said
 
 
-def test_a_server_that_cannot_be_started(example, tmp_path):
-    """Reported at once, not after minutes of loading."""
+def test_serve_reports_a_used_port_before_loading(example, tmp_path):
+    """Loading a model may take minutes."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = here("serve", example, "--port", port).exception
@@ -301,8 +301,8 @@ def test_a_server_that_cannot_be_started(example, tmp_path):
     assert isinstance(error, UnsupportedError) and str(error).startswith(f"{tmp_path / 'nowhere'}: is no directory")
 
 
-def test_a_model_of_which_a_part_is_missing(example, tmp_path):
-    """Refused as `run` does: weights are not made up."""
+def test_serve_rejects_an_incomplete_model(example, tmp_path):
+    """As `run` does: no weight is random."""
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"

@@ -1,4 +1,4 @@
-"""ktconvert serve: what a request may ask, what is clamped, and what is refused, by real clients over a real socket."""
+"""Tests of `ktconvert serve`: which parameters requests may have, which are clamped or rejected, with real clients."""
 
 import json
 import re
@@ -204,7 +204,7 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
 
 
 def send(url: str, data: bytes | None = None, **headers: Any) -> Any:
-    """GET, or POST with a body."""
+    """Send a GET request, or a POST request with a body."""
     options = {"headers": {"content-type": "application/json", **headers}, "timeout": PATIENCE}
     return httpx.get(url, **options) if data is None else httpx.post(url, content=data, **options)
 
@@ -214,8 +214,8 @@ def post(server: Served, path: str, body: Any, **headers: Any) -> Any:
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda value: str(value)[:60])
-def test_refused(server, path, body, param):
-    """One sentence in OpenAI's form that names the parameter, and nothing was computed."""
+def test_invalid_requests_are_rejected(server, path, body, param):
+    """In one sentence in OpenAI's format that names the parameter, and nothing is computed."""
     before = len(server.passes)
     answer = post(server, path, body)
     error = answer.json()["error"]
@@ -228,8 +228,8 @@ def test_refused(server, path, body, param):
 
 
 @pytest.mark.parametrize("path", NO_EFFECT)
-def test_what_has_no_effect_is_accepted(server, path):
-    """The answer is the same with it as without."""
+def test_parameters_without_effect_are_accepted(server, path):
+    """The answer is the same without them."""
     plain = {CHAT: chat, TEXT: text, RESPONSES: reply}[path](temperature=0)
     answers = [post(server, path, body) for body in (plain, plain | NO_EFFECT[path] | {"temperature": 0})]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
@@ -239,8 +239,8 @@ def test_what_has_no_effect_is_accepted(server, path):
         assert [one["output"][0]["content"] for one in (without, noted)] == [without["output"][0]["content"]] * 2
 
 
-def test_the_server_answers_while_it_reads_a_request(server, monkeypatch):
-    """A megabyte of short messages takes a second to check, in which other clients would wait."""
+def test_parsing_a_request_does_not_block_other_clients(server, monkeypatch):
+    """A megabyte of short messages takes a second to check."""
     answered, read = threading.Event(), schemas.parse_request
 
     def wait(*request: Any) -> Any:
@@ -256,15 +256,15 @@ def test_the_server_answers_while_it_reads_a_request(server, monkeypatch):
         assert answer.result().status_code == 200
 
 
-def test_too_long_to_be_read(server):
-    """A body of 5 MB is not kept, parsed or made into tokens; its client reads why."""
+def test_a_large_body_is_rejected(server):
+    """5 MB are not kept, parsed or tokenized, and the client gets the reason."""
     answer = post(server, CHAT, chat(messages=[{"role": "user", "content": "import os " * 500_000}]))
     assert answer.status_code == 413 and str(1 << 20) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": SAID}), (TEXT, {"prompt": "import os"})])
-def test_beyond_the_context(server, path, body):
-    """Both numbers are named; what is left of the context is given, however much was asked for."""
+def test_a_prompt_beyond_the_context_is_rejected(server, path, body):
+    """The message has both numbers. A long answer is limited to the remaining context."""
     long = {"messages": [{"role": "user", "content": LONG}]} if path == CHAT else {"prompt": LONG}
     error = post(server, path, long).json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -277,7 +277,7 @@ def test_beyond_the_context(server, path, body):
     assert usage["total_tokens"] <= CONTEXT and usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
 
 
-def test_unknown_paths_and_methods(server):
+def test_unknown_paths_and_methods_are_rejected(server):
     for path in ("/", "/v1", "/v1/embeddings", "/reset", "/docs", "/v1/audio/transcriptions"):
         answer = post(server, path, {})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
@@ -286,8 +286,8 @@ def test_unknown_paths_and_methods(server):
     assert send(f"{server.url}/health").json() == {"status": "ok"}
 
 
-def test_the_name_of_the_model(server, client, example):
-    """Replies carry the id that is listed; it can be sent back, or left out."""
+def test_the_model_has_one_name(server, client, example):
+    """Replies have the listed id. Requests may have it, or no name."""
     (listed,) = client.models.list().data
     assert listed.id == str(example) and client.models.retrieve(listed.id) == listed
     for path, body in ((CHAT, chat()), (TEXT, text()), (RESPONSES, reply())):
@@ -301,14 +301,14 @@ def test_the_name_of_the_model(server, client, example):
 
 
 def said(client: Any, **more: Any) -> str:
-    """What the model writes after SAID."""
+    """Return what the model writes after SAID."""
     settings = {"model": client.models.list().data[0].id, "messages": SAID, "max_tokens": 24, "temperature": 0, **more}
     text: str = client.chat.completions.create(**settings).choices[0].message.content
     return text
 
 
-def test_sampling_parameters(client):
-    """The bundled model's generation_config names no do_sample: a temperature samples nevertheless."""
+def test_sampling_parameters_change_the_text(client):
+    """A temperature samples, although the bundled model's generation_config does not set do_sample."""
     greedy = said(client)
     assert said(client, temperature=openai.NOT_GIVEN) == greedy
     for fewer in ({"max_tokens": openai.NOT_GIVEN}, {}):  # the smaller one counts
@@ -323,8 +323,8 @@ def test_sampling_parameters(client):
     assert said(client, extra_body={"repetition_penalty": 2.0}) != greedy
 
 
-def test_penalties_and_biases(server, client):
-    """Subtracted from the logits of what was written, as OpenAI says; a bias forces or forbids a token."""
+def test_penalties_and_biases_change_the_text(server, client):
+    """Penalties are subtracted from the logits of earlier tokens, as in the OpenAI API. A bias forces or forbids a token."""
     greedy = said(client, max_tokens=60)
     for penalty in ("presence_penalty", "frequency_penalty"):
         assert said(client, max_tokens=60, **{penalty: 0}) == greedy
@@ -337,8 +337,8 @@ def test_penalties_and_biases(server, client):
         assert post(server, TEXT, body).json()["choices"][0]["text"] == forced[: len(forced) // 4] * tokens
 
 
-def test_streams_end_as_openai_says(server):
-    """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
+def test_streams_end_as_in_the_openai_api(server):
+    """With [DONE], and with usage in an event of its own if the client asks for it."""
     for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):
         whole = post(server, path, body).json()
         for expected in (False, True):
@@ -351,8 +351,8 @@ def test_streams_end_as_openai_says(server):
             assert [event["choices"] for event in events][-1] == [] if expected else events[-1]["choices"]
 
 
-def test_prompts_as_lists_and_as_token_ids(client, example):
-    """Each is answered as if it were alone."""
+def test_prompts_may_be_lists_and_token_ids(client, example):
+    """Each prompt gets the answer of a request of its own."""
     from transformers import AutoTokenizer
 
     name = client.models.list().data[0].id
@@ -375,8 +375,8 @@ def test_prompts_as_lists_and_as_token_ids(client, example):
 
 
 @pytest.mark.parametrize("new", [0, 1, 6])
-def test_logarithms_of_probabilities(server, client, new):
-    """Those of the model, for tokens of the prompt as for new ones: what lm-eval's loglikelihood tasks are made of."""
+def test_logprobs_are_those_of_the_model(server, client, new):
+    """For tokens of the prompt and for new ones, as lm-eval's loglikelihood tasks need them."""
     import torch
 
     ids, generate = [[5, 900, 17, 300, 44], [9, 8]], server.scheduler.model.generate
@@ -407,15 +407,15 @@ def connect(server: Served) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Wait for the other side to close it, after whatever it answers."""
+    """Return whether the server closes the connection, after reading what it sends."""
     with connection, suppress(ConnectionResetError):
         while connection.recv(1 << 16):
             pass
     return True
 
 
-def test_clients_that_send_nothing_lock_nobody_out(server, monkeypatch):
-    """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
+def test_idle_connections_do_not_block_other_clients(server, monkeypatch):
+    """With more connections than the limit, those that have waited longest are closed, and no answer is truncated."""
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 30)
     stream = text(stream=True, max_tokens=CONTEXT // 4)
     with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * server_module.MAX_CONNECTIONS):
@@ -443,8 +443,8 @@ SLOW = {
 
 
 @pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
-def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
-    """The connection is closed, whatever was answered on it before."""
+def test_the_connection_of_an_incomplete_request_is_closed(sent, server, monkeypatch):
+    """Whatever was answered on it before."""
     for limit in ("HEADER_SECONDS", "BODY_SECONDS"):
         monkeypatch.setattr(server_module, limit, 0.5)
     connection = connect(server)
@@ -456,8 +456,8 @@ def test_a_request_that_is_not_sent_to_its_end(sent, server, monkeypatch):
     assert is_closed(connection)
 
 
-def test_a_client_that_reads_nothing(server, monkeypatch):
-    """Its answer ends, and its connection is closed."""
+def test_the_connection_of_a_client_that_does_not_read_is_closed(server, monkeypatch):
+    """Its answer ends."""
     monkeypatch.setattr(server_module, "READ_SECONDS", 0.5)
     body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
     with connect(server) as connection:
@@ -468,7 +468,7 @@ def test_a_client_that_reads_nothing(server, monkeypatch):
                 connection.sendall(head + body)
 
 
-def test_more_requests_than_are_answered(server, monkeypatch):
+def test_too_many_requests_get_a_503(server, monkeypatch):
     """The next one is told to come again."""
     monkeypatch.setattr(application, "MAX_ACTIVE", 2)
     refused: list[Any] = []
@@ -494,8 +494,8 @@ NO_ARGUMENTS: list[dict[str, Any]] = [{}, *({"arguments": none} for none in ("",
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 
 
-def test_what_the_chat_template_reads(example, tmp_path):
-    """Each way to say something reaches the template; the number of tokens of the prompt shows it."""
+def test_messages_reach_the_chat_template(example, tmp_path):
+    """In every form that a request may have. The number of tokens of the prompt shows it."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(example)
@@ -550,7 +550,7 @@ def test_what_the_chat_template_reads(example, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
-def test_every_parameter_is_in_the_table(kind):
+def test_the_table_in_the_docs_has_every_parameter(kind):
     page = (Path(__file__).parents[1] / "docs/reference/server.md").read_text()
     table = page.partition("## Parameters\n")[2].partition("\n## ")[0]
     assert [name for name in kind.model_fields if f"`{name}`" not in table] == []
@@ -559,8 +559,8 @@ def test_every_parameter_is_in_the_table(kind):
 KEY = "sk-0123456789"
 
 
-def test_a_key_and_a_short_name(example):
-    """All but /health asks for the key."""
+def test_serve_asks_for_the_api_key(example):
+    """Everywhere but at /health. The model may have a short name."""
     with served(example, name="small", key=KEY.encode()) as running:
         assert send(f"{running.url}/health").status_code == 200
         good = {"authorization": f"Bearer {KEY}"}
@@ -581,7 +581,7 @@ def test_a_key_and_a_short_name(example):
 
 
 @pytest.mark.parametrize("said", ["", " \n", "two words", "a\nb", "schl\u00fcssel", "a" * 5000])
-def test_what_is_no_key(said, monkeypatch, tmp_path):
+def test_invalid_api_keys_are_rejected(said, monkeypatch, tmp_path):
     """An empty variable or file must not open the server to everybody."""
     (tmp_path / "key").write_text(said)
     with pytest.raises(InputError, match="holds no API key"):
@@ -591,8 +591,7 @@ def test_what_is_no_key(said, monkeypatch, tmp_path):
         authentication.read_api_key(None)
 
 
-def test_where_the_key_comes_from(monkeypatch, tmp_path):
-    """The file, then the environment."""
+def test_the_key_comes_from_the_file_then_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(authentication.KEY_VARIABLE, "of-the-environment")
     assert authentication.read_api_key(None) == b"of-the-environment"
     (tmp_path / "key").write_text(f"{KEY}\n")
@@ -601,8 +600,8 @@ def test_where_the_key_comes_from(monkeypatch, tmp_path):
         authentication.read_api_key(tmp_path / "nowhere")
 
 
-def test_a_server_for_others_without_a_key(example, tmp_path, monkeypatch):
-    """It is warned of, and a key that others can read, before the port is looked at."""
+def test_serve_warns_of_an_unsafe_configuration(example, tmp_path, monkeypatch):
+    """A public address without a key, and a key that other users can read. Before the port is opened."""
     file = tmp_path / "key"
     file.write_text(KEY)
     with socket.create_server(("0.0.0.0", 0)) as taken:

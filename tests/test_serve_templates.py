@@ -1,4 +1,4 @@
-"""ktconvert serve: chat templates, which are programs that come with a model, in a process that they cannot hold up."""
+"""Tests of `ktconvert serve`: chat templates, which are programs that come with a model, cannot block the server."""
 
 import asyncio
 import signal
@@ -36,7 +36,7 @@ def render(process: TemplateProcess, template: str, **more: Any) -> str:
     return asyncio.run(process.render(encode_render_job(arguments)))
 
 
-def test_a_template_is_rendered_as_transformers_does(process):
+def test_the_process_renders_like_transformers(process):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = "{{ bos_token }}{% for m in messages %}{{ m|tojson }}é\n{% endfor %}{% if tools %}{{ tools }}{% endif %}"
@@ -47,7 +47,7 @@ def test_a_template_is_rendered_as_transformers_does(process):
 
 
 @pytest.mark.parametrize("template", [ENDLESS, LARGE, LONG, "{{ 'x' * 10**10 }}", ENDLESS_TO_COMPILE])
-def test_a_template_ends_at_its_limits(template, process):
+def test_templates_stop_at_their_limits(template, process):
     with pytest.raises(TemplateError, match=LIMITED):
         render(process, template)
     if template == ENDLESS_TO_COMPILE:
@@ -56,20 +56,20 @@ def test_a_template_ends_at_its_limits(template, process):
     assert render(process, "{{ messages[0].content }}") == "import os"
 
 
-def test_what_a_template_raises_is_told(process):
+def test_errors_of_templates_are_reported(process):
     for template, message in (("{{ raise_exception('no\n system') }}", "no system"), ("{{ 1 // 0 }}", "by zero")):
         with pytest.raises(TemplateError, match=message):
             render(process, template)
 
 
-def test_the_process_is_started_again_if_it_was_killed(process):
+def test_the_process_restarts_after_being_killed(process):
     process._process.kill()
     process._process.wait()
     assert render(process, "{{ messages[0].content }}") == "import os"
 
 
-def test_a_template_that_does_not_end_holds_nobody_up(example, tmp_path, monkeypatch):
-    """Another client is answered meanwhile, and the one that asked for it learns why it is not."""
+def test_an_endless_template_does_not_block_other_clients(example, tmp_path, monkeypatch):
+    """Its own client gets the reason."""
     template = "{% if messages[0].content == 'boom' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     held_up = TemplateProcess(seconds=1)
     monkeypatch.setattr("ktconvert.pipeline.models.serving.prompts.shared_process", lambda: held_up)
@@ -109,6 +109,6 @@ server.run()
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_server_whose_loop_is_blocked(sig):
+def test_a_signal_ends_a_server_with_a_blocked_event_loop(sig):
     done = python(BLOCKED, free_port(), int(sig), timeout=60)
     assert done.returncode == 128 + sig, done.stderr

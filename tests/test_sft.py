@@ -1,4 +1,4 @@
-"""KTMoEWrapper(mode="sft"): kt-kernel's golden results, windows of gradients, order of calls, files."""
+"""Tests of KTMoEWrapper(mode="sft"): kt-kernel's golden results, gradient windows, order of calls, and files."""
 
 import shutil
 from pathlib import Path
@@ -72,7 +72,7 @@ def with_lora(one: Any, tensors: dict[str, torch.Tensor], fill: float = 7.0) -> 
 
 @pytest.mark.parametrize("share", [None, False], ids=["own codes", "transposes"])
 @pytest.mark.parametrize("case", PEER)
-def test_golden(case: str, share: bool | None) -> None:
+def test_results_equal_those_of_kt_kernel(case: str, share: bool | None) -> None:
     two = case.endswith("_T2")
     method, width, parts = case.removesuffix("_T2"), 512 if two else 256, 1 + two
     given = load_file(GOLDEN / ("inputs_T2.safetensors" if two else "inputs.safetensors"))
@@ -98,7 +98,7 @@ def test_golden(case: str, share: bool | None) -> None:
         assert distance(found[name], want) < (1.06 if two else 1.03) * theirs, name
 
 
-def test_golden_tokens_whose_experts_are_elsewhere() -> None:
+def test_tokens_of_absent_experts_equal_those_of_kt_kernel() -> None:
     given, golden = load_file(GOLDEN / "inputs.safetensors"), load_file(GOLDEN / "AMXBF16_SFT_edge.safetensors")
     one, _ = trained("AMXBF16_SFT")
     _, buffers = with_lora(one, given)
@@ -109,7 +109,7 @@ def test_golden_tokens_whose_experts_are_elsewhere() -> None:
     assert not out[2].any() and not of_x[2].any()
 
 
-def test_golden_window_of_two_batches() -> None:
+def test_a_window_of_two_batches_equals_that_of_kt_kernel() -> None:
     given, golden = load_file(GOLDEN / "inputs.safetensors"), load_file(GOLDEN / "AMXBF16_SFT_accumulate.safetensors")
     one, _ = trained("AMXBF16_SFT")
     lora, buffers = with_lora(one, given)
@@ -134,8 +134,8 @@ def kgroup() -> tuple[Any, dict[str, torch.Tensor], Linears]:
     return one, golden, (values[0], values[1], values[2])
 
 
-def test_golden_groups() -> None:
-    """On the dequantized weights; no further away than kt-kernel, which rounds activations to 8 bits."""
+def test_grouped_scales_are_as_close_as_kt_kernel() -> None:
+    """To the dequantized weights; kt-kernel rounds activations to 8 bits."""
     one, golden, weights = kgroup()
     given = load_file(GOLDEN / "inputs.safetensors")
     lora, buffers = with_lora(one, given)
@@ -150,8 +150,8 @@ def test_golden_groups() -> None:
 
 
 @pytest.mark.parametrize("method", ["AMXBF16_SFT", "AMXINT8_SFT", "AMXINT4_SFT"])
-def test_windows(method: str) -> None:
-    """Overwritten by the first backward after the window was closed, added to by others; of every method."""
+def test_gradients_accumulate_within_a_window(method: str) -> None:
+    """For every method: the first backward after a window overwrites gradients, others add to them."""
     given = load_file(GOLDEN / "inputs.safetensors")
     one, _ = trained(method)
     lora, buffers = with_lora(one, given)
@@ -178,7 +178,7 @@ def test_windows(method: str) -> None:
         one.backward(given["grad_output"])
 
 
-def test_order_of_calls() -> None:
+def test_calls_in_the_wrong_order_are_rejected() -> None:
     given = load_file(GOLDEN / "inputs.safetensors")
     x, ids, weights, gradient = (given[name] for name in ("x", "expert_ids", "weights", "grad_output"))
     one = wrapper("AMXBF16_SFT")
@@ -222,7 +222,7 @@ def test_order_of_calls() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, one.backward(gradient), strict=True))
 
 
-def test_function_maps_masks_and_dropout() -> None:
+def test_maps_masks_and_dropout_affect_the_results() -> None:
     given = load_file(GOLDEN / "inputs.safetensors")
     x, ids, weights, gradient = (given[name] for name in ("x", "expert_ids", "weights", "grad_output"))
     one, _ = trained("AMXINT8_SFT")
@@ -254,7 +254,7 @@ def test_function_maps_masks_and_dropout() -> None:
     assert not torch.equal(dropping.forward(x, ids, weights), out)
 
 
-def test_names_that_kt_kernel_lists() -> None:
+def test_the_wrapper_has_the_names_of_kt_kernel() -> None:
     for method in TRAINING:
         if method in TRAINED:
             assert wrapper(method).method == method
@@ -271,8 +271,8 @@ def test_names_that_kt_kernel_lists() -> None:
         wrapper("RAWINT4_SFT").load_weights_from_tensors(*linears())
 
 
-def test_what_was_converted_trains(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    """The files of `ktconvert cpu`, and the transposed ones that it writes, are the wrapper's; these are used."""
+def test_converted_files_can_be_trained(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    """The files of `ktconvert cpu`, also transposed ones, which are used, hold the same weights as the wrapper."""
     stacked = dict(zip(("gate", "up", "down"), golden_weights(4, 256, 256), strict=True))
     source = write_qwen(tmp_path / "in", {0: stacked})
     options = ("--quant-method", "int8", "--threadpool-count", 1, "--no-merge-safetensor", "--save-backward-weights")

@@ -1,4 +1,4 @@
-"""LoRA through the experts: PEFT's functions, transformers' Trainer, and the commands that train, use and merge."""
+"""Tests of LoRA training through the experts: PEFT, transformers' Trainer, and the commands train and merge-adapter."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def int8(packed_example) -> Path:
 
 
 def model(example: Path, weights: Path | None = None) -> Any:
-    """The bundled model with these experts, or those that it has."""
+    """Return the bundled model with these experts, or its own."""
     from transformers import AutoModelForCausalLM
 
     from ktconvert import KTConvertConfig
@@ -52,7 +52,7 @@ def model(example: Path, weights: Path | None = None) -> Any:
 
 
 def adapted(model: Any, **settings: Any) -> Any:
-    """With a new adapter whose matrices are all random."""
+    """Return the model with a new adapter of random matrices."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -66,21 +66,21 @@ def logits(model: Any, ids: Any) -> Any:
 
 
 def usual_error(got: Any, expected: Any) -> float:
-    """The median over tokens: a token that goes to other experts, since two were nearly as good, does not count."""
+    """Return the median error over tokens, since a few tokens go to other experts that are nearly as good."""
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
 @pytest.fixture(scope="module")
 def trained(example, int8, tmp_path_factory, ids) -> tuple[Path, Any]:
-    """An adapter of the INT8 experts, and the logits with it."""
+    """Return an adapter of the INT8 experts, and the logits with it."""
     folder = tmp_path_factory.mktemp("adapter") / "adapter"
     ours = adapted(model(example, int8))
     ours.save_pretrained(folder)
     return folder, logits(ours, ids)
 
 
-def test_an_adapter_loads_again_and_into_the_unconverted_model(example, int8, trained, ids):
-    """Its file has PEFT's names, a matrix per expert and projection."""
+def test_an_adapter_loads_into_the_converted_and_the_original_model(example, int8, trained, ids):
+    """Its file has PEFT's names, with a matrix per expert and projection."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -102,8 +102,8 @@ def test_an_adapter_loads_again_and_into_the_unconverted_model(example, int8, tr
         assert torch.equal(logits(again, ids), logits(model(example, int8), ids))
 
 
-def test_an_adapter_that_was_made_of_the_unconverted_model(example, ids, tmp_path):
-    """PEFT's own tensors of transformers' stacked parameters; gate and up share their A."""
+def test_an_adapter_of_the_original_model_loads_into_the_converted_one(example, ids, tmp_path):
+    """PEFT's own tensors for transformers' stacked parameters; gate and up share their A."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -126,14 +126,14 @@ def test_an_adapter_that_was_made_of_the_unconverted_model(example, ids, tmp_pat
         (["q_proj"], {"q_proj"}),
     ],
 )
-def test_target_modules(named, found, example):
-    """`experts`, their projections, all-linear and regular expressions; base weights are frozen."""
+def test_target_modules_select_experts(named, found, example):
+    """`experts`, their projections, all-linear and regular expressions. Base weights are frozen."""
     ours = adapted(model(example), target_modules=named)
     trained = {name.split(".lora_")[0].split(".")[-1] for name, p in ours.named_parameters() if p.requires_grad}
     assert trained == found
 
 
-def test_two_adapters_at_once_and_one_by_one(example, ids):
+def test_two_adapters_compute_together_and_separately(example, ids):
     ours = adapted(model(example))
     first = logits(ours, ids)
     ours.add_adapter("other", ours.peft_config["default"])
@@ -148,8 +148,8 @@ def test_two_adapters_at_once_and_one_by_one(example, ids):
     assert torch.equal(logits(ours, ids), first)
 
 
-def test_adapters_of_different_modules_and_ranks(example, ids):
-    """One for attention, one for experts, one for all: each as if it were alone, both at once, none."""
+def test_adapters_of_different_modules_and_ranks_compute_as_in_peft(example, ids):
+    """For attention, for experts, and for all: each alone, both at once, and none."""
     from peft import LoraConfig
 
     targets: dict[str, Any] = {"attention": ["q_proj"], "experts": ["experts"], "all": "all-linear"}
@@ -188,13 +188,13 @@ def test_adapters_of_different_modules_and_ranks(example, ids):
         ({"modules_to_save": ["experts"]}, "take experts out of modules_to_save"),
     ],
 )
-def test_settings_that_experts_cannot_have(settings, why, example):
+def test_settings_that_experts_do_not_support_are_rejected(settings, why, example):
     with pytest.raises((UnsupportedError, ValueError), match=why):
         adapted(model(example), **settings)
 
 
-def test_adapters_and_uses_that_are_refused(example, trained, ids, tmp_path):
-    """Of another rank, with an expert less, with experts of several ranks; merging; training without an adapter."""
+def test_unsupported_adapters_and_uses_are_rejected(example, trained, ids, tmp_path):
+    """A different rank, a missing expert, experts of several ranks, merging, and training without an adapter."""
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
     from transformers import Trainer
@@ -240,8 +240,8 @@ def losses(trainer: Any) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
 
 
-def test_trainer_goes_on_as_if_it_had_not_been_interrupted(example, int8, tmp_path):
-    """With accumulated and clipped gradients and dropout, which evaluation has none of; in BF16's autocast."""
+def test_trainer_resumes_with_the_same_losses(example, int8, tmp_path):
+    """With accumulated and clipped gradients, and with dropout, which evaluation does not use; in BF16 autocast."""
     settings = {"lora_dropout": 0.3, "init_lora_weights": True}
     whole = trainer(adapted(model(example, int8), **settings), tmp_path)
     whole.train()
@@ -260,8 +260,8 @@ def gradients(model: Any, ids: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, example, int8, ids):
-    """The same gradients, bit for bit, of every matrix; dropout's as well."""
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, example, int8, ids):
+    """Bit for bit, for every matrix, also with dropout."""
     torch.manual_seed(7)
     kept = gradients(adapted(model(example, int8), lora_dropout=0.2), ids)
     ours = adapted(model(example, int8), lora_dropout=0.2)
@@ -271,12 +271,12 @@ def test_gradient_checkpointing(reentrant, example, int8, ids):
     assert all(torch.equal(again[name], kept[name]) and kept[name].abs().sum() > 0 for name in kept)
 
 
-def test_gradients_reach_attention_through_experts_without_an_adapter(example, int8, ids):
+def test_gradients_pass_through_experts_without_an_adapter(example, int8, ids):
     found = gradients(adapted(model(example, int8), target_modules=["q_proj"]), ids)
     assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found.values())
 
 
-def test_trl_trains(example, int8, tmp_path):
+def test_trl_trains_the_experts(example, int8, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from peft import LoraConfig, PeftModel
     from transformers import AutoTokenizer
@@ -317,8 +317,8 @@ def text(example, tmp_path_factory) -> Path:
     return path
 
 
-def test_train_eval_and_merge(cli, example, int8, text, tmp_path):
-    """From a text to an adapter, and on to a model of its own that was converted again."""
+def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tmp_path):
+    """From a text to an adapter, and on to a merged model that is converted again."""
     from safetensors.torch import load_file
 
     adapter, options = tmp_path / "adapter", ("--cpu-weights", int8, "--dataset", text, "--eval-dataset", text)
@@ -349,8 +349,8 @@ def test_train_eval_and_merge(cli, example, int8, text, tmp_path):
     assert tree(adapter) == tuned
 
 
-def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
-    """B A in float32, the sum rounded once: within a rounding of what PEFT adds in BF16."""
+def test_merged_weights_equal_those_of_peft(cli, example, trained, tmp_path):
+    """B A in float32, and the sum rounded once: within one rounding of what PEFT adds in BF16."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -374,8 +374,8 @@ def test_merged_weights_are_those_of_peft(cli, example, trained, tmp_path):
     assert "its init_lora_weights is 'pissa', which merge-adapter does not fold into weights" in done.stderr
 
 
-def test_a_training_that_is_killed_goes_on_to_the_same_adapter(servers, example, int8, text, tmp_path):
-    """Before any of some changes to the disk, of checkpoints and of the adapter: there is a whole adapter, or none."""
+def test_a_killed_training_resumes_to_the_same_adapter(servers, example, int8, text, tmp_path):
+    """Killed before some of its changes to the disk. There is a complete adapter, or none."""
     options = ("--cpu-weights", int8, "--dataset", text, *SHORT, "--max-steps", 4, "-q")
 
     def convert(output: Path) -> tuple[Any, ...]:
@@ -391,7 +391,7 @@ def test_a_training_that_is_killed_goes_on_to_the_same_adapter(servers, example,
 
 @pytest.fixture(scope="module")
 def begun(servers, example, int8, text, tmp_path_factory) -> tuple[Path, Path, Path]:
-    """A training that was killed with a checkpoint, one that was not, and their data set."""
+    """Return a training that was killed with a checkpoint, one killed without, and their data set."""
     folder = tmp_path_factory.mktemp("begun")
     data = Path(shutil.copy(text, folder))
     words = ("train", example, "--cpu-weights", int8, "--dataset", data, *SHORT, "--max-steps", 4, "-q", "-o")
@@ -402,7 +402,7 @@ def begun(servers, example, int8, text, tmp_path_factory) -> tuple[Path, Path, P
 
 
 def copy_of(killed: Path, folder: Path) -> tuple[Path, Path]:
-    """The output of a copy of a begun training, and its checkpoint."""
+    """Return the output of a copy of a killed training, and its checkpoint."""
     output = folder / "out"
     shutil.copytree(f"{killed}.work", f"{output}.work")
     (checkpoint,) = locate(output).store.glob("checkpoint.2.*")
@@ -410,7 +410,7 @@ def copy_of(killed: Path, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("how", ["a flipped bit", "no optimizer"])
-def test_a_damaged_checkpoint_is_not_used(how, servers, begun, tmp_path):
+def test_resume_does_not_use_a_damaged_checkpoint(how, servers, begun, tmp_path):
     killed, whole, _ = begun
     output, checkpoint = copy_of(killed, tmp_path)
     if how == "no optimizer":
@@ -425,8 +425,8 @@ def test_a_damaged_checkpoint_is_not_used(how, servers, begun, tmp_path):
 
 
 @pytest.mark.parametrize("call", [1, 4, 12])
-def test_a_full_disk_ends_a_training_in_one_sentence(call, servers, begun, tmp_path):
-    """From some call of a checkpoint on, of safetensors, torch or Python; resumed, the adapter is the same."""
+def test_a_full_disk_is_reported_in_one_sentence(call, servers, begun, tmp_path):
+    """It is full from some call of a checkpoint on, in safetensors, torch or Python. Resuming gives the same adapter."""
     killed, whole, _ = begun
     output, _ = copy_of(killed, tmp_path)
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": str(call)}
@@ -438,7 +438,7 @@ def test_a_full_disk_ends_a_training_in_one_sentence(call, servers, begun, tmp_p
         assert conversion.differing(tree(output), tree(whole)) == []
 
 
-def test_a_killed_training_is_stopped_and_one_at_work_runs(begun, tmp_path):
+def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
     stopped = look(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
@@ -449,7 +449,7 @@ def test_a_killed_training_is_stopped_and_one_at_work_runs(begun, tmp_path):
         assert look(output)["state"] == "running"
 
 
-def test_a_resumed_training_refuses_other_data_and_another_command_its_place(servers, example, begun, tmp_path):
+def test_resume_rejects_changed_data_and_other_commands(servers, example, begun, tmp_path):
     killed, _, data = begun
     output, checkpoint = copy_of(killed, tmp_path)
     convert = ("cpu", "-i", example, "-o", output, "--quant-method", "int8", "-q")
@@ -467,7 +467,7 @@ def test_a_resumed_training_refuses_other_data_and_another_command_its_place(ser
     assert done.returncode == OutputError.exit_code and tree(output).keys() == {"thesis.txt"} and checkpoint.exists()
 
 
-def test_a_loss_that_is_not_finite_ends_a_training_and_overwrite_begins_anew(cli, example, int8, text, tmp_path):
+def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example, int8, text, tmp_path):
     adapter = tmp_path / "adapter"
     words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "-o", adapter)
     failed = cli(*words, "--learning-rate", 1e30, code=6)
@@ -487,7 +487,7 @@ def test_a_loss_that_is_not_finite_ends_a_training_and_overwrite_begins_anew(cli
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
     ],
 )
-def test_a_training_that_is_refused(options, code, why, cli, example, int8, text, tmp_path):
+def test_train_rejects_invalid_options_and_data(options, code, why, cli, example, int8, text, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("import os\n")
     shutil.copy(text, tmp_path)

@@ -1,4 +1,4 @@
-"""The differentiable experts: beside float64, finite differences, other numbers of threads, and under checkpoints."""
+"""Tests of the differentiable experts: against float64, finite differences, numbers of threads, and checkpointing."""
 
 import functools
 from typing import Any
@@ -40,7 +40,7 @@ def factors(dtype: torch.dtype = torch.float32, rank: int = RANK, seed: int = 1)
 
 
 def inputs(tokens: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, ids with some that are no experts, weights, and the output's gradient."""
+    """Return hidden states, ids (some of no expert), weights, and the output's gradient."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
     if tokens > 2:
@@ -50,7 +50,7 @@ def inputs(tokens: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def both(step: TrainingPass, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     out, kept = step.forward()
     found = step.backward(kept, gradient)
     return [out, *flat(found)]
@@ -62,8 +62,8 @@ def flat(found: Gradients) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("isa", kernels.ISAS, indirect=True)
 @pytest.mark.parametrize(("method", "parts"), [("BF16", 1), ("AMXINT8", 1), ("AMXINT4", 3), ("MXFP4", 2), ("FP8", 1)])
-def test_distance_to_float64(isa: str, method: str, parts: int) -> None:
-    """Tokens of one expert in several blocks, experts without tokens, an odd number of tokens."""
+def test_gradients_are_close_to_float64(isa: str, method: str, parts: int) -> None:
+    """For an expert with several blocks of tokens, experts without tokens, and an odd number of tokens."""
     for tokens in (1, 7, 41):
         hidden, ids, weights, gradient = inputs(tokens)
         lora, one = factors(torch.bfloat16), experts(method, parts)
@@ -76,8 +76,8 @@ def test_distance_to_float64(isa: str, method: str, parts: int) -> None:
             assert distance(found, want) < bound, (tokens, name)
 
 
-def test_many_tokens_of_one_expert() -> None:
-    """More than go through a kernel at a time; the same bits in batches of any size."""
+def test_batches_of_any_size_give_the_same_bits() -> None:
+    """For more tokens of one expert than a kernel takes at a time."""
     hidden, ids, weights, gradient = inputs(600)
     ids[:, 0] = 3
     ids[:, 1] = -1
@@ -93,7 +93,7 @@ def test_many_tokens_of_one_expert() -> None:
 
 
 @pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4", "FP8"])
-def test_same_bits_for_any_number_of_threads_and_again(method: str) -> None:
+def test_any_number_of_threads_gives_the_same_bits(method: str) -> None:
     hidden, ids, weights, gradient = inputs(50)
     lora = factors()
 
@@ -106,8 +106,8 @@ def test_same_bits_for_any_number_of_threads_and_again(method: str) -> None:
         assert all(torch.equal(one, two) for one, two in zip(first, bits(threads), strict=True))
 
 
-def test_integers_have_the_same_bits_on_every_instruction_set() -> None:
-    """All but those that add products of BF16 otherwise (numerics.md, section 5b)."""
+def test_every_instruction_set_gives_the_same_bits_for_integers() -> None:
+    """Except where BF16 products are added in another order (numerics.md, section 5b)."""
     hidden, ids, weights, gradient = inputs(9)
     found = {}
     for isa in isas.each():
@@ -117,7 +117,7 @@ def test_integers_have_the_same_bits_on_every_instruction_set() -> None:
         assert all(torch.equal(one, two) for one, two in zip(tensors, found["scalar"], strict=True)), isa
 
 
-def test_without_lora_and_without_tokens() -> None:
+def test_experts_without_lora_or_tokens_compute() -> None:
     hidden, ids, weights, gradient = inputs(6)
     step = TrainingPass.of(experts("BF16"), hidden, ids, weights, None, 1.0)
     out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
@@ -132,7 +132,7 @@ def test_without_lora_and_without_tokens() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16, 40, 64])
-def test_ranks(rank: int) -> None:
+def test_every_rank_computes(rank: int) -> None:
     hidden, ids, weights, gradient = inputs(12)
     for dtype in (torch.bfloat16, torch.float32):
         lora = factors(dtype, rank)
@@ -143,7 +143,7 @@ def test_ranks(rank: int) -> None:
             assert distance(one, want) < BOUNDS["BF16"]
 
 
-def test_the_definition_passes_gradcheck() -> None:
+def test_the_reference_passes_gradcheck() -> None:
     generator = torch.Generator().manual_seed(0)
     e, h, i, r = 2, 4, 3, 2
     make = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -154,8 +154,8 @@ def test_the_definition_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x, w, *f: define(x, ids, w, linears, Lora(*f), 1.5), given)
 
 
-def test_finite_differences() -> None:
-    """Along the gradient of each input, of a loss in float64: BF16 rounds the output, hence the large step."""
+def test_gradients_match_finite_differences() -> None:
+    """Along the gradient of each input, for a loss in float64. The step is large because BF16 rounds the output."""
     hidden, ids, weights, gradient = inputs(24)
     lora, one = factors(), experts("BF16")
     hidden, weights = hidden.float().requires_grad_(), weights.requires_grad_()
@@ -178,7 +178,7 @@ def test_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_checkpointed_gradients_are_the_same(dropout: float) -> None:
+def test_checkpointing_gives_the_same_gradients(dropout: float) -> None:
     hidden, ids, weights, gradient = inputs(20)
     lora, one = factors(), experts("AMXINT8")
 
@@ -209,7 +209,7 @@ def _through_backward(out: Any, given: list[torch.Tensor], gradient: torch.Tenso
     return [tensor.grad.clone() for tensor in given if tensor.grad is not None]
 
 
-def test_dropout_is_elementwise_and_in_training_alone() -> None:
+def test_dropout_is_elementwise_and_only_in_training() -> None:
     hidden, ids, weights, gradient = inputs(400)
     lora, one = factors(), experts("BF16")
     call = functools.partial(routed_experts_with_lora, one, hidden, ids, weights, lora, SCALING)
@@ -245,7 +245,7 @@ def test_dropout_is_elementwise_and_in_training_alone() -> None:
         assert (ends[0] - ends[1]) / (2 * float((slope * step).double().sum())) == pytest.approx(1, abs=0.06), name
 
 
-def test_parameters_that_change_before_backward_are_torchs_error() -> None:
+def test_changing_parameters_before_backward_is_an_error_of_torch() -> None:
     hidden, ids, weights, _ = inputs(4)
     lora = factors()
     out = routed_experts_with_lora(experts("BF16"), hidden, ids, weights, lora, SCALING)
@@ -263,13 +263,13 @@ def test_parameters_that_change_before_backward_are_torchs_error() -> None:
         ({"gate_a": torch.zeros(E, 300, H)}, r"rank of 1 to 256"),
     ],
 )
-def test_lora_that_does_not_fit(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_lora_of_wrong_shapes_is_rejected(changes: dict[str, torch.Tensor], message: str) -> None:
     hidden, ids, weights, _ = inputs(4)
     with pytest.raises(ValueError, match=message):
         routed_experts_with_lora(experts("BF16"), hidden, ids, weights, factors()._replace(**changes), SCALING)
 
 
-def test_what_has_no_gradient() -> None:
+def test_outputs_without_gradient_have_none() -> None:
     hidden, ids, weights, _ = inputs(4)
     rng = np.random.default_rng(0)
     bits = [

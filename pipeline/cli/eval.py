@@ -50,12 +50,12 @@ def eval(options: EvalOptions) -> None:
     finally:
         reporter.end()
     method = method or evaluate.expert_methods(converted)
-    document = evaluate.build_report(options, windows, evaluation, method)
+    report = evaluate.build_report(options, windows, evaluation, method)
     if options.plot is not None:
-        plot_eval(options.plot, document, evaluation.compared.divergence.tolist())
+        plot_eval(options.plot, report, evaluation.errors.divergence.tolist())
     if options.as_json:
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(report))
         return
     layers = [("layer", "relative error of the experts' output")]
-    layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in document["layers"]]
-    click.echo("\n".join([*aligned(evaluate.table_rows(document)), "", *aligned(layers)]))
+    layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in report["layers"]]
+    click.echo("\n".join([*aligned(evaluate.table_rows(report)), "", *aligned(layers)]))
