@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Parts
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Parts, empty_parts
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
@@ -52,7 +52,7 @@ class ExpertsWork(ExpertsToWrite):
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
-        packed = expert_files.empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
+        packed = empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
         for part, out in packed:
             matrix = part.of(linear)
             try:

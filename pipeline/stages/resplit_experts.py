@@ -16,7 +16,7 @@ from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs import rearrange as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts, empty_parts
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
@@ -109,7 +109,7 @@ class ResplitWork(ExpertsToWrite):
 
 def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
     """The parts of `grid` of one linear, from its old ones. Raises ValueError for a code that is not the encoding's."""
-    new = expert_files.empty_parts(encoding, grid.parts(*item), place)
+    new = empty_parts(encoding, grid.parts(*item), place)
     for before, after in zip(_linears(old), _linears(new), strict=True):
         parts_of.rearrange(encoding, before, after)
     return new
