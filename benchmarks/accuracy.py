@@ -24,7 +24,7 @@ from synthetic_layers import F32, Layer, layer, relative
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.calibration.compensate import packed, steps
+from ktconvert.pipeline.calibration.gptq_experts import code_steps, pack_linear
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.choice import QUANTIZERS
@@ -92,10 +92,10 @@ def by_gptq(fmt: Format, bits: Any, inputs: F32) -> F32:
     importance = torch.diagonal(hessian.sum).numpy().copy()
     quantize(fmt.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
     scale = fmt.encoding.scales(stored[-1], n, k)
-    code_range, wide = fmt.encoding.grid.code_range, steps(fmt.encoding, scale)
+    code_range, wide = fmt.encoding.grid.code_range, code_steps(fmt.encoding, scale)
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
-    ((_, tensors),) = packed(
+    ((_, tensors),) = pack_linear(
         fmt.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, ExpertGrid(0, k, n)
     )
     return fmt.encoding.decode(tensors, n, k, slice(None))

@@ -19,9 +19,9 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
-from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
+from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.native_quant.runtime import hot_mask
-from ktconvert.pipeline.calibration.gather_statistics import Gathering
+from ktconvert.pipeline.calibration.gather_statistics import LayerStatistics
 from rig import calibrated, conversion, forks, hooks, killpoint
 from rig.golden import FOLDER
 
@@ -65,11 +65,11 @@ def assert_seen(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]
     """The imatrix is what hooks saw, within float32, and the counts are the router's choices."""
     shapes = shapes_of(model)
     assert shapes.keys() == seen.keys()
-    imatrix = statistics.imatrix("the model", shapes)
+    imatrix = statistics.open_imatrix("the model", shapes)
     for layer, read in seen.items():
         chosen = np.bincount(np.concatenate(read.chosen).reshape(-1), minlength=shapes[layer][0])
         assert statistics.counts[layer].tolist() == chosen.tolist()
-        for projection in PARTS:
+        for projection in WEIGHT_NAMES:
             assert imatrix.sums[layer, projection].counts.tolist() == chosen.tolist()
             want = read.middle if projection == "down" else read.inputs
             np.testing.assert_allclose(imatrix.read(layer, projection), want, rtol=2e-7, atol=0)
@@ -105,7 +105,7 @@ def test_experts_without_tokens_and_with_one(models: dict[str, Path], servers: A
     statistics = calibrate(servers, models["qwen3_moe"], tmp_path / "out", dataset)
     assert_seen(statistics, models["qwen3_moe"], hooks.read_by_experts(models["qwen3_moe"], samples))
     assert {0, 1} <= set(statistics.counts.flat)
-    imatrix = statistics.imatrix("the model", shapes_of(models["qwen3_moe"]))
+    imatrix = statistics.open_imatrix("the model", shapes_of(models["qwen3_moe"]))
     for layer, expert in np.argwhere(statistics.counts == 0).tolist():
         assert imatrix.importance(layer, expert, "down") is None
         assert not imatrix.read(layer, "down")[expert].any()
@@ -121,12 +121,12 @@ def test_mtp_layers_are_left_out(models: dict[str, Path], servers: Any, tmp_path
 
 
 def test_sums_that_are_not_finite_name_the_expert(tmp_path: Path) -> None:
-    gathering = Gathering(7)
-    gathering.counts.tokens[7] = np.ones(3, np.int64)
-    gathering.importance.inputs, gathering.importance.middle = np.ones((3, 4)), np.ones((3, 2))
-    gathering.importance.middle[1, 0] = 1e39  # beyond float32
-    with pytest.raises(VerificationError, match=r"layer 7, expert 1: .* another --dataset"):
-        gathering.write(tmp_path / "layer")
+    statistics = LayerStatistics(7)
+    statistics.counter.token_counts[7] = np.ones(3, np.int64)
+    statistics.importance.inputs, statistics.importance.middle = np.ones((3, 4)), np.ones((3, 2))
+    statistics.importance.middle[1, 0] = 1e39  # beyond float32
+    with pytest.raises(VerificationError, match=r"layer 7, expert 1: .* different --dataset"):
+        statistics.write(tmp_path / "layer")
     assert not (tmp_path / "layer").exists()
 
 
@@ -177,7 +177,7 @@ def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -
     chunks = ("--max-sequence-length", "512", "--num-calibration-samples", "63")
     ours = calibrate(servers, example, tmp_path / "out", FOLDER / "llama_cpp.imatrix.txt", *chunks)
     shapes = shapes_of(example)
-    mine, theirs = ours.imatrix("small", shapes), open_imatrix(FOLDER / "llama_cpp.imatrix.gguf", "small", shapes)
+    mine, theirs = ours.open_imatrix("small", shapes), open_imatrix(FOLDER / "llama_cpp.imatrix.gguf", "small", shapes)
     for layer in shapes:
         counts = theirs.sums[layer, "gate"].counts
         assert counts.sum() == ours.counts[layer].sum() == 2 * 63 * 512 and counts.min() >= 500
@@ -242,7 +242,7 @@ def test_another_model_is_one_error_that_names_both(made: Path, small: Path) -> 
         (dict.fromkeys(shapes, (4, 128, 256)), "4 experts of 128 x 256"),
     ):
         with pytest.raises(InputError, match=r"layers 0-2 with 4 experts of 128 x 128, and other has .*") as error:
-            statistics.imatrix("other", other)
+            statistics.open_imatrix("other", other)
         assert has in str(error.value)
     with pytest.raises(InputError, match=r"3 decoder layers, .* and other has 4 decoder layers"):
         statistics.require_model("other", shapes, 4)
@@ -266,10 +266,10 @@ def damage(made: Path, what: str) -> None:
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_statistics_are_refused(what: str, made: Path, small: Path) -> None:
     shapes = shapes_of(small)
-    read_statistics(made).imatrix("it", shapes)
+    read_statistics(made).open_imatrix("it", shapes)
     damage(made, what)
     with pytest.raises(InputError, match=str(made)):
-        read_statistics(made).imatrix("it", shapes)
+        read_statistics(made).open_imatrix("it", shapes)
     with pytest.raises(InputError, match="cannot be read"):
         read_statistics(made.parent)
 

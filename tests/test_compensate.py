@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.calibration.compensate import Compensate
-from ktconvert.pipeline.calibration.consumers import ExpertGroup, ExpertWeights
+from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights
+from ktconvert.pipeline.calibration.gptq_experts import GptqVisitor
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.pipeline.verify.checks import ROWS, judge
 from ktconvert.quantizers.choice import GPTQ
@@ -62,8 +62,8 @@ def compensated(
     sees: str = "mixed",
     floor: int = 1,
     numa: int = 1,
-) -> tuple[Compensate, dict[tuple[int, str], Any]]:
-    """The consumer after a group, and the parts of each linear as it wrote them."""
+) -> tuple[GptqVisitor, dict[tuple[int, str], Any]]:
+    """The visitor after a group, and the parts of each linear as it wrote them."""
     form, stored = FORMS[bits], {}
     grid = ExpertGrid(0, HIDDEN, WIDTH, numa)
 
@@ -79,14 +79,14 @@ def compensated(
     def write(expert: int, projection: str, made: Any) -> None:
         stored[expert, projection] = made
 
-    consumer = Compensate(form, 0.01, "float32", sees, floor, nearest, write, numa)
+    visitor = GptqVisitor(form, 0.01, "float32", sees, floor, nearest, write, numa)
     weights = {
         e: ExpertWeights(*(torch.from_numpy(own[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
         for e, own in enumerate(experts)
     }
     group = ExpertGroup(0, np.array(tokens), weights, dict(enumerate(gate_up)), dict(enumerate(down)))
-    consumer.take(group)
-    return consumer, stored
+    visitor.visit(group)
+    return visitor, stored
 
 
 def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
@@ -128,8 +128,8 @@ def test_experts_without_enough_tokens_are_searched() -> None:
     tokens = [0, 1, 3, 400]
     shared = hessian_of(rng, HIDDEN, 404)
     down = [hessian_of(rng, WIDTH, count) for count in tokens]
-    consumer, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
-    assert consumer.too_few == [0, 1, 2] and consumer.fell_back == []
+    visitor, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
+    assert visitor.too_few_tokens == [0, 1, 2] and visitor.not_factorized == []
 
     def check(stored: Any, expert: int, projection: str, searched: bool) -> None:
         ((codes, scales),) = codes_of(4, stored[expert, projection])
@@ -142,7 +142,7 @@ def test_experts_without_enough_tokens_are_searched() -> None:
         for projection in SHAPES:
             check(stored, expert, projection, expert != 3 and projection == "down")
     one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
-    assert one.too_few == [0]
+    assert one.too_few_tokens == [0]
     check(stored, 1, "down", False)
 
 
@@ -152,8 +152,8 @@ def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> No
     experts = [weights_of(rng, "gauss") for _ in range(2)]
     shared, down = hessian_of(rng, HIDDEN, 400), [hessian_of(rng, WIDTH, 400) for _ in range(2)]
     down[1].sum[3, 5] = down[1].sum[5, 3] = 1e9  # not positive definite
-    consumer, stored = compensated(4, experts, [shared] * 2, down, tokens=[400, 400])
-    assert consumer.fell_back == [(1, "down")] and consumer.too_few == []
+    visitor, stored = compensated(4, experts, [shared] * 2, down, tokens=[400, 400])
+    assert visitor.not_factorized == [(1, "down")] and visitor.too_few_tokens == []
     ((codes, scales),) = codes_of(4, stored[1, "down"])
     importance = torch.diagonal(down[1].sum).numpy().copy()
     _, searched = scale_search.search(4, experts[1]["down"], importance)

@@ -82,7 +82,7 @@ class Flips(Executor):
 def test_a_bit_that_flipped_in_what_a_worker_left(dataset: Path, tmp_path: Path) -> None:
     """It is found before it goes into the layer, and made again by the next run."""
     begun = plan("calibrate", tmp_path / "out", dataset)
-    with pytest.raises(ResourceError, match=r"experts-000-003.*is not what was written there"):
+    with pytest.raises(ResourceError, match=r"experts-000-003.*differs from that of the written file"):
         commands.run(begun, Flips())
     assert commands.run(begun)
 

@@ -187,9 +187,9 @@ def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
         (COUNTS, "tokens", "I64", "holds 'tokens'"),
         (COUNTS.astype(np.int32), "counts", "I32", "is I32 of shape [3, 4]"),
         (COUNTS[0], "counts", "I64", "is I64 of shape [4]"),
-        (-COUNTS, "counts", "I64", "a number below 0"),
-        (0 * COUNTS, "counts", "I64", "zeros only"),
-        (COUNTS[:0], "counts", "I64", "zeros only"),
+        (-COUNTS, "counts", "I64", "negative numbers"),
+        (0 * COUNTS, "counts", "I64", "only zeros"),
+        (COUNTS[:0], "counts", "I64", "only zeros"),
         *((COUNTS, "counts", size, "") for size in (0, 5, -1, None)),
     ],
 )

@@ -77,14 +77,15 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
     "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files that the same run has written; of another's, nothing is raised",
+    "ktconvert.pipeline.models.adapter_files.write_adapter": "files that the same run has written",
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "no file",
     "ktconvert.pipeline.engine.worker._opened": "compares a name with all that a file holds",
-    "ktconvert.pipeline.calibration.portions.read": "compares a hash with all that a file holds",
+    "ktconvert.pipeline.calibration.portions.load_tensors": "compares a hash with all that a file holds",
     "ktconvert.native_quant.runtime.hf_rest.": "headers that open_output has read before, and any text",
     "ktconvert.pipeline.models.serving.": "requests: test_serve_requests.py; and what load_model has read before",
     "ktconvert.pipeline.verify.reload.": "takes whatever transformers raises",
-    "ktconvert.pipeline.calibration.oneshot.": "llmcompressor's own way to load a model",
+    "ktconvert.pipeline.calibration.gptq_experts.run_oneshot": "llmcompressor's own way to load a model",
     "ktconvert.pipeline.models.text_datasets.read_hub_rows": "data sets of the hub: test_calibration.py",
 }
 

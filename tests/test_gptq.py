@@ -56,9 +56,9 @@ def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
     """One expert in memory at a time: the same bytes. In a process that was not forked."""
     words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = (
-        "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.calibration import environment; "
+        "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.calibration import requirements; "
     )
-    program += "environment.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
+    program += "requirements.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
     done = calibrated.python(program, *words, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]  # not a word of the libraries between them
     assert events[-1]["event"] == "finished"

@@ -7,28 +7,30 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.calibration.footprint import (
+from ktconvert.pipeline.calibration.requirements import (
     CARDS,
+    GPTQ_REMEDIES,
     LIBRARIES,
-    REMEDIES,
-    WalkShape,
-    advice,
-    footprint,
+    CalibrationShape,
+    describe_footprint,
+    estimate_footprint,
     max_gpu_memory,
-    shape_of,
+    read_shape,
 )
 from ktconvert.pipeline.options.option_groups import Samples
 
-# 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
+# 512 samples of 2048 tokens; `other_bytes` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
 # layers.
-DEEPSEEK = WalkShape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, dense=True, group=8)
-QWEN_30B = WalkShape(hidden=2048, width=768, experts=128, heads=32, rest=38_000_000, group=8)
-QWEN_235B = WalkShape(hidden=4096, width=1536, experts=128, heads=64, rest=143_000_000, group=8)
+DEEPSEEK = CalibrationShape(
+    hidden=7168, width=2048, experts=256, heads=128, head=192, other_bytes=1_167_000_000, dense=True, experts_at_once=8
+)
+QWEN_30B = CalibrationShape(hidden=2048, width=768, experts=128, heads=32, other_bytes=38_000_000, experts_at_once=8)
+QWEN_235B = CalibrationShape(hidden=4096, width=1536, experts=128, heads=64, other_bytes=143_000_000, experts_at_once=8)
 MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B": QWEN_235B}
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "gate_up", "down", "boundary", "scores"),
+    ("name", "layer", "gate_up", "down", "hidden_states", "scores"),
     [
         # 256 x 3 x 7168 x 2048 x 2; 7168^2 x 4; 2048^2 x 4; 512 x 2048 x 7168 x 2; 128 x 2048^2 x (2 + 4 + 4)
         ("DeepSeek-V3", 22_548_578_304, 205_520_896, 16_777_216, 15_032_385_536, 5_368_709_120),
@@ -38,47 +40,53 @@ MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B":
         ("Qwen3-235B-A22B", 4_831_838_208, 67_108_864, 9_437_184, 8_589_934_592, 2_684_354_560),
     ],
 )
-def test_numbers_worked_by_hand(name: str, layer: int, gate_up: int, down: int, boundary: int, scores: int) -> None:
-    estimate = footprint(MODELS[name])
-    assert (estimate.layer, estimate.boundary, estimate.scores) == (layer, boundary, scores)
+def test_numbers_worked_by_hand(
+    name: str, layer: int, gate_up: int, down: int, hidden_states: int, scores: int
+) -> None:
+    estimate = estimate_footprint(MODELS[name])
+    assert (estimate.layer, estimate.hidden_states, estimate.scores) == (layer, hidden_states, scores)
     assert estimate.hessians == gate_up + 8 * down
-    assert footprint(replace(MODELS[name], calibrate="mixed")) == estimate  # only the tokens that down sees are fewer
-    assert footprint(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
+    assert (
+        estimate_footprint(replace(MODELS[name], calibrate="mixed")) == estimate
+    )  # only the tokens that down sees are fewer
+    assert estimate_footprint(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
     # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of
     # these.
-    assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * boundary
+    assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * hidden_states
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: WalkShape) -> None:
-    estimate = footprint(shape)
+def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: CalibrationShape) -> None:
+    estimate = estimate_footprint(shape)
     assert estimate.gpu == 0
-    assert estimate.host == footprint(replace(shape, experts=4 * shape.experts)).host
-    more = footprint(replace(shape, samples=1024)).host - estimate.host
+    assert estimate.host == estimate_footprint(replace(shape, experts=4 * shape.experts)).host
+    more = estimate_footprint(replace(shape, samples=1024)).host - estimate.host
     assert more == 512 * 2048 * 8 * (4 + 4)  # where tokens go: 8 experts' numbers and weights for each
     assert estimate.host < LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
     assert estimate.host > LIBRARIES + max(estimate.scores, estimate.working)
-    assert footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
-    assert footprint(replace(shape, length=1024)).disk * 2 == estimate.disk
-    assert footprint(replace(shape, length=1024)).host < estimate.host
-    assert footprint(replace(shape, group=2 * shape.group)).working == estimate.working  # of one expert at a time
+    assert estimate_footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
+    assert estimate_footprint(replace(shape, length=1024)).disk * 2 == estimate.disk
+    assert estimate_footprint(replace(shape, length=1024)).host < estimate.host
+    assert (
+        estimate_footprint(replace(shape, experts_at_once=2 * shape.experts_at_once)).working == estimate.working
+    )  # of one expert at a time
 
 
 def test_what_the_pages_say_of_deepseek_and_of_predictions() -> None:
     """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
-    here, on_gpu = footprint(DEEPSEEK), footprint(replace(DEEPSEEK, on_gpu=True))
+    here, on_gpu = estimate_footprint(DEEPSEEK), estimate_footprint(replace(DEEPSEEK, on_gpu=True))
     assert on_gpu.gpu < 12 * 10**9 and on_gpu.host < here.host < 10 * 10**9 < 75 * 10**9 < on_gpu.disk < 76 * 10**9
     # What predictions feel takes two metrics, for each expert of a group one of 1536 x 1536, and the head.
     small = replace(QWEN_30B, length=16)  # so that attention is not the peak
-    without, wanted = (footprint(replace(small, outputs=on)) for on in (False, True))
-    assert wanted.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.group * 1536**2 * 4
-    with_head = footprint(replace(small, outputs=True, vocabulary=1_000_000))
+    without, wanted = (estimate_footprint(replace(small, fisher=on)) for on in (False, True))
+    assert wanted.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.experts_at_once * 1536**2 * 4
+    with_head = estimate_footprint(replace(small, fisher=True, vocabulary=1_000_000))
     assert with_head.host > 1_000_000 * 2048 * 2 + wanted.weights
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: WalkShape) -> None:
-    estimate = footprint(replace(shape, on_gpu=True))
+def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: CalibrationShape) -> None:
+    estimate = estimate_footprint(replace(shape, on_gpu=True))
     assert [max_gpu_memory(card, estimate) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
     for card in (12, 16, 24, 32, 48, 80, 141):
         suggested = max_gpu_memory(card, estimate)
@@ -92,27 +100,34 @@ def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Walk
 
 def test_advice_names_sizes_and_to_a_card_that_is_too_small_the_remedies() -> None:
     large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
-    assert footprint(large).scores == 80 << 30
-    assert [max_gpu_memory(card, footprint(large)) for card in CARDS] == [None, None, None]
-    lines = advice(large)
-    assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in lines[-1] and lines[-1].endswith(REMEDIES)
+    assert estimate_footprint(large).scores == 80 << 30
+    assert [max_gpu_memory(card, estimate_footprint(large)) for card in CARDS] == [None, None, None]
+    lines = describe_footprint(large)
+    assert "cards of 24 GiB, 48 GiB, 80 GiB are too small" in lines[-1] and lines[-1].endswith(GPTQ_REMEDIES)
     assert "--max-gpu-memory" not in lines[-2]
-    lines = advice(replace(DEEPSEEK, on_gpu=True))
+    lines = describe_footprint(replace(DEEPSEEK, on_gpu=True))
     assert "512 samples of 2048 tokens are 14.0 GiB" in lines[0]  # 15.03 GB
-    assert "21.0 GiB in BF16 and are taken 8 at a time" in lines[1]
+    assert "21.0 GiB in BF16 and are processed 8 at a time" in lines[1]
     assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in lines[1]
     assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in lines[3]
-    assert advice(DEEPSEEK)[2].startswith("on a GPU it would take")
-    assert "for each expert, that of down" in advice(replace(DEEPSEEK, calibrate="routed", group=1))[1]
+    assert describe_footprint(DEEPSEEK)[2].startswith("on a GPU it would take")
+    assert (
+        "for each expert, that of down"
+        in describe_footprint(replace(DEEPSEEK, calibrate="routed", experts_at_once=1))[1]
+    )
 
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
 def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     samples = Samples(num_calibration_samples=64, max_sequence_length=256)
     bits = 4 if quant_type == "W4A16" else 8
-    shape = replace(shape_of(recognise(open_checkpoint(str(example))), samples), bits=bits, group=4, on_gpu=True)
+    shape = replace(
+        read_shape(recognise(open_checkpoint(str(example))), samples), bits=bits, experts_at_once=4, on_gpu=True
+    )
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
     sizes = (256, 256, 8, 4, 64, 256)  # hidden, width, experts, heads, samples, length
-    expected = WalkShape(*sizes, bits, True, "all", 4, head=64, rest=rest, top_k=2, on_gpu=True, vocabulary=2048)
+    expected = CalibrationShape(
+        *sizes, bits, True, "all", 4, head=64, other_bytes=rest, top_k=2, on_gpu=True, vocabulary=2048
+    )
     assert shape == expected

@@ -98,7 +98,7 @@ def test_gptq(hub: dict[str, str], tmp_path: Path, example: Path) -> None:
     command = [sys.executable, "-c", ON_ONE, "gpu", *words_of(EXAMPLES["example 3"], example, output)]
     done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
-    assert "tatsu-lab/alpaca: 12 samples, 256 were asked for" in done.stderr
+    assert "tatsu-lab/alpaca: 12 samples, fewer than the requested 256" in done.stderr
     quantization = json.loads((output / "config.json").read_text())["quantization_config"]
     weights = quantization["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["actorder"]) == (8, 128, None)

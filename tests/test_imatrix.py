@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import InputError, KtconvertError
-from ktconvert.layouts.statistics.imatrix import PARTS, LayerSums, open_imatrix, write_imatrix
+from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, LayerSums, open_imatrix, write_imatrix
 from rig import gguf as rig
 from rig.golden import FOLDER
 
@@ -81,7 +81,7 @@ def test_llama_cpp_files_agree():
     """The GGUF holds sums and counts, the .dat means times calls of them: the means are equal but for rounding."""
     by_form = {form: open_imatrix(path, "small", SHAPES) for form, path in FILES.items()}
     for layer in SHAPES:
-        for projection in PARTS:
+        for projection in WEIGHT_NAMES:
             counts = by_form["gguf"].sums[layer, projection].counts
             assert counts.sum() == 2 * 63 * 512  # top 2 of 8
             for expert in range(8):
@@ -101,8 +101,8 @@ def test_statistics_are_read(tmp_path, tail):
         path.write_bytes(small_binary(7, tail))
     ours = open_imatrix(path, "small", SMALL)
     for layer in SMALL:
-        assert ours.unreached(layer) == (1,)
-        for projection in PARTS:
+        assert ours.experts_without_tokens(layer) == (1,)
+        for projection in WEIGHT_NAMES:
             sums = sums_of(layer, projection)
             if tail is None:
                 np.testing.assert_array_equal(ours.read(layer, projection), sums)
@@ -116,13 +116,13 @@ def test_statistics_are_read(tmp_path, tail):
 def test_no_calls_are_no_counts(tmp_path):
     path = tmp_path / "i.dat"
     path.write_bytes(small_binary(0))
-    assert open_imatrix(path, "small", SMALL).unreached(3) == (0, 1, 2)
+    assert open_imatrix(path, "small", SMALL).experts_without_tokens(3) == (0, 1, 2)
 
 
 def test_fused_gate_and_up(tmp_path):
     names = {"gate": "blk.{}.ffn_gate_up_exps.weight", "down": NAMES["down"]}
     ours = open_imatrix(small_gguf(tmp_path / "i.gguf", names=names), "small", SMALL)
-    for projection in PARTS:
+    for projection in WEIGHT_NAMES:
         np.testing.assert_array_equal(ours.read(4, projection), sums_of(4, projection))
 
 
@@ -131,7 +131,7 @@ def test_a_tensor_for_each_expert(tmp_path):
     records = [
         (f"blk.{layer}.ffn_{projection}.{expert}.weight", sums_of(layer, projection)[expert], int(COUNTS[expert]))
         for layer in SMALL
-        for projection in PARTS
+        for projection in WEIGHT_NAMES
         for expert in range(3)
     ]
     tensors = {f"{name}.in_sum2": sums for name, sums, _ in records}
@@ -140,7 +140,7 @@ def test_a_tensor_for_each_expert(tmp_path):
     old.write_bytes(binary([(name, count, sums) for name, sums, count in records]))
     for path in (by_gguf_py(tmp_path / "i.gguf", tensors), old):
         ours = open_imatrix(path, "small", SMALL)
-        assert ours.unreached(3) == (1,)
+        assert ours.experts_without_tokens(3) == (1,)
         np.testing.assert_array_equal(ours.read(4, "up"), sums_of(4, "up"))
     del tensors["blk.4.ffn_up.2.weight.in_sum2"], tensors["blk.4.ffn_up.2.weight.counts"]
     refused(by_gguf_py(tmp_path / "j.gguf", tensors), "expert 2 of layer 4, up")

@@ -85,7 +85,7 @@ def test_training_settings_do_not_change_gradients(setting, model, example):
     """`--scale gptq` computes gradients of the predictions by the output of each layer."""
     stored.configure(model, **{setting: SETTINGS[setting]})
     hidden = torch.randn((5, 256), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found, expected = (layered(each).gradients(hidden, 0) for each in (model, example))
+    found, expected = (layered(each).prediction_gradients(hidden, 0) for each in (model, example))
     assert torch.equal(found, expected) and bool(expected.any())
 
 
@@ -94,7 +94,7 @@ def layered(root: Path) -> Any:
     from ktconvert.layouts.checkpoints.other_tensors import other_tensors
     from ktconvert.layouts.checkpoints.output_tensors import decoded_others
     from ktconvert.layouts.checkpoints.source import open_checkpoint
-    from ktconvert.pipeline.calibration.layered import LayeredModel
+    from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     source = open_checkpoint(root)
     names = recognise(source).expert_tensor_names()

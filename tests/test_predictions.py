@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.calibration.layered import LayeredModel
+from ktconvert.pipeline.calibration.layered_model import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
 from rig import families
 from rig.files import edit_json
@@ -126,7 +126,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "untied" / "model.safetensors", {"format": "pt"})
     hidden = torch.randn((40, families.HIDDEN)).bfloat16()
-    tied, untied = (layered(tmp_path / name).gradients(hidden, seed=3) for name in ("tied", "untied"))
+    tied, untied = (layered(tmp_path / name).prediction_gradients(hidden, seed=3) for name in ("tied", "untied"))
     assert torch.equal(tied, untied) and tied.isfinite().all() and tied.any()
 
 
@@ -136,8 +136,8 @@ def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path)
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)
     hidden = torch.randn((4096, whole.config.hidden_size), generator=torch.Generator().manual_seed(8)).bfloat16()
-    found = predictions.information(model.gradients(hidden, seed=1)) / len(hidden)
-    assert torch.equal(found, predictions.information(model.gradients(hidden, seed=1)) / len(hidden))
+    found = predictions.information(model.prediction_gradients(hidden, seed=1)) / len(hidden)
+    assert torch.equal(found, predictions.information(model.prediction_gradients(hidden, seed=1)) / len(hidden))
     want = torch.zeros_like(found)
     for x in hidden[:64].float():
         p = whole.lm_head(whole.model.norm(x)).softmax(-1).detach()
@@ -150,6 +150,6 @@ def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path)
 
 def test_slopes_are_derivatives(model: LayeredModel) -> None:
     gate, up = torch.randn((5, 7)), torch.randn((5, 7))
-    found, step = model.slopes(0, gate, up), 1e-3
-    by_gate = (model.middle(0, gate + step, up) - model.middle(0, gate - step, up)) / (2 * step)
+    found, step = model.activation_slopes(0, gate, up), 1e-3
+    by_gate = (model.activate(0, gate + step, up) - model.activate(0, gate - step, up)) / (2 * step)
     torch.testing.assert_close(found, torch.cat([by_gate, torch.nn.functional.silu(gate)], 1), rtol=1e-2, atol=1e-3)

@@ -112,7 +112,7 @@ def test_experts_with_too_few_tokens_are_listed(outputs):
     card = (outputs / "bundled few" / "README.md").read_text()
     assert "gate and up saw every token, down those routed to its expert" in card
     said = (outputs / "bundled few.said").read_text()
-    assert "experts not compensated in down, for fewer than 60 tokens were routed to them" in said
+    assert "experts not compensated in down, because fewer than 60 tokens were routed to them" in said
     few, enough = (tensors(outputs / name, ".weight") for name in ("bundled few", "bundled int4"))
     same = [name for name in few if few[name] == enough[name]]
     assert same and len(same) < len(few)

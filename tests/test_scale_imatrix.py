@@ -221,8 +221,8 @@ def test_a_folder_of_statistics(source, imatrix, tmp_path):
     statistics(folder / "imatrix.gguf", seed=1)
     write_file(folder / "counts.safetensors", {"counts": ("I64", counts + 1)})
     for way in ways:
-        refused(here(*command, *way), 5, str(folder), "is not the file that statistics.json")
-    refused(here(*experts), 5, "counts.safetensors: is not the file that statistics.json")
+        refused(here(*command, *way), 5, str(folder), "differs from the file that statistics.json")
+    refused(here(*experts), 5, "counts.safetensors: differs from the file that statistics.json")
 
 
 def test_it_is_resumed(source, imatrix, output, tmp_path):

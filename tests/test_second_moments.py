@@ -35,8 +35,8 @@ def tensors_of(layer: int) -> dict[str, Any]:
     rng = np.random.default_rng(layer)
     down = [moments_of(rng, WIDTH, count) for count in COUNTS]
     return {
-        "gate_up": ("F32", second_moments.packed(moments_of(rng, HIDDEN, 400))),
-        "down": ("F32", np.stack([second_moments.packed(each) for each in down])),
+        "gate_up": ("F32", second_moments.pack_triangle(moments_of(rng, HIDDEN, 400))),
+        "down": ("F32", np.stack([second_moments.pack_triangle(each) for each in down])),
         "counts": ("I64", COUNTS),
         "inputs": ("F32", np.ones((EXPERTS, HIDDEN), np.float32)),
         "middle": ("F32", np.ones((EXPERTS, WIDTH), np.float32)),
@@ -53,7 +53,7 @@ def statistics(source: Path) -> Path:
     folder = source.with_name("statistics")
     folder.mkdir()
     for layer in SHAPES:
-        write_file(folder / second_moments.file_of(layer), tensors_of(layer), {"layer": str(layer)})
+        write_file(folder / second_moments.file_name(layer), tensors_of(layer), {"layer": str(layer)})
     sums = LayerSums(COUNTS, np.ones((EXPERTS, HIDDEN), np.float32), np.ones((EXPERTS, WIDTH), np.float32))
     write_imatrix(folder / "imatrix.gguf", SHAPES, lambda _: sums, datasets=["made up"], chunks=1, chunk_size=409)
     write_file(folder / "counts.safetensors", {"counts": ("I64", np.tile(COUNTS, (LAYERS, 1)))})
@@ -71,7 +71,10 @@ def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_p
     """
     done = convert(source, tmp_path / "out", statistics, "--quant-method", method)
     assert done.exception is None and "no token reached these experts" in done.stderr, done.exception
-    moments, linears = read_statistics(statistics).second_moments("it", SHAPES), ((0, "gate"), (0, "down"), (1, "down"))
+    moments, linears = (
+        read_statistics(statistics).open_second_moments("it", SHAPES),
+        ((0, "gate"), (0, "down"), (1, "down")),
+    )
     assert [linear for linear in linears if moments.importance(1, *linear) is None] == [(1, "down")]
     assert check_searched(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
     digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
@@ -91,24 +94,24 @@ def one(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         tensors = {key: (dtype, values.copy()) for key, (dtype, values) in tensors_of(1).items()}
         change(tensors[name][1])
-        write_file(folder / second_moments.file_of(1), tensors, {"layer": "1"})
+        write_file(folder / second_moments.file_name(1), tensors, {"layer": "1"})
 
     return damage
 
 
 def swapped(folder: Path) -> None:
-    first, second = (folder / second_moments.file_of(layer) for layer in SHAPES)
+    first, second = (folder / second_moments.file_name(layer) for layer in SHAPES)
     shutil.copy(first, second)
 
 
 def other_shape(folder: Path) -> None:
     tensors = tensors_of(1)
     tensors["down"] = ("F32", tensors["down"][1][:, :-1])
-    write_file(folder / second_moments.file_of(1), tensors, {"layer": "1"})
+    write_file(folder / second_moments.file_name(1), tensors, {"layer": "1"})
 
 
 def cut(folder: Path) -> None:
-    path = folder / second_moments.file_of(1)
+    path = folder / second_moments.file_name(1)
     path.write_bytes(path.read_bytes()[:-100])
 
 
@@ -120,12 +123,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (one("gate_up", at(7)(np.nan)), "not finite"),
     "infinite": (one("down", at(0, 7)(np.inf)), "not finite"),
     "negative weight": (one("down", at(0, 0)(-1.0)), "-1.0 as the sum of squares of column 0"),
-    "no sum of x xT": (one("gate_up", at(1)(1e30)), "larger than its diagonal allows"),
-    "negative count": (one("counts", at(0)(-1)), "below 0"),
+    "no sum of x xT": (one("gate_up", at(1)(1e30)), "exceeds the bound of its diagonal"),
+    "negative count": (one("counts", at(0)(-1)), "negative numbers"),
     "another layer's": (swapped, "of layer 0, not of layer 1"),
     "another shape": (other_shape, "needs F32 of shape"),
     "cut": (cut, "cut short"),
-    "missing": (lambda folder: (folder / second_moments.file_of(1)).unlink(), "no second moments of layer 1"),
+    "missing": (lambda folder: (folder / second_moments.file_name(1)).unlink(), "no second moments of layer 1"),
 }
 
 
@@ -140,10 +143,10 @@ def test_hostile_statistics_are_one_sentence(what, source, statistics, tmp_path)
 def test_what_is_not_as_described(source, statistics, tmp_path):
     """A changed byte is found before anything is read of its layer; an importance matrix alone has no metric."""
     folder = Path(shutil.copytree(statistics, tmp_path / "statistics"))
-    conversion.edit(folder / second_moments.file_of(1), -2)
-    refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_of(1), "statistics.json")
+    conversion.edit(folder / second_moments.file_name(1), -2)
+    refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_name(1), "statistics.json")
     for layer in SHAPES:
-        (folder / second_moments.file_of(layer)).unlink()
+        (folder / second_moments.file_name(layer)).unlink()
     done = convert(source, tmp_path / "other", describe(folder, SHAPES))
     refused(done, 5, "no second moments", "--second-moments")
 
@@ -165,10 +168,10 @@ def test_calibrate_gathers_them(tmp_path):
     statistics = read_statistics(tmp_path / "out")
     sizes = {unit["unit"]: unit["bytes_out"] for unit in plan["units"]}
     for layer, shape in shapes.items():
-        path = tmp_path / "out" / second_moments.file_of(layer)
-        stored = sum(entry.nbytes for entry in second_moments.entries(shape))
+        path = tmp_path / "out" / second_moments.file_name(layer)
+        stored = sum(entry.nbytes for entry in second_moments.tensor_entries(shape))
         assert stored == sizes[f"calibrate.layer-{layer:03d}"] == path.stat().st_size - 4096
-    moments, imatrix = statistics.second_moments("it", shapes), statistics.imatrix("it", shapes)
+    moments, imatrix = statistics.open_second_moments("it", shapes), statistics.open_imatrix("it", shapes)
     assert [moments.layers[n].counts.tolist() for n in shapes] == statistics.counts.tolist()
     for layer in shapes:
         total = moments.layers[layer].matrix("gate_up", 0, 128)

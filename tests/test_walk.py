@@ -1,4 +1,4 @@
-"""The walk and its contract: a consumer defined here runs in it, alone and beside GPTQ, and receives what transformers'
+"""The walk and its contract: a visitor defined here runs in it, alone and beside GPTQ, and receives what transformers'
 own modules read."""
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.calibration import bf16
-from ktconvert.pipeline.calibration.compensate import Compensate
-from ktconvert.pipeline.calibration.consumers import Consumer, Evidence, ExpertGroup, ExpertWeights, TokenCounts
-from ktconvert.pipeline.calibration.layer import LayerWalk, walk_layer
-from ktconvert.pipeline.calibration.layered import LayeredModel
+from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, ExpertWeights, StatisticsSpec
+from ktconvert.pipeline.calibration.gather_statistics import TokenCounter
+from ktconvert.pipeline.calibration.gptq_experts import GptqVisitor
+from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_expert_layer
+from ktconvert.pipeline.calibration.layered_model import LayeredModel, bits_to_tensor, tensor_to_bits
 from ktconvert.quantizers import gptq
 from rig import hf
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Magnitudes:
     """Tokens that each linear reads, and the sum of |x| of each column, by layer, expert and what is read."""
 
-    replaces = False
+    replaces_weights = False
 
     class Sum:
         def __init__(self, width: int, device: Any) -> None:
@@ -52,10 +52,10 @@ class Magnitudes:
             self.sum += inputs.double().abs().sum(0)
 
     def __init__(self, routed: bool) -> None:
-        self.evidence = Evidence(self.Sum, "routed" if routed else "all")
+        self.statistics = StatisticsSpec(self.Sum, "routed" if routed else "all")
         self.of: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
 
-    def take(self, group: ExpertGroup) -> None:
+    def visit(self, group: ExpertGroup) -> None:
         for expert in group.weights:
             for which in ("gate_up", "down"):
                 seen = getattr(group, which)[expert]
@@ -68,7 +68,9 @@ def samples() -> list[Any]:
     return [rng.integers(10, 2000, length) for length in LENGTHS]
 
 
-def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Sequence[Consumer]], folder: Path) -> None:
+def walked(
+    samples: Sequence[Any], visitors_of: Callable[[MoeModel, int], Sequence[ExpertVisitor]], folder: Path
+) -> None:
     """Take the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
@@ -78,7 +80,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
     with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:
         start = 0
         for hidden in lm.embed(iter(samples)):
-            file.write(start, bf16.to_bits(hidden))
+            file.write(start, tensor_to_bits(hidden))
             start += len(hidden)
     entering = folder / "embedded"
     for layer in model.layers:
@@ -86,7 +88,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
         scratch = folder / f"scratch-{layer}"
         scratch.mkdir()
         with RowFile(entering, sum(LENGTHS), lm.hidden, new=False) as rows:
-            walk_layer(LayerWalk(model, lm, layer, LENGTHS, 3), consumers_of(model, layer), rows, scratch, leaving)
+            run_expert_layer(LayerRun(model, lm, layer, LENGTHS, 3), visitors_of(model, layer), rows, scratch, leaving)
         entering = leaving or entering
 
 
@@ -124,29 +126,29 @@ def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_consumer_gets_what_transformers_experts_read(routed, samples, tmp_path):
-    """In every layer, and with another consumer that needs the other kind beside it."""
-    ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounts()
+def test_a_visitor_gets_what_transformers_experts_read(routed, samples, tmp_path):
+    """In every layer, and with another visitor that needs the other kind beside it."""
+    ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounter()
     walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
     model = transformers_model()
     layers = range(len(model.model.layers))
     assert_same(ours.of, by_hooks(model, samples, routed), layers)
     of_routed = ours.of if routed else other.of
     for layer in layers:
-        tokens = counts.tokens[layer]
+        tokens = counts.token_counts[layer]
         assert tokens.sum() == sum(LENGTHS) * model.config.num_experts_per_tok
         assert [of_routed[layer, e, "down"][0] for e in range(len(tokens))] == tokens.tolist()
 
 
 class Gptq:
-    """Compensate on all layers: what it writes and what its codes stand for."""
+    """GptqVisitor on all layers: what it writes and what its codes stand for."""
 
     def __init__(self, form: Encoding = FORMATS["W4A16"].encoding) -> None:
         self.form = form
         self.stored: dict[tuple[int, int, str], list[Any]] = {}
         self.values: dict[tuple[int, int], ExpertWeights] = {}
 
-    def of_layer(self, model: MoeModel, layer: int) -> Compensate:
+    def visitor_of_layer(self, model: MoeModel, layer: int) -> GptqVisitor:
         def nearest(expert: int, projection: str, importance: Any) -> list[Any]:
             linear = model.linear(layer, expert, projection)
             assert len(importance) == linear.shape[1]
@@ -159,23 +161,23 @@ class Gptq:
         def write(expert: int, projection: str, stored: list[Any]) -> None:
             ((_, self.stored[layer, expert, projection]),) = stored
 
-        consumer = Compensate(self.form, 0.01, "library", "all", 0, nearest, write)
-        take = consumer.take
+        visitor = GptqVisitor(self.form, 0.01, "library", "all", 0, nearest, write)
+        visit = visitor.visit
 
-        def taken(group: ExpertGroup) -> Any:
-            values = take(group)
+        def visit_and_remember(group: ExpertGroup) -> Any:
+            values = visit(group)
             self.values.update({(layer, expert): own for expert, own in values.items()})
             return values
 
-        consumer.take = taken  # type: ignore[method-assign]
-        return consumer
+        visitor.visit = visit_and_remember  # type: ignore[method-assign]
+        return visitor
 
 
 def test_it_runs_beside_gptq(samples, tmp_path):
-    """GPTQ writes what it writes alone; after it, the other consumer sees what the quantized experts lead to."""
+    """GPTQ writes what it writes alone; after it, the other visitor sees what the quantized experts lead to."""
     alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
-    walked(samples, lambda model, layer: [alone.of_layer(model, layer)], tmp_path / "alone")
-    walked(samples, lambda model, layer: [ours, with_other.of_layer(model, layer)], tmp_path / "beside")
+    walked(samples, lambda model, layer: [alone.visitor_of_layer(model, layer)], tmp_path / "alone")
+    walked(samples, lambda model, layer: [ours, with_other.visitor_of_layer(model, layer)], tmp_path / "beside")
     assert alone.stored.keys() == with_other.stored.keys() and alone.stored
     for key, tensors in alone.stored.items():
         assert all(np.array_equal(a, b) for a, b in zip(tensors, with_other.stored[key], strict=True))
@@ -198,7 +200,7 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
     to the source on what was read."""
     form = FORMATS[name].encoding
     ours, inputs = Gptq(form), Inputs()
-    walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")
+    walked(samples, lambda model, layer: [inputs, ours.visitor_of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
     assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
@@ -210,7 +212,7 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
         numbers, rounded = (torch.from_numpy(form.decode(each, *linear.shape)) for each in (stored, nearest))
         assert torch.equal(numbers.bfloat16(), getattr(ours.values[layer, expert], projection))
         h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
-        x = bf16.to_tensor(kernels.decode(linear)).float()
+        x = bits_to_tensor(kernels.decode(linear)).float()
         ours_lost, lost = (float(torch.einsum("ni,ij,nj->", x - y, h, x - y)) for y in (numbers, rounded))
         assert ours_lost < lost, (layer, expert, projection)
 
@@ -218,25 +220,25 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
 class Inputs:
     """The Hessians that GPTQ quantizes with."""
 
-    replaces = False
-    evidence = Evidence(gptq.Hessian.empty)
+    replaces_weights = False
+    statistics = StatisticsSpec(gptq.Hessian.empty)
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, int, str], gptq.Hessian] = {}
 
-    def take(self, group: ExpertGroup) -> None:
+    def visit(self, group: ExpertGroup) -> None:
         for which in ("gate_up", "down"):
             self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
 
 
-def test_consumers_that_need_the_same_share_it(samples, tmp_path):
+def test_visitors_that_need_the_same_share_it(samples, tmp_path):
     seen: list[Any] = []
 
     class Remembers:
-        replaces = False
-        evidence = Evidence(gptq.Hessian.empty)
+        replaces_weights = False
+        statistics = StatisticsSpec(gptq.Hessian.empty)
 
-        def take(self, group: ExpertGroup) -> None:
+        def visit(self, group: ExpertGroup) -> None:
             seen.append([*group.gate_up.values(), *group.down.values()])
 
     walked(samples, lambda _, layer: [Remembers(), Remembers()] if layer == 0 else [], tmp_path / "walk")
@@ -247,6 +249,6 @@ def test_consumers_that_need_the_same_share_it(samples, tmp_path):
 
 
 def test_two_cannot_replace_the_experts(samples, tmp_path):
-    consumers = [Gptq(), Gptq()]
-    with pytest.raises(ValueError, match="more than one consumer replaces the experts"):
-        walked(samples, lambda model, layer: [c.of_layer(model, layer) for c in consumers], tmp_path / "walk")
+    visitors = [Gptq(), Gptq()]
+    with pytest.raises(ValueError, match="more than one visitor replaces weights"):
+        walked(samples, lambda model, layer: [c.visitor_of_layer(model, layer) for c in visitors], tmp_path / "walk")

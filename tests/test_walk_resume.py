@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.statistics.folder import read_statistics
-from ktconvert.layouts.statistics.imatrix import PARTS
+from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES
 from ktconvert.pipeline.engine import journal
 from rig import calibrated, conversion, forks, killpoint
 from rig.safetensors import differing, read_folder
@@ -241,10 +241,10 @@ def test_gptq_leaves_statistics_and_the_same_weights(attempts, servers, tmp_path
     walk = calibrated.calibrate(attempts.model, tmp_path / "source", attempts.dataset)
     assert servers.run(walk, tmp_path / "said").returncode == 0
     own, source = read_statistics(made / "out.statistics"), read_statistics(tmp_path / "source")
-    for projection in PARTS:
-        ours, theirs = (each.imatrix("it", SHAPES).read(0, projection) for each in (own, source))
+    for projection in WEIGHT_NAMES:
+        ours, theirs = (each.open_imatrix("it", SHAPES).read(0, projection) for each in (own, source))
         np.testing.assert_array_equal(ours, theirs)
-    assert not np.array_equal(*(each.imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
+    assert not np.array_equal(*(each.open_imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
     np.testing.assert_array_equal(own.counts.sum(1), source.counts.sum(1))
     assert own.document.settings["quant_type"] == "W4A16"
     assert conversion.names(made / "out.statistics") == ["counts.safetensors", "imatrix.gguf", "statistics.json"]

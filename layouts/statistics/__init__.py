@@ -1,1 +1,1 @@
-"""What is known of the inputs of a model's experts: importance matrices."""
+"""Statistics of the inputs of a model's experts: importance matrices and second moments."""

@@ -1,6 +1,7 @@
-"""A folder with the statistics of one model's experts, of `ktconvert calibrate` or --save-statistics: imatrix.gguf,
-counts.safetensors (zeros for experts that a layer does not have), maybe second moments of each layer, and
-statistics.json, which says what they are of. The blocks of an MTP part are in none of them.
+"""A folder with the statistics of one model's experts, written by `ktconvert calibrate` or --save-statistics.
+
+It contains imatrix.gguf, counts.safetensors (zeros for experts that a layer does not have), optionally second moments
+of each layer, and statistics.json, which describes the model and the data. None of them covers MTP blocks.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from ktconvert.layouts.statistics.second_moments import SecondMoments, open_seco
 from ktconvert.native_quant.arrays import I64
 
 COUNTS, KEY = "counts.safetensors", "counts"
-FORM = f"a tensor {KEY!r}, int64 [decoder layers, experts], is needed, as `ktconvert calibrate` writes it"
+EXPECTED = f"expected a tensor {KEY!r}, int64 [decoder layers, experts], as `ktconvert calibrate` writes it"
 
 
 def read_counts(path: Path) -> I64:
-    """int64 [decoder layers, experts]. Raises InputError where the file is damaged, or holds something else."""
-    counts: I64 = read_matrix(path, KEY, "I64", FORM)
+    """Read token counts, int64 [decoder layers, experts]. Raise InputError for a damaged or different file."""
+    counts: I64 = read_matrix(path, KEY, "I64", EXPECTED)
     if (counts < 0).any() or not counts.any():
-        raise InputError(f"{path}: {KEY!r} holds {'a number below 0' if (counts < 0).any() else 'zeros only'}; {FORM}")
+        raise InputError(
+            f"{path}: {KEY!r} has {'negative numbers' if (counts < 0).any() else 'only zeros'}; {EXPECTED}"
+        )
     return counts
 
 
 IMATRIX, DOCUMENT = "imatrix.gguf", "statistics.json"
 FORMAT = 1
-MAKE = "make it again with `ktconvert calibrate`"
+REMEDY = "write it again with `ktconvert calibrate`"
 
 
-# --- the entries that we read -------------------------------------------------------------------------------------
+# --- entries of statistics.json -------------------------------------------------------------------------------------
 
 
 class _Header(msgspec.Struct):
@@ -78,51 +81,53 @@ class _Listing(msgspec.Struct):
 
 
 class Document(_Listing):
-    """statistics.json, as far as we read it."""
+    """The entries of statistics.json that we read."""
 
     model: _Model
     data: _Data
     settings: dict[str, Any]
 
 
-InputStatistics = Imatrix | SecondMoments  # what says how important inputs are
+InputStatistics = Imatrix | SecondMoments  # sources of the importance of inputs
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a folder holds. document: statistics.json; counts: int64 [decoder layers, experts]."""
+    """The contents of a folder. document: statistics.json; counts: int64 [decoder layers, experts]."""
 
     folder: Path
     document: Document
     counts: I64
 
-    def imatrix(self, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-        """The importance matrix, for a model of these layers; arguments and errors as of open_imatrix."""
+    def open_imatrix(self, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
+        """Open the importance matrix of a model with these layers; arguments and errors: as of open_imatrix."""
         self.require_model(model, shapes)
-        opened = open_imatrix(self.folder / IMATRIX, model, shapes, others)
-        if opened.sha256 != self._sha256s()[IMATRIX]:
-            raise InputError(f"{opened.path}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
-        return opened
+        imatrix = open_imatrix(self.folder / IMATRIX, model, shapes, optional_layers)
+        if imatrix.sha256 != self._sha256s()[IMATRIX]:
+            raise InputError(f"{imatrix.path}: differs from the file that {DOCUMENT} describes; {REMEDY}")
+        return imatrix
 
-    def second_moments(self, model: str, shapes: Shapes) -> SecondMoments:
-        """The second moments, for a model of these layers; arguments and errors as of open_second_moments."""
+    def open_second_moments(self, model: str, shapes: Shapes) -> SecondMoments:
+        """Open the second moments of a model with these layers; arguments and errors: as of open_second_moments."""
         self.require_model(model, shapes)
         return open_second_moments(self.folder / DOCUMENT, self._sha256s(), model, shapes)
 
     def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
-        """Raise InputError, naming both, where the statistics are of a model with other layers or experts; where given,
-        with another number of layers in all. shapes: of its layers with experts.
+        """Raise InputError, which names both models, if the statistics belong to a model of different sizes.
+
+        shapes          those of the model's layers with experts
+        decoder_layers  number of all its layers; None if unknown
         """
         own = self.document.model
-        ours = (list(own.layers), *map(_each, (own.experts, own.hidden, own.intermediate)))
+        ours = (list(own.layers), *map(_as_list, (own.experts, own.hidden, own.intermediate)))
         experts, hidden, width = (sorted(set(sizes)) for sizes in zip(*shapes.values(), strict=True))
         theirs = (sorted(shapes), experts, hidden, width)
-        deep = decoder_layers is not None and decoder_layers != own.decoder_layers
-        if ours != theirs or deep:
-            whose, has = own.name or own.architecture, _described(own.decoder_layers if deep else None, *ours)
-            needed = f"{model} has {_described(decoder_layers if deep else None, *theirs)}"
+        depth_differs = decoder_layers is not None and decoder_layers != own.decoder_layers
+        if ours != theirs or depth_differs:
+            name, sizes = own.name or own.architecture, _describe(own.decoder_layers if depth_differs else None, *ours)
+            needed = f"{model} has {_describe(decoder_layers if depth_differs else None, *theirs)}"
             raise InputError(
-                f"{self.folder}: statistics of {whose}, {has}, and {needed}; give the statistics of this model"
+                f"{self.folder}: statistics of {name}, {sizes}, but {needed}; use the statistics of this model"
             )
 
     def _sha256s(self) -> dict[str, str]:
@@ -130,7 +135,10 @@ class Statistics:
 
 
 def read_statistics(folder: Path) -> Statistics:
-    """The statistics in a folder. InputError for files that are missing or not as described, or of a newer version."""
+    """Read the statistics in a folder.
+
+    Raises InputError for files that are missing, differ from their description, or come from a newer version.
+    """
     path = folder / DOCUMENT
     try:
         data = path.read_bytes()
@@ -139,26 +147,26 @@ def read_statistics(folder: Path) -> Statistics:
         document = documents.read(data, Document)
         recorded = {file.name: file for file in document.files}
         for name in dict.fromkeys((IMATRIX, COUNTS, *recorded)):
-            size, says = (folder / name).stat().st_size, recorded[name].size if name in recorded else "no"
-            if size != says:
-                raise InputError(f"{folder / name}: has {size} bytes, and {DOCUMENT} says {says}; {MAKE}")
+            size, expected = (folder / name).stat().st_size, recorded[name].size if name in recorded else "no"
+            if size != expected:
+                raise InputError(f"{folder / name}: has {size} bytes, but {DOCUMENT} records {expected}; {REMEDY}")
         counts = read_counts(folder / COUNTS)
         if sha256_file(folder / COUNTS) != recorded[COUNTS].sha256:
-            raise InputError(f"{folder / COUNTS}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
-        shape = (document.model.decoder_layers, max(_each(document.model.experts)))
+            raise InputError(f"{folder / COUNTS}: differs from the file that {DOCUMENT} describes; {REMEDY}")
+        shape = (document.model.decoder_layers, max(_as_list(document.model.experts)))
         if counts.shape != shape:
-            what = f"is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}"
-            raise InputError(f"{folder / COUNTS}: {what}; {MAKE}")
+            what = f"has shape {list(counts.shape)}, but {DOCUMENT} records {list(shape)}"
+            raise InputError(f"{folder / COUNTS}: {what}; {REMEDY}")
         return Statistics(folder, document, counts)
     except OSError as error:
-        remedy = "give a folder of `ktconvert calibrate` or of --save-statistics"
+        remedy = "use a folder of `ktconvert calibrate` or --save-statistics"
         raise InputError(f"{error.filename or path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
-        raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
+        raise InputError(f"{path}: invalid statistics ({error}); {REMEDY}") from error
 
 
-def listed(folder: Path) -> set[str]:
-    """The names of the files that the document in a folder describes, and its own; none without a document of ours."""
+def list_files(folder: Path) -> set[str]:
+    """List the files that a folder's document describes, and the document; return an empty set without one."""
     try:
         listing = documents.read((folder / DOCUMENT).read_bytes(), _Listing)
     except (OSError, ValueError):
@@ -166,43 +174,46 @@ def listed(folder: Path) -> set[str]:
     return {DOCUMENT, *(file.name for file in listing.files)}
 
 
-def imatrix_of(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-    """The importance matrix in a file, as open_imatrix opens it; one beside a document is held against that first."""
+def open_checked_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
+    """Open an importance matrix as open_imatrix does, after a check against statistics.json in its folder, if any."""
     if path.name == IMATRIX and (path.parent / DOCUMENT).exists():
-        return read_statistics(path.parent).imatrix(model, shapes, others)
-    return open_imatrix(path, model, shapes, others)
+        return read_statistics(path.parent).open_imatrix(model, shapes, optional_layers)
+    return open_imatrix(path, model, shapes, optional_layers)
 
 
-def counts_of(folder: Path) -> I64:
-    """The counts in a folder, int64 [decoder layers, experts]; checked against the document, if there is one."""
+def read_folder_counts(folder: Path) -> I64:
+    """Read the counts in a folder, int64 [decoder layers, experts]; check them against its document, if any."""
     return read_statistics(folder).counts if (folder / DOCUMENT).exists() else read_counts(folder / COUNTS)
 
 
-def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
-    """statistics.json, of the entries of Document. No time stamps, no paths: same input and options, same bytes."""
+def encode_document(entries: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
+    """Encode statistics.json from the entries of Document.
+
+    It has no time stamps and no paths: the same input and options give the same bytes.
+    """
     header = {"name": "ktconvert-statistics", "version": FORMAT}
-    document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **about, "files": list(files)}
+    document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **entries, "files": list(files)}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def _each(sizes: int | tuple[int, ...]) -> list[int]:
+def _as_list(sizes: int | tuple[int, ...]) -> list[int]:
     return [sizes] if isinstance(sizes, int) else list(sizes)
 
 
-def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
-    deep = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
+def _describe(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
+    depth = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
     experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
-    return f"{deep}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"
+    return f"{depth}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"
 
 
 def open_model_imatrix(path: Path, model: MoeModel) -> Imatrix:
-    """Return a file's importance matrix. Raise InputError for one that is damaged, or of a different model."""
-    return imatrix_of(path, str(model.source.root), _shapes(model), model.mtp_layers)
+    """Open an importance matrix of a model. Raise InputError for a damaged one, or one of a different model."""
+    return open_checked_imatrix(path, str(model.source.root), _shapes(model), model.mtp_layers)
 
 
 def open_model_moments(folder: Path, model: MoeModel) -> SecondMoments:
-    """Return the second moments in a folder. Raise InputError where there are none, or those of a different model."""
-    return read_statistics(folder).second_moments(str(model.source.root), _shapes(model))
+    """Open the second moments in a folder. Raise InputError if there are none, or those of a different model."""
+    return read_statistics(folder).open_second_moments(str(model.source.root), _shapes(model))
 
 
 def _shapes(model: MoeModel) -> Shapes:

@@ -1,10 +1,10 @@
 """Importance matrices of llama.cpp: for each column of an expert's input, the sum of its squares over the tokens.
 
-Two forms are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], and `NAME.counts`, float32 [experts], the
-tokens of each expert. The old binary form (.dat; little-endian): int32 number of records, and for each: int32 length of
-its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls, of all experts
-together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp writes a mean
-square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model.
+Two file formats are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], and `NAME.counts`, float32
+[experts], the tokens of each expert. The old binary format (.dat; little-endian): int32 number of records, and for
+each: int32 length of its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls,
+of all experts together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp
+writes a mean square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model.
 Source: tools/imatrix/imatrix.cpp of llama.cpp (save_imatrix, save_imatrix_legacy).
 """
 
@@ -31,16 +31,20 @@ from ktconvert.native_quant.arrays import F32, I64
 Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-# A weight of all experts of a layer, or in older models of one.
+# A weight of all experts of a layer; in older models, of one expert.
 WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
-PARTS = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # a projection: names that have it
-GIVE = "give the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
+WEIGHT_NAMES = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # projection -> names in files
+USE_OWN = "use the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One weight's sums in a file: so many float32 values of all experts, from a byte on; [experts, columns] where the
-    file says it; where the number of tokens of each expert lies, or `calls` for all of them.
+    """The sums of one weight in a file.
+
+    start   offset of the float32 values of all experts
+    values  number of values
+    shape   [experts, columns], if the file has it
+    counts  the tensor with the tokens of each expert; None: `calls` is valid for all of them
     """
 
     name: str
@@ -53,8 +57,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one projection of a layer: where the float32 [columns] of each expert lie in the file, int64
-    [experts], and what they are to be divided by for means, tokens or (in a .dat) calls, int64 [experts]; 0: none.
+    """The sums of one projection of a layer.
+
+    starts  offsets of each expert's float32 [columns] in the file, int64 [experts]
+    counts  divisors that give means: tokens or (in a .dat) calls, int64 [experts]; 0: no tokens
     """
 
     columns: int
@@ -64,90 +70,97 @@ class Sums:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """The importance matrix of experts in a file that must not change. sums: (layer, projection) -> where they lie."""
+    """The importance matrix of experts in a file that must not change. sums: by (layer, projection)."""
 
     path: Path
     sha256: str
     size: int
     mtime_ns: int
     sums: Mapping[tuple[int, str], Sums]
-    fact: ClassVar[str] = "imatrix"  # under which its sha256 is recorded
+    manifest_key: ClassVar[str] = "imatrix"  # of its sha256
 
-    def memory(self, threads: int) -> int:
-        """Bytes that so many threads take to read it: a linear's values as they are read, as numbers, divided."""
+    def memory_bytes(self, threads: int) -> int:
+        """Return the memory for `threads` readers: a linear's values as bytes, as numbers, and divided."""
         return threads * 12 * max(sums.columns for sums in self.sums.values())
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The mean square of each input, float32 [columns]; None without tokens. InputError if the file changed."""
+        """Return the mean square of each input, float32 [columns]; None without tokens.
+
+        Raises InputError if the file changed.
+        """
         sums = self.sums[layer, projection]
         count = np.float32(sums.counts[expert])
-        return self._values(int(sums.starts[expert]), sums.columns) / count if count else None
+        return self._read_values(int(sums.starts[expert]), sums.columns) / count if count else None
 
     def read(self, layer: int, projection: str) -> F32:
-        """The sums of all experts, float32 [experts, columns]. Raises InputError if the file changed."""
+        """Read the sums of all experts, float32 [experts, columns]. Raise InputError if the file changed."""
         sums = self.sums[layer, projection]
-        return np.stack([self._values(int(start), sums.columns) for start in sums.starts])
+        return np.stack([self._read_values(int(start), sums.columns) for start in sums.starts])
 
-    def unreached(self, layer: int) -> tuple[int, ...]:
-        counts = [self.sums[layer, projection].counts for projection in PARTS]
+    def experts_without_tokens(self, layer: int) -> tuple[int, ...]:
+        counts = [self.sums[layer, projection].counts for projection in WEIGHT_NAMES]
         return tuple(int(n) for n in np.flatnonzero(np.min(counts, axis=0) == 0))
 
-    def _values(self, start: int, count: int) -> F32:
+    def _read_values(self, start: int, count: int) -> F32:
         data = read_unchanged(self.path, ".gguf", start, 4 * count, self.size, self.mtime_ns)
         return np.frombuffer(data, "<f4").astype(np.float32)
 
 
-def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
-    """The statistics of these layers of a model, every value checked. others: layers that may be in the file, too.
-    InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
+def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
+    """Open the importance matrix of these layers of a model, and check every value.
+
+    optional_layers: layers that the file may have in addition.
+    Raises InputError for a file that is damaged, has values that are no sums of squares, or is of a different model.
     """
     with opened(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
-            records = _gguf_records(path)
+            records = _read_gguf_records(path)
         else:
-            records = {record.name: record for record in _binary_records(fd, status.st_size, path)}
-        found = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
-                 for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
-        if not found:
-            what = f"holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
-            raise InputError(f"{path}: {what}; {GIVE}")
-        layers = {layer for layer, _, _ in found}
-        if shapes.keys() - layers or layers - shapes.keys() - set(others):
+            records = {record.name: record for record in _read_binary_records(fd, status.st_size, path)}
+        weights = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
+                   for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
+        if not weights:
+            what = f"has no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
+            raise InputError(f"{path}: {what}; {USE_OWN}")
+        layers = {layer for layer, _, _ in weights}
+        if shapes.keys() - layers or layers - shapes.keys() - set(optional_layers):
             where, needed = ranges(sorted(layers)), ranges(sorted(shapes))
-            raise InputError(f"{path}: has experts in layers {where}, and {model} in layers {needed}; {GIVE}")
+            raise InputError(f"{path}: has experts in layers {where}, but {model} in layers {needed}; {USE_OWN}")
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
-                own = _records_of(found, layer, projection, experts, f"{path}: has no sums of", model)
-                sums[layer, projection] = _sums(fd, path, own, experts, columns, f"layer {layer} of {model}")
+                own = _select_records(weights, layer, projection, experts, f"{path}: has no sums of", model)
+                sums[layer, projection] = _read_sums(fd, path, own, experts, columns, f"layer {layer} of {model}")
     return Imatrix(path, sha256_file(path), status.st_size, status.st_mtime_ns, sums)
 
 
-def _records_of(
-    found: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, what: str, model: str
+def _select_records(
+    records: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, what: str, model: str
 ) -> list[Record]:
-    """One record with all experts, or one for each."""
-    for part in PARTS[projection]:
-        if (whole := found.get((layer, part, -1))) is not None:
+    """Return one record with all experts, or one for each expert."""
+    for name in WEIGHT_NAMES[projection]:
+        if (whole := records.get((layer, name, -1))) is not None:
             return [whole]
-        each = [found.get((layer, part, expert)) for expert in range(experts)]
-        if any(each) and (layer, part, experts) not in found:
+        each = [records.get((layer, name, expert)) for expert in range(experts)]
+        if any(each) and (layer, name, experts) not in records:
             missing = next((n for n, record in enumerate(each) if record is None), None)
             if missing is not None:
-                raise InputError(f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {GIVE}")
+                raise InputError(
+                    f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {USE_OWN}"
+                )
             return [record for record in each if record is not None]
-    raise InputError(f"{what} layer {layer}, {projection}, for its {experts} experts, as {model} has them; {GIVE}")
+    raise InputError(f"{what} layer {layer}, {projection}, for its {experts} experts, as {model} has them; {USE_OWN}")
 
 
-def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, whose: str) -> Sums:
-    """One projection's sums, of [experts, columns]; each value is looked at."""
+def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, whose: str) -> Sums:
+    """Return one projection's sums, of [experts, columns]; check every value."""
     starts, counts = np.empty(experts, np.int64), np.empty(experts, np.int64)
     each = experts // len(records)
     for number, record in enumerate(records):
         if record.shape not in (None, (each, columns)) or record.values != each * columns:
             own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
             needed = f"{whose} has {each} experts of {columns} columns"
-            raise InputError(f"{path}: {record.name} has {own_shape}, and {needed}; {GIVE}")
+            raise InputError(f"{path}: {record.name} has {own_shape}, and {needed}; {USE_OWN}")
         values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
@@ -162,7 +175,7 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
         else:
             tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
             if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
-                what = f"holds {tokens.tolist()[:4]}, no numbers of tokens"
+                what = f"has {tokens.tolist()[:4]}, which are no numbers of tokens"
                 raise damaged_tensor(record.counts.name, what, REMEDY, path)
             counts[own] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
@@ -171,14 +184,14 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
 def _read(fd: int, start: int, count: int, path: Path) -> bytes:
     data = read_at(fd, start, count, path)
     if len(data) != count:
-        raise damaged_file(path, "became shorter while it was being read")
+        raise damaged_file(path, "shrank while it was read")
     return data
 
 
-# --- the two forms --------------------------------------------------------------------------------
+# --- the two file formats --------------------------------------------------------------------------------
 
 
-def _gguf_records(path: Path) -> dict[str, Record]:
+def _read_gguf_records(path: Path) -> dict[str, Record]:
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:
@@ -198,11 +211,11 @@ def _gguf_records(path: Path) -> dict[str, Record]:
     return records
 
 
-def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
-    """The records of the old form. InputError unless they end where the file ends."""
+def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
+    """Yield the records of the old format. Raise InputError unless they end at the end of the file."""
     at = 0
 
-    def number(what: str, least: int, most: int) -> int:
+    def read_number(what: str, least: int, most: int) -> int:
         nonlocal at
         data = read_at(fd, at, 4, path)
         at += 4
@@ -213,37 +226,42 @@ def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
             raise damaged_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4})")
         return value
 
-    seen: set[str] = set()
-    for record in range(number("the number of records", 1, size // 12)):
-        length = number(f"the length of the name of record {record}", 1, min(gguf.MAX_NAME, size - at))
+    names: set[str] = set()
+    for record in range(read_number("the number of records", 1, size // 12)):
+        length = read_number(f"the length of the name of record {record}", 1, min(gguf.MAX_NAME, size - at))
         name = read_at(fd, at, length, path).decode("utf-8", "replace")
         at += length
-        calls = number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
-        values = number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
-        if name in seen:
+        calls = read_number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
+        values = read_number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
+        if name in names:
             raise damaged_file(path, f"{name!r} appears twice")
-        seen.add(name)
+        names.add(name)
         yield Record(name, at, values, None, None, calls)
         at += 4 * values
     if at < size:
-        number("the number of chunks", 0, (1 << 31) - 1)
-        length = number("the length of the name of the data", 0, max(0, size - at - 4))
+        read_number("the number of chunks", 0, (1 << 31) - 1)
+        length = read_number("the length of the name of the data", 0, max(0, size - at - 4))
         at += length
     if at != size:
         raise damaged_file(path, f"{size - at} bytes follow its last record")
 
 
-# --- writing, in llama.cpp's GGUF form: names, types and keys as its save_imatrix has them --------
+# --- writing in llama.cpp's GGUF format: names, types and keys as in its save_imatrix --------------
 
 VERSION = 3
 ALIGNMENT = 32
-UINT32 = 4  # a type of values
-TYPE_F32 = 0  # a type of tensors
+UINT32 = 4  # type of a value
+TYPE_F32 = 0  # type of a tensor
 
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Tokens of experts, int64 [experts]; sums of squares of what they read, float32 [experts, H], [experts, I]."""
+    """The statistics of one layer.
+
+    counts  tokens of each expert, int64 [experts]
+    inputs  sums of squares of the inputs of gate and up, float32 [experts, H]
+    middle  sums of squares of the inputs of down, float32 [experts, I]
+    """
 
     counts: I64
     inputs: F32
@@ -253,16 +271,17 @@ class LayerSums:
 def write_imatrix(
     path: Path,
     shapes: Shapes,
-    load: Callable[[int], LayerSums],
+    load_layer: Callable[[int], LayerSums],
     *,
     datasets: Sequence[str],
     chunks: int,
     chunk_size: int,
 ) -> tuple[int, str]:
-    """Write a new file, synced, for the caller to publish; returns its size in bytes and its sha256.
+    """Write a new file, synced, for the caller to publish; return its size in bytes and its sha256.
 
-    load      gives one layer's sums; called once for each, in any order
-    datasets  names of the data, of which so many sequences (chunks) of chunk_size tokens went through the model
+    load_layer  returns one layer's sums; called once for each, in any order
+    datasets    names of the data sets
+    chunks      number of sequences of chunk_size tokens that the model processed
     Raises InputError for sums that are not finite, ResourceError when the disk is full.
     """
     layers = sorted(shapes, key=lambda layer: f"{layer}.")  # as llama.cpp: by name
@@ -270,35 +289,35 @@ def write_imatrix(
     for layer in layers:
         experts, hidden, width = shapes[layer]
         for projection, columns in (("down", width), ("gate", hidden), ("up", hidden)):
-            for ending, size in ((SUMS, columns), (COUNTS, 1)):
+            for suffix, size in ((SUMS, columns), (COUNTS, 1)):
                 dims = (size, experts) if experts > 1 else (size,)  # ggml leaves out trailing dimensions of 1
                 about = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_F32, offset)
-                infos.append(_text(f"blk.{layer}.ffn_{projection}_exps.weight{ending}") + about)
-                offset += _padded(4 * size * experts)
+                infos.append(_encode_text(f"blk.{layer}.ffn_{projection}_exps.weight{suffix}") + about)
+                offset += _round_up(4 * size * experts)
     head = gguf.MAGIC + struct.pack("<IQQ", VERSION, len(infos), 4)
-    head += _text("general.type") + struct.pack("<I", gguf.TEXT) + _text("imatrix")
-    head += _text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
-    head += b"".join(map(_text, datasets))
-    head += _text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
-    head += _text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size) + b"".join(infos)
-    head = head.ljust(_padded(len(head)), b"\0")
+    head += _encode_text("general.type") + struct.pack("<I", gguf.TEXT) + _encode_text("imatrix")
+    head += _encode_text("imatrix.datasets") + struct.pack("<IIQ", gguf.ARRAY, gguf.TEXT, len(datasets))
+    head += b"".join(map(_encode_text, datasets))
+    head += _encode_text("imatrix.chunk_count") + struct.pack("<II", UINT32, chunks)
+    head += _encode_text("imatrix.chunk_size") + struct.pack("<II", UINT32, chunk_size) + b"".join(infos)
+    head = head.ljust(_round_up(len(head)), b"\0")
     with DirectFile(path, len(head) + offset) as file:
         file.append(head)
         for layer in layers:
-            sums = load(layer)
+            sums = load_layer(layer)
             for values in (sums.middle, sums.inputs, sums.inputs):
                 if not np.isfinite(values).all():
-                    raise InputError(f"the sums of squares of what layer {layer} reads are not finite")
+                    raise InputError(f"the sums of squares of the inputs of layer {layer} are not finite")
                 for tensor in (values, sums.counts):
                     data = np.ascontiguousarray(tensor, "<f4").tobytes()
-                    file.append(data.ljust(_padded(len(data)), b"\0"))
+                    file.append(data.ljust(_round_up(len(data)), b"\0"))
         return file.size, file.close()
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     raw = text.encode("utf-8", "replace")
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _padded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
-"""Second moments of what a layer's experts read: a safetensors file for each layer, beside an importance matrix.
+"""Second moments of the inputs of a layer's experts: a safetensors file for each layer, beside an importance matrix.
 
 Tensors: `gate_up`, float32 [H (H + 1) / 2], the sum of x xT over all tokens, which all experts of the layer share;
-`down`, float32 [experts, I (I + 1) / 2], of the tokens that are routed to an expert, each times the square of its
-routing weight; `counts`, int64 [experts], the tokens of each; `inputs` and `middle`, as in the importance matrix. A
-symmetric matrix is its upper triangle, row after row.
+`down`, float32 [experts, I (I + 1) / 2], the same over the tokens routed to an expert, each times the square of its
+routing weight; `counts`, int64 [experts], the tokens of each expert; `inputs` and `middle`, as in the importance
+matrix. A symmetric matrix is stored as its upper triangle, row after row.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from ktconvert.layouts.statistics.imatrix import Shapes
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I64
 
-DAMPING = 0.1  # of the mean of the diagonal, added to it: what calibration did not see counts, too
-PER_COLUMN = 130  # numbers of each column that the search keeps beside it
-KEPT = 2  # layers whose matrix of gate and up stays in memory: as many as units run at once
-ROUNDING = np.float32(1.001)  # how far beyond its bound a sum in float32 may lie
-MAKE = "make them again with `ktconvert calibrate --second-moments`"
+DAMPING = 0.1  # of the mean of the diagonal, added to it, for inputs that calibration did not see
+PER_COLUMN = 130  # numbers for each column that the search keeps beside the matrix
+CACHED = 2  # layers whose matrix of gate and up stays in memory: as many as units run at once
+TOLERANCE = np.float32(1.001)  # factor by which a float32 sum may exceed its bound
+REMEDY = "write them again with `ktconvert calibrate --second-moments`"
 
 
-def file_of(layer: int) -> str:
+def file_name(layer: int) -> str:
     return f"second-moments-{layer:03d}.safetensors"
 
 
-def triangle(k: int) -> int:
+def triangle_size(k: int) -> int:
     return k * (k + 1) // 2
 
 
-def entries(shape: tuple[int, int, int]) -> list[TensorInfo]:
-    """The tensors of a layer of shape (E, H, I), in file order."""
+def tensor_entries(shape: tuple[int, int, int]) -> list[TensorInfo]:
+    """Return the tensors of a layer of shape (E, H, I), in file order."""
     experts, hidden, width = shape
 
     def entry(name: str, *sizes: int, dtype: str = "F32") -> TensorInfo:
         return TensorInfo(name, dtype, sizes, (8 if dtype == "I64" else 4) * math.prod(sizes))
 
     return [
-        entry("gate_up", triangle(hidden)),
-        entry("down", experts, triangle(width)),
+        entry("gate_up", triangle_size(hidden)),
+        entry("down", experts, triangle_size(width)),
         entry("counts", experts, dtype="I64"),
         entry("inputs", experts, hidden),
         entry("middle", experts, width),
     ]
 
 
-def packed(matrix: F32) -> F32:
-    """The upper triangle of a symmetric matrix [k, k], row after row."""
+def pack_triangle(matrix: F32) -> F32:
+    """Return the upper triangle of a symmetric matrix [k, k], row after row."""
     return np.concatenate([row[first:] for first, row in enumerate(matrix)])
 
 
-def unpacked(values: F32, k: int) -> F32:
+def unpack_triangle(values: F32, k: int) -> F32:
     matrix, at = np.empty((k, k), np.float32), 0
     for first in range(k):
         matrix[first, first:] = matrix[first:, first] = values[at : at + k - first]
@@ -72,7 +72,7 @@ def unpacked(values: F32, k: int) -> F32:
 
 @dataclass(frozen=True)
 class LayerFile:
-    """A layer's file, whose header was checked. starts: where the values of a tensor begin."""
+    """A layer's file, whose header has been checked. starts: offsets of the tensors, by name."""
 
     path: Path
     size: int
@@ -83,90 +83,95 @@ class LayerFile:
 
     @cached_property
     def counts(self) -> I64:
-        """int64 [experts], the tokens of each. Raises InputError if the file changed."""
+        """Return the tokens of each expert, int64 [experts]. Raise InputError if the file changed."""
         return np.frombuffer(self.read(self.starts["counts"], 8 * self.shape[0]), "<i8").astype(np.int64)
 
-    def matrix(self, name: str, number: int, k: int) -> F32:
-        """Matrix `number` of a tensor, float32 [k, k], checked and damped. Raises InputError."""
-        values = np.frombuffer(self.read(self.starts[name] + 4 * triangle(k) * number, 4 * triangle(k)), "<f4")
-        matrix = unpacked(values, k)
+    def read_matrix(self, name: str, number: int, k: int) -> F32:
+        """Read matrix `number` of a tensor, float32 [k, k], and damp it. Raise InputError for a wrong one."""
+        values = np.frombuffer(
+            self.read(self.starts[name] + 4 * triangle_size(k) * number, 4 * triangle_size(k)), "<f4"
+        )
+        matrix = unpack_triangle(values, k)
         what = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
         if not np.isfinite(values).all():
-            raise InputError(f"{what} holds a value that is not finite; {MAKE}")
+            raise InputError(f"{what} has a value that is not finite; {REMEDY}")
         diagonal = np.diagonal(matrix)
         if (diagonal < 0).any():
             column = int(np.argmax(diagonal < 0))
-            raise InputError(f"{what} has {diagonal[column]} as the sum of squares of column {column}; {MAKE}")
+            raise InputError(f"{what} has {diagonal[column]} as the sum of squares of column {column}; {REMEDY}")
         roots = np.sqrt(diagonal)
         for row, root in enumerate(roots):
-            if (np.abs(matrix[row]) > ROUNDING * root * roots).any():
-                raise InputError(f"{what} is no sum of x xT: row {row} is larger than its diagonal allows; {MAKE}")
+            if (np.abs(matrix[row]) > TOLERANCE * root * roots).any():
+                raise InputError(f"{what} is no sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}")
         matrix[np.diag_indices(k)] += np.float32(DAMPING * math.fsum(diagonal.tolist()) / k)
         return matrix
 
     def read(self, start: int, count: int) -> bytes:
-        """Bytes of the file. Raises InputError if it changed."""
+        """Read bytes of the file. Raise InputError if it changed."""
         return read_unchanged(self.path, ".safetensors", start, count, self.size, self.mtime_ns)
 
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """Second moments in files that must not change, for many threads; path, sha256: of their document."""
+    """Second moments in files that must not change, for many threads. path, sha256: of their document."""
 
     path: Path
     sha256: str
     layers: Mapping[int, LayerFile]
-    fact: ClassVar[str] = "second_moments"  # under which the sha256 is recorded
-    _kept: dict[int, F32] = field(default_factory=dict, repr=False, compare=False)
+    manifest_key: ClassVar[str] = "second_moments"  # of the sha256
+    _cached: dict[int, F32] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """The sum of x xT of what a linear reads, float32 [k, k]; None without tokens. Raises InputError."""
+        """Return the sum of x xT over a linear's inputs, float32 [k, k]; None without tokens. Raise InputError."""
         file = self.layers[layer]
         with self._lock:
-            if layer not in self._kept:
+            if layer not in self._cached:
                 if sha256_file(file.path) != file.sha256:
-                    raise InputError(f"{file.path}: is not the file that {self.path.name} beside it describes; {MAKE}")
-                while len(self._kept) >= KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[layer] = file.matrix("gate_up", 0, file.shape[1])
-            shared = self._kept[layer]
+                    raise InputError(f"{file.path}: differs from the file that {self.path.name} describes; {REMEDY}")
+                while len(self._cached) >= CACHED:
+                    del self._cached[next(iter(self._cached))]
+                self._cached[layer] = file.read_matrix("gate_up", 0, file.shape[1])
+            shared = self._cached[layer]
         if projection == "down":
-            return file.matrix("down", expert, file.shape[2]) if file.counts[expert] else None
+            return file.read_matrix("down", expert, file.shape[2]) if file.counts[expert] else None
         return shared if file.counts.any() else None
 
-    def memory(self, threads: int) -> int:
-        """Bytes that so many threads take to read and use them: what all share, and one matrix each as it is read."""
+    def memory_bytes(self, threads: int) -> int:
+        """Return the memory for `threads` readers: the shared matrices, and one matrix for each thread."""
         shapes = [file.shape for file in self.layers.values()]
         hidden, width = (max(shape[n] for shape in shapes) for n in (1, 2))
-        return 4 * (KEPT + 2) * hidden**2 + threads * 4 * (3 * width**2 + PER_COLUMN * max(hidden, width))
+        return 4 * (CACHED + 2) * hidden**2 + threads * 4 * (3 * width**2 + PER_COLUMN * max(hidden, width))
 
-    def unreached(self, layer: int) -> tuple[int, ...]:
+    def experts_without_tokens(self, layer: int) -> tuple[int, ...]:
         return tuple(int(n) for n in np.flatnonzero(self.layers[layer].counts == 0))
 
 
 def open_second_moments(document: Path, files: Mapping[str, str], model: str, shapes: Shapes) -> SecondMoments:
-    """The second moments of these layers, every header checked; values are looked at when they are read. document: the
-    path of statistics.json; files: the sha256 of each, as it says. InputError: missing, damaged or of another layer.
+    """Open the second moments of these layers and check every header; values are checked when they are read.
+
+    document  path of statistics.json
+    files     the recorded sha256 of each file
+    Raises InputError for files that are missing, damaged or of a different layer.
     """
-    found = {}
+    layers = {}
     for layer, shape in shapes.items():
-        path = document.with_name(file_of(layer))
+        path = document.with_name(file_name(layer))
         if path.name not in files:
-            raise InputError(f"{document.parent}: holds no second moments of layer {layer}, which {model} has; {MAKE}")
+            raise InputError(f"{document.parent}: has no second moments of layer {layer}, which {model} has; {REMEDY}")
         header = read_header(path)
         own = header.metadata.get("layer")
         if own != str(layer):
-            raise InputError(f"{path}: holds the second moments of layer {own}, not of layer {layer}; {MAKE}")
+            raise InputError(f"{path}: has the second moments of layer {own}, not of layer {layer}; {REMEDY}")
         have = {entry.name: entry for entry in header.entries}
-        for want in entries(shape):
+        for want in tensor_entries(shape):
             entry = have.get(want.name)
             if entry is None or (entry.dtype, entry.shape) != (want.dtype, want.shape):
                 has = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
                 needs = f"layer {layer} of {model} needs {want.dtype} of shape {list(want.shape)}"
-                raise InputError(f"{path}: {want.name} {has}, and {needs}; give the statistics of this model")
+                raise InputError(f"{path}: {want.name} {has}, but {needs}; use the statistics of this model")
         starts = {name: entry.start for name, entry in have.items()}
-        found[layer] = LayerFile(path, header.size, header.mtime_ns, files[path.name], shape, starts)
-        if (found[layer].counts < 0).any():
-            raise InputError(f"{path}: counts holds a number below 0; {MAKE}")
-    return SecondMoments(document, sha256_file(document), found)
+        layers[layer] = LayerFile(path, header.size, header.mtime_ns, files[path.name], shape, starts)
+        if (layers[layer].counts < 0).any():
+            raise InputError(f"{path}: counts has negative numbers; {REMEDY}")
+    return SecondMoments(document, sha256_file(document), layers)

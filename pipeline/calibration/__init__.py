@@ -1,1 +1,1 @@
-"""A model layer by layer: calibration samples, layers, what experts read, consumers of that, and what it takes."""
+"""Runs of a model layer by layer: samples, statistics of experts' inputs, GPTQ, and the resources that this needs."""

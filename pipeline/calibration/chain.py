@@ -1,5 +1,7 @@
-"""A model as a chain of units: the samples, then one layer with experts after the other, each of which hands the hidden
-states of all sequences to the next. What a layer's unit writes, and which consumers it has, is the caller's.
+"""A model as a chain of units: the samples, then one layer with experts after another.
+
+Each unit passes the hidden states of all sequences to the next. The caller decides what a layer's unit writes and
+which visitors its experts get.
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.calibration import bf16
-from ktconvert.pipeline.calibration.consumers import Consumer
-from ktconvert.pipeline.calibration.footprint import LAYER
-from ktconvert.pipeline.calibration.layer import LayerWalk, walk_dense_layer, walk_layer
-from ktconvert.pipeline.calibration.layered import LayeredModel
-from ktconvert.pipeline.calibration.portions import Portion, PortionWork, unit_of
+from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor
+from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer
+from ktconvert.pipeline.calibration.layered_model import LayeredModel, tensor_to_bits
+from ktconvert.pipeline.calibration.portions import ExpertPortion, PortionWork, portion_unit
+from ktconvert.pipeline.calibration.requirements import LAYER
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
@@ -38,47 +39,52 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True)
 class Chain:
-    """What the units of a chain have in common; name and version: those of its stage.
+    """The settings that the units of a chain share.
 
-    rest      the checkpoint's tensors outside the routed experts, by name
-    group     experts in memory at a time
-    instead   advice where the model cannot be walked through; remedies: where memory runs out
-    hands_on  whether layers leave hidden states for the next
+    name, version         those of its stage
+    non_experts           the checkpoint's non-expert tensors, by name
+    experts_at_once       experts in memory at a time
+    alternative           advice in messages about a model that cannot be calibrated
+    memory_remedies       advice in messages about too little memory
+    passes_hidden_states  whether layers write hidden states for the next layer
     """
 
     name: str
     version: int
     model: MoeModel
     options: QuantizationOptions | CalibrateOptions
-    rest: Mapping[str, OtherTensor]
-    group: int
-    instead: str
-    remedies: str
-    hands_on: bool = True
+    non_experts: Mapping[str, OtherTensor]
+    experts_at_once: int
+    alternative: str
+    memory_remedies: str
+    passes_hidden_states: bool = True
 
     @property
     def machine(self) -> Mapping[str, Any]:
-        """Properties of the machine where the walk was begun, which can change bytes."""
+        """Properties that can change bytes, of the machine where the chain was started."""
         machine = self.options.machine.machine
         assert machine is not None  # the plan has recorded it
         return machine
 
     @functools.cached_property
-    def skeleton(self) -> LayeredModel:
-        trusted, device = self.options.machine.trust_remote_code, self.machine["device_type"]
+    def lm(self) -> LayeredModel:
         return LayeredModel(
-            self.model.source, self.rest, trust_remote_code=trusted, device=device, instead=self.instead
+            self.model.source,
+            self.non_experts,
+            trust_remote_code=self.options.machine.trust_remote_code,
+            device=self.machine["device_type"],
+            alternative=self.alternative,
         )
 
     @property
-    def boundary(self) -> int:
-        """Bytes of the hidden states of all samples, at most: BF16."""
+    def hidden_states_bytes(self) -> int:
+        """Upper bound of the bytes of all samples' hidden states, in BF16."""
         samples, hidden = self.options.samples, self.model.shape(self.model.layers[0])[1]
         tokens = samples.num_calibration_samples * samples.max_sequence_length
-        return 2 * tokens * hidden if self.hands_on else 0
+        return 2 * tokens * hidden if self.passes_hidden_states else 0
 
-    def first(self) -> Unit[Chain]:
-        """The unit of the samples, which everything else follows, with all settings that can change a byte."""
+    def samples_unit(self) -> Unit[Chain]:
+        """Return the first unit, which has all settings that can change a byte; all other units depend on it."""
         samples = self.options.samples
         return Unit(
             stage=self.name,
@@ -87,17 +93,17 @@ class Chain:
             params=self.options.weights,
             bytes_out=8 * samples.num_calibration_samples * (samples.max_sequence_length + 1),
             kept=False,
-            handed_on=self.boundary,
+            handed_on=self.hidden_states_bytes,
             work=self,
         )
 
-    def layers(self) -> Iterator[Unit[LayerWork]]:
-        """Of each layer with experts, in order, a unit that lacks what it writes: versions, params, bytes."""
+    def layer_units(self) -> Iterator[Unit[LayerWork]]:
+        """Yield a unit for each layer with experts, in order; the caller adds versions, params and bytes_out."""
         first, source = 0, self.model.source
         for layer in self.model.layers:
-            before = tuple(range(first, layer))
+            dense_layers = tuple(range(first, layer))
             first = layer + 1
-            others = (tensor for n in (*before, layer) for tensor in _tensors_of_layer(self, n))
+            others = (tensor for n in (*dense_layers, layer) for tensor in _layer_tensors(self, n))
             tensors = [*self.model.layer_tensors(layer), *(info for tensor in others for info in tensor.reads)]
             yield Unit(
                 stage=self.name,
@@ -106,32 +112,33 @@ class Chain:
                 bytes_out=0,
                 inputs=tuple(map(source.identity, tensors)),
                 bytes_in=sum(t.nbytes for t in tensors),
-                handed_on=self.boundary if layer != self.model.layers[-1] else 0,
-                work=LayerWork(self, layer, before),
+                handed_on=self.hidden_states_bytes if layer != self.model.layers[-1] else 0,
+                work=LayerWork(self, layer, dense_layers),
             )
 
-    def outside(self) -> tuple[tuple[Any, ...], ...]:
-        """What lies outside all decoder layers, as a unit names it: embedding, last norm, head."""
-        outside = (tensor for name, tensor in self.rest.items() if not LAYER.search(name))
-        return tuple(self.model.source.identity(info) for tensor in outside for info in tensor.reads)
+    def outer_identities(self) -> tuple[tuple[Any, ...], ...]:
+        """Return the identities of the tensors outside all decoder layers: embedding, last norm, head."""
+        outer = (tensor for name, tensor in self.non_experts.items() if not LAYER.search(name))
+        return tuple(self.model.source.identity(info) for tensor in outer for info in tensor.reads)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a unit: one layer with experts, and the layers without any before it."""
+    """The work of a unit: one layer with experts, and the dense layers right before it."""
 
     chain: Chain
     layer: int
-    before: tuple[int, ...]
+    dense_layers: tuple[int, ...]
 
     @property
     def model(self) -> MoeModel:
         return self.chain.model
 
 
-def require_calibratable(model: MoeModel, instead: str) -> None:
-    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly; InputError for
-    numbers in config.json that the model does not have.
+def require_calibratable(model: MoeModel, alternative: str) -> None:
+    """Raise UnsupportedError, which advises `alternative`, for experts that would be calibrated wrongly.
+
+    Raises InputError for sizes in config.json that the model does not have.
     """
     source, experts = model.source, model.shape(model.layers[0])[0]
     large = cfg.large_sizes(source.config)
@@ -140,60 +147,64 @@ def require_calibratable(model: MoeModel, instead: str) -> None:
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
             f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
-            f"output, which cannot be calibrated yet; {instead}."
+            f"output, which cannot be calibrated yet; {alternative}."
         )
 
 
-def _tensors_of_layer(chain: Chain, layer: int) -> list[OtherTensor]:
+def _layer_tensors(chain: Chain, layer: int) -> list[OtherTensor]:
     first = chain.model.layers[0]
     before, _, _ = f".{chain.model.weight_name(first, 0, 'gate')}".partition(f".{first}.")
     prefix = f"{before}.{layer}.".removeprefix(".")
-    return [tensor for name, tensor in chain.rest.items() if name.startswith(prefix)]
+    return [tensor for name, tensor in chain.non_experts.items() if name.startswith(prefix)]
 
 
-def run(
+def run_unit(
     run_layer: Callable[[Unit[Any], Path, Context], Result],
-    run_portion: Callable[[Unit[Any], Portion, Path], Result],
+    run_portion: Callable[[Unit[Any], ExpertPortion, Path], Result],
     unit: Unit[Any],
     partial: Path,
     context: Context,
 ) -> Result:
-    """Any unit of a chain (run_layer: all but its first), or a portion of one. ResourceError where memory runs out."""
+    """Run a unit of a chain, or a portion of one: the samples here, others by the given functions.
+
+    Raises ResourceError if memory runs out.
+    """
     import torch
 
     portion = unit.work.portion if isinstance(unit.work, PortionWork) else None
-    layer = unit if portion is None else unit.work.of
-    chain: Chain = layer.work if isinstance(layer.work, Chain) else layer.work.chain
+    layer_unit = unit if portion is None else unit.work.layer_unit
+    chain: Chain = layer_unit.work if isinstance(layer_unit.work, Chain) else layer_unit.work.chain
     torch.set_num_threads(chain.machine["threads"])
-    with _memory_explained(unit.key, chain.remedies):
+    with _explain_memory_errors(unit.key, chain.memory_remedies):
         if portion is not None:
-            return run_portion(layer, portion, partial)
+            return run_portion(layer_unit, portion, partial)
         return _write_samples(chain, partial, context) if chain is unit.work else run_layer(unit, partial, context)
 
 
-def walk(unit: Unit[Any], context: Context, consumers: Sequence[Consumer]) -> None:
-    """Take all sequences through the layer that `unit` makes (LayerWork), and those before without experts."""
+def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor]) -> None:
+    """Run all sequences through a unit's dense layers and its layer with experts."""
     work: LayerWork = unit.work
-    lm, group, link, away = work.chain.skeleton, work.chain.group, context.link, context.away
-    by_workers = None if away is None else lambda portions: away([unit_of(unit, portion) for portion in portions])
+    lm, experts_at_once, link, away = work.chain.lm, work.chain.experts_at_once, context.link, context.away
+    run_portions = None if away is None else lambda portions: away([portion_unit(unit, p) for p in portions])
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
-    entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
-    for dense in work.before:
-        with entering:
-            path = link.scratch / f"after-{dense:03d}"
-            left = walk_dense_layer(LayerWalk(work.model, lm, dense, lengths, group), entering, path)
-        if entering.path != link.before:
-            entering.path.unlink()
-        entering = left
-    with entering:
-        one = LayerWalk(work.model, lm, work.layer, lengths, group)
-        walk_layer(one, consumers, entering, link.scratch, link.handed_on, by_workers)
+    layer_inputs = RowFile(link.before, sum(lengths), lm.hidden, new=False)
+    for dense_layer in work.dense_layers:
+        with layer_inputs:
+            path = link.scratch / f"after-{dense_layer:03d}"
+            run = LayerRun(work.model, lm, dense_layer, lengths, experts_at_once)
+            layer_outputs = run_dense_layer(run, layer_inputs, path)
+        if layer_inputs.path != link.before:
+            layer_inputs.path.unlink()
+        layer_inputs = layer_outputs
+    with layer_inputs:
+        run = LayerRun(work.model, lm, work.layer, lengths, experts_at_once)
+        run_expert_layer(run, visitors, layer_inputs, link.scratch, link.handed_on, run_portions)
 
 
 @contextmanager
-def _memory_explained(key: str, remedies: str) -> Iterator[None]:
-    """Turn torch's ways to say that memory ran out into a ResourceError that names the unit."""
+def _explain_memory_errors(key: str, remedies: str) -> Iterator[None]:
+    """Turn torch's various out-of-memory errors into a ResourceError that names the unit."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -205,34 +216,34 @@ def _memory_explained(key: str, remedies: str) -> Iterator[None]:
 
 
 def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
-    """Write the tokens of all samples, and for the first layer their embeddings."""
-    link, lm, options = context.link, chain.skeleton, chain.options.samples
+    """Write the tokens of all samples, and their embeddings for the first layer."""
+    link, lm, options = context.link, chain.lm, chain.options.samples
     stored = link.store.get(SAMPLES)
     if stored is not None and stored.exists():
         samples = read_samples(stored)
     else:
         samples = read_samples_by_length(options, lm.tokenizer(), context.reporter.note)
         if len(samples) < (count := options.num_calibration_samples):
-            context.reporter.note(f"{options.dataset}: {len(samples)} samples, {count} were asked for")
+            context.reporter.note(f"{options.dataset}: {len(samples)} samples, fewer than the requested {count}")
     ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)
     written = write_arrays(partial, {"input_ids": ids, "lengths": lengths}, {})
-    if (last := int(ids.max())) >= (known := lm.model.get_input_embeddings().weight.shape[0]):
+    if (last := int(ids.max())) >= (count := lm.model.get_input_embeddings().weight.shape[0]):
         raise InputError(
-            f"{lm.source.root}: its tokenizer gives token {last} for {options.dataset}, and the model has {known}; put "
-            "the right tokenizer files beside config.json."
+            f"{lm.source.root}: its tokenizer produces token {last} for {options.dataset}, but the model has {count} "
+            "tokens; put the right tokenizer files beside config.json."
         )
     if link.handed_on is not None:
-        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
+        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as hidden_states:
             start = 0
             for hidden in lm.embed(iter(samples)):
-                leaving.write(start, bf16.to_bits(hidden))
+                hidden_states.write(start, tensor_to_bits(hidden))
                 start += len(hidden)
-            leaving.sync()
+            hidden_states.sync()
     return Result((written,), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
 
 
 def read_samples(path: Path) -> list[Ids]:
-    """The samples of a chain, each int64 [T]. Raises InputError for a damaged file."""
+    """Read the samples of a chain, each int64 [T]. Raise InputError for a damaged file."""
     ids, lengths = read_arrays(path, "input_ids", "lengths")
     return np.split(ids, np.cumsum(lengths)[:-1])
 
@@ -256,7 +267,7 @@ def append_arrays(file: DirectFile, arrays: Iterable[npt.NDArray[Any]]) -> None:
 
 
 def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
-    """The tensors of these names. Raises InputError for a damaged file."""
+    """Read the tensors with these names. Raise InputError for a damaged file."""
     try:
         entries = {entry.name: entry for entry in read_header(path).entries}
         if missing := [name for name in names if name not in entries or entries[name].dtype not in DTYPES]:

@@ -1,4 +1,4 @@
-"""Statistics of what experts read: a file per layer of a chain, the units that end it, and `calibrate`'s chain."""
+"""Statistics of the inputs of experts: visitors that gather them, their files, and the chain of `calibrate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
@@ -19,224 +20,324 @@ from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
-from ktconvert.layouts.statistics.second_moments import file_of
 from ktconvert.pipeline.calibration import chain, portions
-from ktconvert.pipeline.calibration.consumers import Consumer, Evidence, ExpertGroup, Importance, TokenCounts, spread
-from ktconvert.pipeline.calibration.footprint import REMEDIES_TO_CALIBRATE
-from ktconvert.pipeline.calibration.layer import kinds_of, visit_portion
+from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, StatisticsSpec, TokenCounts
+from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
+from ktconvert.pipeline.calibration.requirements import CALIBRATE_REMEDIES
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.quantizers import gptq
 
+if TYPE_CHECKING:
+    import torch
+
+F64 = npt.NDArray[np.float64]
+NAME, CHAIN_VERSION = "calibrate", 1
 VERSION = 1
-KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
+ALTERNATIVE = "use a published importance matrix of it"  # advice for a model that cannot be calibrated
+# Keys of the closing units.
+KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))
+
+
+# --- visitors -------------------------------------------------------------------------------------
 
 
 @dataclass
-class Gathering:
-    """The two consumers that gather the statistics of one layer."""
+class TokenCounter:
+    """A visitor that records the token counts of each layer."""
 
-    layer: int
-    counts: TokenCounts = field(default_factory=TokenCounts)
-    importance: Importance = field(default_factory=Importance)
+    token_counts: dict[int, TokenCounts] = field(default_factory=dict)
+    statistics = None
+    replaces_weights = False
 
-    @property
-    def consumers(self) -> tuple[Consumer, ...]:
-        return self.counts, self.importance
-
-    def write(self, path: Path) -> tuple[Written, int]:
-        """Write a new file of the layer, synced; returns it and its number of tensors. Errors as of `tensors`."""
-        tensors = self.tensors()
-        return chain.write_arrays(path, tensors, {}), len(tensors)
-
-    def tensors(self) -> dict[str, Any]:
-        """Raises VerificationError, naming the layer and an expert, for sums that are not finite in float32."""
-        with np.errstate(over="ignore"):
-            inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
-        for values in (inputs, middle):
-            wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
-            if wrong.size:
-                raise _not_finite(self.layer, int(wrong[0]))
-        return {"counts": self.counts.tokens[self.layer].astype("<i8"), "inputs": inputs, "middle": middle}
+    def visit(self, group: ExpertGroup) -> None:
+        self.token_counts[group.layer] = group.token_counts
 
 
 @dataclass
-class GatherMoments:
-    """A consumer that writes the second moments of a layer as it gets them: a group of experts is in memory."""
+class SquareSums:
+    """The sum of x * x by column over calibration inputs, float64 [k]: the diagonal of the sum of x xT."""
+
+    sum: torch.Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: Any = "cpu") -> SquareSums:
+        """Return sums of no input, for linears with k = width inputs."""
+        import torch
+
+        return cls(torch.zeros(width, dtype=torch.float64, device=device))
+
+    def add(self, inputs: torch.Tensor, routing_weights: torch.Tensor | None = None) -> None:
+        """Add a sequence's inputs, BF16 [T, k]. Their squares are exact in float32; routing weights are ignored."""
+        import torch
+
+        if len(inputs):
+            self.sum += inputs.to(self.sum.device, torch.float32).square().sum(0, dtype=torch.float64)
+
+
+@dataclass
+class ImportanceGatherer:
+    """A visitor that gathers the importance matrix of one layer.
+
+    For each input column of an expert's linears, this is the sum of squares over the tokens routed to the expert;
+    float64.
+    inputs  of gate and up, [experts, H]
+    middle  of down, [experts, I]
+    """
+
+    inputs: F64 = field(default_factory=lambda: np.empty((0, 0)))
+    middle: F64 = field(default_factory=lambda: np.empty((0, 0)))
+    statistics = StatisticsSpec(SquareSums.empty, "routed")
+    replaces_weights = False
+
+    def visit(self, group: ExpertGroup) -> None:
+        for expert in group.weights:
+            inputs, middle = (sums[expert].sum.cpu().numpy() for sums in (group.gate_up, group.down))
+            if not self.inputs.size:
+                self.inputs, self.middle = (np.zeros((len(group.token_counts), len(x))) for x in (inputs, middle))
+            self.inputs[expert], self.middle[expert] = inputs, middle
+
+
+@dataclass
+class MomentsWriter:
+    """A visitor that writes the second moments of a layer group by group, without keeping them in memory."""
 
     file: DirectFile
-    evidence = Evidence(gptq.Hessian.empty, "mixed", weighted=True)
-    replaces = False
+    statistics = StatisticsSpec(gptq.Hessian.empty, "mixed", weighted=True)
+    replaces_weights = False
 
-    def take(self, group: ExpertGroup) -> None:
-        """Append those of a group, and of gate and up before the first. VerificationError for what is not finite."""
+    def visit(self, group: ExpertGroup) -> None:
+        """Append the moments of a group, after those of gate and up for the first one.
+
+        Raises VerificationError if moments are not finite.
+        """
         if 0 in group.weights:
             self._append(group, 0, group.gate_up[0])
         for expert in group.weights:
             self._append(group, expert, group.down[expert])
 
     def _append(self, group: ExpertGroup, expert: int, hessian: gptq.Hessian) -> None:
-        values = second_moments.packed((hessian.sum / 2).cpu().numpy())
+        values = second_moments.pack_triangle((hessian.sum / 2).cpu().numpy())
         if not np.isfinite(values).all():
-            raise _not_finite(group.layer, expert)
+            raise _not_finite_error(group.layer, expert)
         self.file.append(values.view(np.uint8))
 
 
-def _not_finite(layer: int, expert: int) -> VerificationError:
+def _not_finite_error(layer: int, expert: int) -> VerificationError:
     return VerificationError(
         f"layer {layer}, expert {expert}: the squares of its inputs do not have a finite sum; the model gives NaN or "
-        "infinity on this data set. Try another --dataset."
+        "infinity on this data set. Try a different --dataset."
     )
 
 
+def summarize_counts(counts: TokenCounts) -> dict[str, int]:
+    """Return how evenly a layer's tokens were routed, for reports; none: the number of experts without tokens."""
+    return {
+        "least": int(counts.min()),
+        "median": int(np.median(counts)),
+        "most": int(counts.max()),
+        "none": int((counts == 0).sum()),
+    }
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class LayerStatistics:
+    """The statistics of one layer, as two visitors gather them."""
+
+    layer: int
+    counter: TokenCounter = field(default_factory=TokenCounter)
+    importance: ImportanceGatherer = field(default_factory=ImportanceGatherer)
+
+    @property
+    def visitors(self) -> tuple[ExpertVisitor, ...]:
+        return self.counter, self.importance
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        return self.counter.token_counts[self.layer]
+
+    def write(self, path: Path) -> tuple[Written, int]:
+        """Write a new file of the layer, synced; return it and its number of tensors. Errors: as of `tensors`."""
+        tensors = self.tensors()
+        return chain.write_arrays(path, tensors, {}), len(tensors)
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the layer's arrays. Raise VerificationError for sums that are not finite in float32."""
+        with np.errstate(over="ignore"):
+            inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
+        for values in (inputs, middle):
+            wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if wrong.size:
+                raise _not_finite_error(self.layer, int(wrong[0]))
+        return {"counts": self.token_counts.astype("<i8"), "inputs": inputs, "middle": middle}
+
+
 def layer_bytes(model: MoeModel, layer: int) -> int:
+    """Return the bytes of a layer's statistics."""
     experts, hidden, width = model.shape(layer)
     return experts * (8 + 4 * (hidden + width))
 
 
 def moments_bytes(model: MoeModel, layer: int) -> int:
-    return sum(entry.nbytes for entry in second_moments.entries(model.shape(layer)))
+    """Return the bytes of a layer's statistics with second moments."""
+    return sum(entry.nbytes for entry in second_moments.tensor_entries(model.shape(layer)))
 
 
 @dataclass(frozen=True)
-class Closing:
-    """The work of a unit that ends a chain.
+class ClosingWork:
+    """The work of a unit that ends a chain: one file about all layers.
 
-    about  what is known of model, data and settings before anything is computed (folder.Document)
-    make   writes the unit's file at this path
-    kept   whether statistics are the output itself; else they lie at the side of the chain's units
+    document    entries of statistics.json that are known before anything is computed (folder.Document)
+    write_file  writes the unit's file to a path
+    kept        whether statistics are the output itself; else they are side files of the chain's units
     """
 
     chain: chain.Chain
-    about: Mapping[str, Any]
-    make: Callable[[Closing, Path, Link], Result]
+    document: Mapping[str, Any]
+    write_file: Callable[[ClosingWork, Path, Link], Result]
     kept: bool
 
-    def sums(self, link: Link, layer: int) -> LayerSums:
+    def read_layer(self, link: Link, layer: int) -> LayerSums:
         path = (link.store if self.kept else link.sides)[f"layer-{layer:03d}"]
         return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
 
 
-def closing_units(own: chain.Chain, last: Unit[Any], about: Mapping[str, Any], *, kept: bool) -> list[Unit[Any]]:
-    """The units after the last layer, one for each file. about, kept: as of Closing."""
+def make_closing_units(
+    own: chain.Chain, last: Unit[Any], document: Mapping[str, Any], *, kept: bool
+) -> list[Unit[Any]]:
+    """Return the units after the last layer, one for each file. document, kept: as in ClosingWork."""
     shapes = [own.model.shape(layer) for layer in own.model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
-    counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
-    files = ((folder.IMATRIX, imatrix, _imatrix), (folder.COUNTS, counts, _counts), (folder.DOCUMENT, 4096, _document))
+    counts = 8 * int(document["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
+    files = (
+        (folder.IMATRIX, imatrix, _write_imatrix),
+        (folder.COUNTS, counts, _write_counts),
+        (folder.DOCUMENT, 4096, _write_document),
+    )
     units: list[Unit[Any]] = []
-    for key, (name, nbytes, make) in zip(KEYS, files, strict=True):
+    for key, (name, nbytes, write_file) in zip(KEYS, files, strict=True):
+        previous = (units or [last])[-1]
         units.append(
             Unit(
                 stage=own.name,
                 key=key,
                 versions=(VERSION, folder.FORMAT),
-                params=(("after", (units or [last])[-1].fingerprint), ("about", json.dumps(about, sort_keys=True))),
+                params=(("after", previous.fingerprint), ("about", json.dumps(document, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
                 kept=kept,
-                work=Closing(own, about, make, kept),
+                work=ClosingWork(own, document, write_file, kept),
             )
         )
     return units
 
 
-def _imatrix(work: Closing, partial: Path, link: Link) -> Result:
-    data = work.about["data"]
+def _write_imatrix(work: ClosingWork, partial: Path, link: Link) -> Result:
+    data, model = work.document["data"], work.chain.model
     nbytes, digest = write_imatrix(
         partial,
-        {layer: work.chain.model.shape(layer) for layer in work.chain.model.layers},
-        lambda layer: work.sums(link, layer),
+        {layer: model.shape(layer) for layer in model.layers},
+        lambda layer: work.read_layer(link, layer),
         datasets=[data["dataset"]],
         chunks=len(chain.read_samples(link.store[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
-    return Result((Written("", nbytes, digest),), 6 * len(work.chain.model.layers))
+    return Result((Written("", nbytes, digest),), 6 * len(model.layers))
 
 
-def _counts(work: Closing, partial: Path, link: Link) -> Result:
-    model = work.about["model"]
-    experts = max(work.chain.model.shape(layer)[0] for layer in work.chain.model.layers)
-    counts = np.zeros((model["decoder_layers"], experts), "<i8")
-    for layer in work.chain.model.layers:
-        own = work.sums(link, layer).counts
+def _write_counts(work: ClosingWork, partial: Path, link: Link) -> Result:
+    about, model = work.document["model"], work.chain.model
+    experts = max(model.shape(layer)[0] for layer in model.layers)
+    counts = np.zeros((about["decoder_layers"], experts), "<i8")
+    for layer in model.layers:
+        own = work.read_layer(link, layer).counts
         counts[layer, : len(own)] = own
-    metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
+    metadata = {key: str(about[key]) for key in ("architecture", "name", "source")}
     return Result((chain.write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
-def _document(work: Closing, partial: Path, link: Link) -> Result:
+def _write_document(work: ClosingWork, partial: Path, link: Link) -> Result:
     lengths = [len(ids) for ids in chain.read_samples(link.store[chain.SAMPLES])]
-    files = []
-    stored = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
-    if work.about["settings"].get("second_moments"):
-        stored |= {file_of(layer): link.store[f"layer-{layer:03d}"] for layer in work.chain.model.layers}
-    for name, path in stored.items():
-        files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
-    data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}
-    text = folder.encode({**work.about, "data": data}, files, tool_version())
+    paths = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
+    if work.document["settings"].get("second_moments"):
+        layers = work.chain.model.layers
+        paths |= {second_moments.file_name(layer): link.store[f"layer-{layer:03d}"] for layer in layers}
+    files = [
+        {"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)} for name, path in paths.items()
+    ]
+    data = {**work.document["data"], "samples": len(lengths), "tokens": sum(lengths)}
+    text = folder.encode_document({**work.document, "data": data}, files, tool_version())
     return Result((Written("", len(text), publish.write_file(partial, text)),), 0)
 
 
-NAME, CHAIN_VERSION = "calibrate", 1
-INSTEAD = "take an importance matrix that is published for it"  # advice where a model cannot be calibrated
+# --- the chain of `calibrate` ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CalibrateWork(chain.LayerWork):
-    """moments: whether second moments are kept, too."""
+    """The work of a layer's unit. moments: whether second moments are written too."""
 
     moments: bool
 
 
 def stage(
-    model: MoeModel, options: CalibrateOptions, rest: Mapping[str, OtherTensor], group: int, about: Mapping[str, Any]
+    model: MoeModel,
+    options: CalibrateOptions,
+    non_experts: Mapping[str, OtherTensor],
+    experts_at_once: int,
+    document: Mapping[str, Any],
 ) -> Stage[Any]:
-    """The chain of `calibrate`. rest, group: as of chain.Chain; about: as statistics.json has it."""
-    own = chain.Chain(NAME, CHAIN_VERSION, model, options, rest, group, INSTEAD, REMEDIES_TO_CALIBRATE)
+    """Return the chain of `calibrate`. Arguments: as in chain.Chain and ClosingWork."""
+    own = chain.Chain(
+        NAME, CHAIN_VERSION, model, options, non_experts, experts_at_once, ALTERNATIVE, CALIBRATE_REMEDIES
+    )
     moments = options.second_moments
-    units: list[Unit[Any]] = [own.first()]
-    for unit in own.layers():
+    units: list[Unit[Any]] = [own.samples_unit()]
+    for unit in own.layer_units():
         layer = unit.work.layer
         units.append(
             replace(
                 unit,
                 versions=(CHAIN_VERSION, VERSION),
                 params=(("after", units[-1].fingerprint), ("reading", model.reading(layer))),
-                final=file_of(layer) if moments else "",
+                final=second_moments.file_name(layer) if moments else "",
                 bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
                 kept=moments,
-                work=CalibrateWork(own, layer, unit.work.before, moments),
+                work=CalibrateWork(own, layer, unit.work.dense_layers, moments),
             )
         )
-    units += closing_units(own, units[-1], about, kept=True)
-    run = functools.partial(chain.run, _run_layer, _run_portion)
-    return Stage(NAME, "gather what experts read", tuple(units), run, chain=True)
+    units += make_closing_units(own, units[-1], document, kept=True)
+    run = functools.partial(chain.run_unit, _run_layer, _run_portion)
+    return Stage(NAME, "gather statistics of experts' inputs", tuple(units), run, chain=True)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
-    if isinstance(unit.work, Closing):
-        return unit.work.make(unit.work, partial, context.link)
+    if isinstance(unit.work, ClosingWork):
+        return unit.work.write_file(unit.work, partial, context.link)
     work: CalibrateWork = unit.work
-    gathering = Gathering(work.layer)
+    statistics = LayerStatistics(work.layer)
     if work.moments:
-        entries = second_moments.entries(work.model.shape(work.layer))
+        entries = second_moments.tensor_entries(work.model.shape(work.layer))
         plan, tensors = plan_shard(entries, {"format": "pt", "layer": str(work.layer)}), len(entries)
         with DirectFile(partial, plan.size) as file:
             file.append(plan.header)
-            chain.walk(unit, context, (*gathering.consumers, GatherMoments(file)))
-            chain.append_arrays(file, gathering.tensors().values())
+            chain.run_layers(unit, context, (*statistics.visitors, MomentsWriter(file)))
+            chain.append_arrays(file, statistics.tensors().values())
             written = Written("", plan.size, file.close())
     else:
-        chain.walk(unit, context, gathering.consumers)
-        written, tensors = gathering.write(partial)
+        chain.run_layers(unit, context, statistics.visitors)
+        written, tensors = statistics.write(partial)
     context.reporter.advance(unit.bytes_in)
-    tokens = spread(gathering.counts.tokens[work.layer])
-    return Result((written,), tensors, {"layer": work.layer, "routed_tokens": tokens})
+    summary = summarize_counts(statistics.token_counts)
+    return Result((written,), tensors, {"layer": work.layer, "routed_tokens": summary})
 
 
-def _run_portion(layer: Unit[CalibrateWork], portion: portions.Portion, partial: Path) -> Result:
-    work = layer.work
-    kinds = [*kinds_of(Gathering(work.layer).consumers), *([GatherMoments.evidence] if work.moments else ())]
-    left = visit_portion(work.model, work.chain.skeleton, work.layer, portion, kinds)
-    return Result((portions.write(partial, left),), 0)
+def _run_portion(layer_unit: Unit[CalibrateWork], portion: portions.ExpertPortion, partial: Path) -> Result:
+    work = layer_unit.work
+    specs = list_specs(LayerStatistics(work.layer).visitors) + ([MomentsWriter.statistics] if work.moments else [])
+    result = visit_portion(work.model, work.chain.lm, work.layer, portion, specs)
+    return Result((portions.save_tensors(partial, result),), 0)

@@ -1,5 +1,6 @@
-"""Portions of a layer for an executor's workers, some experts each: what they need of the walk lies in files, as what
-they leave does.
+"""Portions of a layer's experts for the workers of an executor.
+
+A worker reads what it needs of the layer from files, and leaves its result in a file.
 """
 
 from __future__ import annotations
@@ -17,35 +18,43 @@ import numpy as np
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.pipeline.calibration.consumers import Accumulator, Evidence, Tokens
+from ktconvert.pipeline.calibration.expert_visitors import Accumulator, StatisticsSpec, TokenCounts
 from ktconvert.pipeline.engine.units import Unit, Written
 
 if TYPE_CHECKING:
     import torch
 
-EXPERTS = 4  # of a portion: few, for many workers; several, for each reads all rows
-ROWS, GIVEN = "inputs", "given"  # files in the layer's folder: what its experts read, and what else workers need
-Left = Mapping[str, Any]  # what a worker leaves, or finds: tensors, numbers and words, in lists, tuples and mappings
+EXPERTS = 4  # of a portion: few, for many workers; several, because each portion reads all rows
+# Files in the layer's folder: the experts' inputs, and everything else that workers need.
+ROWS_FILE, SETTINGS_FILE = "inputs", "given"
+TensorTree = Mapping[str, Any]  # tensors, numbers and strings, nested in lists, tuples and mappings
 
 
 @dataclass
 class ExpertInputs:
-    """The inputs of the layer's experts: rows in a file, the router's ids and weights [T, k], and evidence."""
+    """The inputs of a layer's experts.
+
+    rows             hidden states of all tokens, in a file
+    expert_ids       the router's choices for each sequence, [T, k]
+    routing_weights  the router's weights for each sequence, [T, k]
+    shared           accumulators that all experts share
+    output_fisher    as in ExpertGroup
+    """
 
     rows: RowFile
-    ids: list[torch.Tensor]
-    shares: list[torch.Tensor]
-    shared: Mapping[Evidence, Accumulator]
-    outputs: torch.Tensor | None = None
+    expert_ids: list[torch.Tensor]
+    routing_weights: list[torch.Tensor]
+    shared: Mapping[StatisticsSpec, Accumulator]
+    output_fisher: torch.Tensor | None = None
 
-    def tokens(self, experts: int) -> Tokens:
-        """How many were routed to each."""
-        counts = (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in self.ids)
+    def count_tokens(self, experts: int) -> TokenCounts:
+        """Return the number of tokens routed to each expert."""
+        counts = (np.bincount(ids.numpy().reshape(-1), minlength=experts)[:experts] for ids in self.expert_ids)
         return sum(counts, np.zeros(experts, np.int64))
 
 
-class Portion(NamedTuple):
-    """Experts first..stop-1 of a layer, as they travel. folder: the layer's; sha256: of GIVEN there."""
+class ExpertPortion(NamedTuple):
+    """Experts first..stop-1 of a layer, as sent to a worker. folder: the layer's; sha256: of SETTINGS_FILE there."""
 
     folder: str
     sha256: str
@@ -54,77 +63,83 @@ class Portion(NamedTuple):
 
 
 class PortionWork(NamedTuple):
-    """The work of a portion, of the layer's unit `of`."""
+    """The work of a portion of a layer's unit."""
 
-    of: Unit[Any]
-    portion: Portion
+    layer_unit: Unit[Any]
+    portion: ExpertPortion
 
 
-def unit_of(layer: Unit[Any], portion: Portion) -> Unit[PortionWork]:
-    """A portion as a unit: another one where the layer's experts read something else."""
+def portion_unit(layer_unit: Unit[Any], portion: ExpertPortion) -> Unit[PortionWork]:
+    """Return a portion as a unit. Its fingerprint depends on the inputs of the layer's experts."""
     return Unit(
-        stage=layer.stage,
-        key=f"{layer.key}.experts-{portion.first:03d}-{portion.stop - 1:03d}",
-        versions=layer.versions,
-        params=(("of", layer.fingerprint), ("given", portion.sha256)),
+        stage=layer_unit.stage,
+        key=f"{layer_unit.key}.experts-{portion.first:03d}-{portion.stop - 1:03d}",
+        versions=layer_unit.versions,
+        params=(("of", layer_unit.fingerprint), ("given", portion.sha256)),
         bytes_out=0,
-        portion=(layer.key, functools.partial(unit_of, portion=portion)),
-        work=PortionWork(layer, portion),
+        portion=(layer_unit.key, functools.partial(portion_unit, portion=portion)),
+        work=PortionWork(layer_unit, portion),
     )
 
 
-def hand_out(
-    inputs: ExpertInputs, lengths: Sequence[int], kinds: Sequence[Evidence], experts: int, most: int
-) -> list[Portion]:
-    """Write what workers need beside the rows; returns the layer's portions, of at most so many experts each."""
+def write_portions(
+    inputs: ExpertInputs, lengths: Sequence[int], specs: Sequence[StatisticsSpec], experts: int, max_experts: int
+) -> list[ExpertPortion]:
+    """Write the files that workers read; return the layer's portions, each of at most max_experts experts."""
     import torch
 
     inputs.rows.sync()
-    folder, size = inputs.rows.path.parent, min(EXPERTS, most)
-    given = {"lengths": [*lengths], "ids": torch.cat(inputs.ids), "shares": torch.cat(inputs.shares)}
-    shared = {number: vars(inputs.shared[kind]) for number, kind in enumerate(kinds) if kind.shared}
-    digest = write(folder / GIVEN, {**given, "shared": shared, "outputs": inputs.outputs}).sha256
+    folder, size = inputs.rows.path.parent, min(EXPERTS, max_experts)
+    settings = {
+        "lengths": [*lengths],
+        "ids": torch.cat(inputs.expert_ids),
+        "shares": torch.cat(inputs.routing_weights),
+        "shared": {number: vars(inputs.shared[spec]) for number, spec in enumerate(specs) if spec.shared_gate_up},
+        "outputs": inputs.output_fisher,
+    }
+    digest = save_tensors(folder / SETTINGS_FILE, settings).sha256
     firsts = range(0, experts, size)
-    return [Portion(str(folder), digest, first, min(first + size, experts)) for first in firsts]
+    return [ExpertPortion(str(folder), digest, first, min(first + size, experts)) for first in firsts]
 
 
 @functools.lru_cache(1)
-def _given(folder: str, sha256: str, device: Any) -> Left:
-    return read(Path(folder) / GIVEN, sha256, device)
+def _load_settings(folder: str, sha256: str, device: Any) -> TensorTree:
+    return load_tensors(Path(folder) / SETTINGS_FILE, sha256, device)
 
 
 @contextmanager
-def handed_out(
-    portion: Portion, kinds: Sequence[Evidence], width: int, device: Any
+def open_expert_inputs(
+    portion: ExpertPortion, specs: Sequence[StatisticsSpec], width: int, device: Any
 ) -> Iterator[tuple[list[int], ExpertInputs]]:
-    """The lengths of sequences and the inputs of the layer's experts, as a worker finds them."""
-    given = _given(portion.folder, portion.sha256, device)
-    lengths, shared = given["lengths"], {kinds[n]: accumulator(kinds[n], x) for n, x in given["shared"].items()}
-    ids, shares = (list(given[name].cpu().split(lengths)) for name in ("ids", "shares"))
-    with RowFile(Path(portion.folder) / ROWS, sum(lengths), width, new=False) as rows:
-        yield lengths, ExpertInputs(rows, ids, shares, shared, given["outputs"])
+    """Open the files of `write_portions` in a worker; yield the lengths of the sequences and the experts' inputs."""
+    settings = _load_settings(portion.folder, portion.sha256, device)
+    lengths = settings["lengths"]
+    shared = {specs[n]: restore_accumulator(specs[n], fields) for n, fields in settings["shared"].items()}
+    ids, weights = (list(settings[name].cpu().split(lengths)) for name in ("ids", "shares"))
+    with RowFile(Path(portion.folder) / ROWS_FILE, sum(lengths), width, new=False) as rows:
+        yield lengths, ExpertInputs(rows, ids, weights, shared, settings["outputs"])
 
 
-def accumulator(kind: Evidence, fields: Mapping[str, Any]) -> Accumulator:
-    """The one that had these fields."""
-    empty: Any = kind.empty(0, None)
-    whole: Accumulator = replace(empty, **fields)
-    return whole
+def restore_accumulator(spec: StatisticsSpec, fields: Mapping[str, Any]) -> Accumulator:
+    """Return an accumulator with these fields."""
+    empty: Any = spec.new_accumulator(0, None)
+    accumulator: Accumulator = replace(empty, **fields)
+    return accumulator
 
 
-def write(path: Path, what: Left) -> Written:
+def save_tensors(path: Path, tensors: TensorTree) -> Written:
     """Write a new file, synced."""
     import torch
 
-    torch.save(dict(what), data := io.BytesIO())
+    torch.save(dict(tensors), data := io.BytesIO())
     return Written("", data.getbuffer().nbytes, publish.write_file(path, data.getbuffer()))
 
 
-def read(path: Path, sha256: str, device: Any) -> Left:
-    """Raises ResourceError where it is not what was written."""
+def load_tensors(path: Path, sha256: str, device: Any) -> TensorTree:
+    """Read a file of `save_tensors`. Raise ResourceError if its hash differs."""
     import torch
 
     if publish.sha256(data := path.read_bytes()) != sha256:
-        raise ResourceError(f"{path}: is not what was written there (its SHA-256); check the disk, then resume.")
-    found: Left = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-    return found
+        raise ResourceError(f"{path}: its SHA-256 differs from that of the written file; check the disk, then resume.")
+    tensors: TensorTree = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    return tensors

@@ -27,7 +27,7 @@ def experts(options: ExpertsOptions) -> None:
       ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
       ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
     """
-    from ktconvert.layouts.statistics.folder import counts_of
+    from ktconvert.layouts.statistics.folder import read_folder_counts
     from ktconvert.native_quant.runtime import hot_mask
     from ktconvert.pipeline.report.plots import plot_experts
     from ktconvert.pipeline.report.text import aligned
@@ -38,7 +38,7 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_file("--output", options.output)
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
-    counts = counts_of(options.dir.expanduser())
+    counts = read_folder_counts(options.dir.expanduser())
     chosen = hot_mask.of_all_layers if each is None else hot_mask.of_each_layer
     mask = chosen(counts, (total or 0) if each is None else each)
     publish.write_whole(output, hot_mask.data_of(mask))

@@ -35,7 +35,7 @@ from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import aligned, first_of, joined, size
-from ktconvert.pipeline.stages.expert_stream import sample
+from ktconvert.pipeline.stages.quantize_experts import sample_experts
 from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
 from ktconvert.pipeline.verify.structure import check_structure, weights_whole
 from ktconvert.pipeline.verify.verify import Report, facts, facts_rows
@@ -160,7 +160,7 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
 def _columns(model: MoeModel, layer: int) -> dict[str, Any]:
     """How much the columns of down differ (numerics.md, section 10), in some experts of a layer."""
     found = {}
-    for expert in sample(model.shape(layer)[0]):
+    for expert in sample_experts(model.shape(layer)[0]):
         down = kernels.decode(model.linear(layer, expert, "down"))
         found[expert] = equalizing.center_and_spread(equalizing.levels(down))[1]
         for info in model.expert_tensors(layer, expert):

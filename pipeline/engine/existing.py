@@ -325,7 +325,7 @@ def look(folder: Path, kept: Collection[str] = ()) -> Replaced:
     """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads."""
     if folder.is_symlink() or not folder.is_dir():
         return Replaced(folder, (0, 0), {folder.name: folder.lstat().st_size})
-    known = set(statistics.listed(folder))
+    known = set(statistics.list_files(folder))
     with contextlib.suppress(VerificationError):
         if (listing := manifest.read(folder)) is not None:
             known |= {manifest.NAME, *(file.name for file in listing.files)}

@@ -9,7 +9,7 @@ from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
-from ktconvert.pipeline.calibration import chain, environment, footprint, gather_statistics
+from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
 from ktconvert.pipeline.engine.plan import Plan, Request, tool_version
 from ktconvert.pipeline.options.quantization import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walking
@@ -17,15 +17,15 @@ from ktconvert.pipeline.plans import checkpoint, walking
 
 def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
     """Of headers only, before any weight is read."""
-    environment.require("calibrate", environment.WALK)
-    request = walking.on_one_machine(checkpoint.with_arch_row(request), environment.WALK_PACKAGES)
+    requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
+    request = walking.on_one_machine(checkpoint.with_arch_row(request), requirements.CALIBRATE_PACKAGES)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, checkpoint.rows_for(options.arch_row))
-    chain.require_calibratable(model, gather_statistics.INSTEAD)
+    chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
-        footprint.shape_of(model, options.samples),
+        requirements.read_shape(model, options.samples),
         quantizes=False,
         calibrate="mixed" if options.second_moments else "routed",
         moments=options.second_moments,
@@ -41,7 +41,11 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         request=request,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.files_named(options)),
-        stages=(gather_statistics.stage(model, options, {tensor.key: tensor for tensor in rest}, shape.group, about),),
+        stages=(
+            gather_statistics.stage(
+                model, options, {tensor.key: tensor for tensor in rest}, shape.experts_at_once, about
+            ),
+        ),
         facts={
             "architecture": model.arch.name,
             **checkpoint.shape_facts(model, model.layers),
@@ -53,4 +57,4 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         card=lambda stats: walking.card(about, list(stats), tool_version()),
         check=read_statistics,
     )
-    return walking.with_walk(plan, request, shape, footprint.REMEDIES_TO_CALIBRATE, environment.WALK_PACKAGES)
+    return walking.with_walk(plan, request, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)

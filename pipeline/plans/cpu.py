@@ -34,10 +34,10 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
     request = checkpoint.with_arch_row(request)
     if request.options.calibrated:
-        from ktconvert.pipeline.calibration import environment
+        from ktconvert.pipeline.calibration import requirements
         from ktconvert.pipeline.plans import walking
 
-        environment.require("--scale gptq")
+        requirements.require_libraries("--scale gptq")
         request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
@@ -52,7 +52,7 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
     numa = options.threadpool_count if fmt.arrangement.parted else 1
     found = _choose_layers(request, model, fmt, numa)
     if inputs is not None:
-        found[f"{inputs.fact}_sha256"] = inputs.sha256
+        found[f"{inputs.manifest_key}_sha256"] = inputs.sha256
     request = replace(request, options=with_values(options, **found))
     options = request.options
     layers = checkpoint.parse_layers(options.layers, model.layers)
@@ -91,7 +91,7 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
         model,
         fmt,
         stage,
-        copy_tensors.not_experts(model, options.non_experts),
+        copy_tensors.select_non_experts(model, options.non_experts),
         facts,
         metadata,
         card_notes=[

@@ -75,9 +75,9 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
 def require_possible(options: GpuOptions) -> None:
     """Raise KtconvertError for what is not installed, made otherwise, or contradicts another option."""
     if options.calibrated:
-        from ktconvert.pipeline.calibration import environment
+        from ktconvert.pipeline.calibration import requirements
 
-        environment.require("--quant-method GPTQ")
+        requirements.require_libraries("--quant-method GPTQ")
     if options.torch_dtype != "bfloat16":
         what = "experts are rounded from BF16 and their scales are BF16"
         remedy = "leave the option out"

@@ -29,7 +29,7 @@ from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.quantization import MergeOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.stages import merge_parts
+from ktconvert.pipeline.stages import merge_loose_files
 
 # The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
@@ -71,12 +71,12 @@ def plan_merge(request: Request[MergeOptions]) -> Plan:
         request=request,
         files=read,
         reads=(root / manifest.NAME, *read),
-        stages=checkpoint.number_shards([merge_parts.stage(files, options.max_tensors, metadata, root)]),
+        stages=checkpoint.number_shards([merge_loose_files.stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
         companions=checkpoint.companions(original, names) if original else (),
         config=None if source_config is None else card.config_json(source_config, entries, whole=False),
-        peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_parts.CHUNK,
+        peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
         card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
     )
 

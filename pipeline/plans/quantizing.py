@@ -29,12 +29,12 @@ from ktconvert.pipeline.models.text_datasets import describe_dataset
 from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, expert_files
-from ktconvert.pipeline.stages.expert_stream import FACT, equalized
+from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 from ktconvert.quantizers.choice import Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
 
 MAP = "--method-map"
-EQUALIZED = (
+EQUALIZED_NOTE = (
     f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; which, "
     "manifest and model card will say"
 )
@@ -72,7 +72,7 @@ def plan_of(
         from ktconvert.pipeline.calibration.gather_statistics import KEYS
 
         side_output = SideOutput(options.gptq.save_statistics, KEYS)
-    facts = facts | ({FACT: []} if model.equalized else {})
+    facts = facts | ({EQUALIZED: []} if model.equalized else {})
     stages = [stage]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
@@ -85,7 +85,7 @@ def plan_of(
         """Of the buffers of all packing threads, which do not grow with the model."""
         packing, making = threads + WAITING, 0
         if not options.calibrated:
-            reading = 0 if statistics is None else statistics.memory(packing)
+            reading = 0 if statistics is None else statistics.memory_bytes(packing)
             making = reading + expert_files.peak_memory(stage.units, packing)
         return checkpoint.BASE_MEMORY + max(making, copying)
 
@@ -100,7 +100,7 @@ def plan_of(
         reads=(*source.paths(), *checkpoint.files_named(options), *_files_of(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
-        notes=(*card_notes, *((EQUALIZED,) if model.equalized else ()), *notes),
+        notes=(*card_notes, *((EQUALIZED_NOTE,) if model.equalized else ()), *notes),
         companions=checkpoint.companions(source.companion_root, copied),
         config=config,
         loose=loose_files,
@@ -125,7 +125,7 @@ def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
 def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What figures of layers say that no plan could: `too_few_tokens`, experts that GPTQ left, and `equalized`."""
     few, equalized = (_by_layer(stats, name) for name in ("rounded_experts", "equalized_experts"))
-    return {**({"too_few_tokens": few} if few else {}), **({FACT: equalized} if equalized else {})}
+    return {**({"too_few_tokens": few} if few else {}), **({EQUALIZED: equalized} if equalized else {})}
 
 
 def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
@@ -151,7 +151,7 @@ def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
     if options.gptq.save_statistics is not None and options.calibrated:
         remedy = "leave out one of them, or gather statistics with `ktconvert calibrate`"
         raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
-    found = equalized(model, fmt)
+    found = equalize_for_format(model, fmt)
     if not found.equalized:
         why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
         raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
@@ -180,7 +180,7 @@ def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> I
             )
         return None
     opened = open_model_imatrix(path, model) if choice.importance else open_model_moments(path.parent, model)
-    begun_with = getattr(options, f"{opened.fact}_sha256")
+    begun_with = getattr(options, f"{opened.manifest_key}_sha256")
     if begun_with not in (None, opened.sha256):
         raise InputError(
             f"{opened.path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, "
@@ -201,9 +201,9 @@ def facts_of_inputs(inputs: InputStatistics | None, layers: Sequence[int]) -> di
     """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
     if inputs is None:
         return {}
-    unreached = {layer: inputs.unreached(layer) for layer in layers}
+    unreached = {layer: inputs.experts_without_tokens(layer) for layer in layers}
     listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
-    return {inputs.fact: inputs.sha256, **({"without_counts": listed} if listed else {})}
+    return {inputs.manifest_key: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
 def notes_of_unreached(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -34,8 +34,13 @@ from ktconvert.pipeline.plans import checkpoint, quantizing
 from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
-from ktconvert.pipeline.stages.expert_stream import FACT, equalized, error_figures, undone
-from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
+from ktconvert.pipeline.stages.quantize_experts import (
+    EQUALIZED,
+    ExpertsWork,
+    equalize_for_format,
+    error_figures,
+    unequalize,
+)
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
@@ -88,7 +93,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     if isinstance(before, dict) and before.get("quant_method") == cpu_card.QUANT_METHOD:
         del config["quantization_config"]
     base, about = checkpoint.base_model(source), fmt.description
-    lines = about.card(facts, base, output.loose, copy_tensors.choice_of(output.others), about.numbers)
+    lines = about.card(facts, base, output.loose, copy_tensors.infer_choice(output.others), about.numbers)
     return Plan(
         request=request,
         files=files,
@@ -198,7 +203,9 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         )
     else:
         works = sample(units)
-        sums = sum((work.change((work.sampled, p)) for work in works for p in work.by_columns), np.zeros(4))
+        sums = sum(
+            (work.change_sums((work.sampled_expert, p)) for work in works for p in work.column_projections), np.zeros(4)
+        )
         error = error_figures(sums)["relative_error"]
         yield (
             f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
@@ -224,20 +231,22 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         for work in works:
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
-            read = equalized(model, work.fmt) if FACT in plan.facts else model
-            again = ExpertsWork(work.fmt, grid, work.sampled, work.sampled + 1, {}, read, choice)
+            read = equalize_for_format(model, work.fmt) if EQUALIZED in plan.facts else model
+            again = ExpertsWork(work.fmt, grid, work.sampled_expert, work.sampled_expert + 1, {}, read, choice)
             shape = model.shape(grid.layer) if grid.layer in model.moe_layers else (0, 0, 0)
-            fits = shape[1:] == (grid.hidden, grid.intermediate) and work.sampled < shape[0]
-            if not fits or not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
+            fits = shape[1:] == (grid.hidden, grid.intermediate) and work.sampled_expert < shape[0]
+            if not fits or not _equal(
+                work.make((work.sampled_expert, "gate")), again.make((work.sampled_expert, "gate"))
+            ):
                 raise InputError(
-                    f"{against}: expert {work.sampled} of layer {grid.layer} is not that of {work.output.root}; give "
-                    "the checkpoint that it was made from with --against."
+                    f"{against}: expert {work.sampled_expert} of layer {grid.layer} is not that of {work.output.root}; "
+                    "give the checkpoint that it was made from with --against."
                 )
-            item = work.sampled, "down"
-            for own, parts in zip(sums, (work.stored(item), work.make(item), again.make(item)), strict=True):
+            item = work.sampled_expert, "down"
+            for own, parts in zip(sums, (work.read_linear(item), work.make(item), again.make(item)), strict=True):
                 for part, packed in parts:
                     if not part.backward:
-                        own += error_sums(*undone(again.model, work.fmt.encoding, part), packed)
+                        own += error_sums(*unequalize(again.model, work.fmt.encoding, part), packed)
     before, after, fresh = (error_figures(own)["relative_error"] for own in sums)
     comparison = (
         f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
@@ -264,9 +273,9 @@ def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     for method, layers in facts.get("methods", {}).items():
         words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
     words += ["--scale", facts["scale"]] if "scale" in facts else []
-    words += ["--equalize"] if FACT in facts else []
+    words += ["--equalize"] if EQUALIZED in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
-    words += ["--non-experts", copy_tensors.choice_of(work.output.others)] if len(plan.stages) > 1 else []
+    words += ["--non-experts", copy_tensors.infer_choice(work.output.others)] if len(plan.stages) > 1 else []
     return shlex.join(words)

@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.pipeline.calibration import chain, environment, footprint
+from ktconvert.pipeline.calibration import chain, requirements
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import describe_dataset, local_files
@@ -51,13 +51,13 @@ def gptq_stage(
 ) -> Stage[Any]:
     """rest: the tensors beside the routed experts. UnsupportedError where the model cannot be calibrated."""
     options = request.options
-    chain.require_calibratable(model, gptq_layers.INSTEAD)
+    chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
     return gptq_layers.stage(
         model,
         fmt,
         options,
         {tensor.key: tensor for tensor in decoded_others(rest)},
-        _gptq_shape(model, fmt, options).group,
+        _gptq_shape(model, fmt, options).experts_at_once,
         metadata,
         choice=choice,
         numa=numa,
@@ -66,29 +66,31 @@ def gptq_stage(
     )
 
 
-def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> footprint.WalkShape:
+def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> requirements.CalibrationShape:
     own = options.gptq
     shape = replace(
-        footprint.shape_of(model, options.samples),
+        requirements.read_shape(model, options.samples),
         calibrate=own.calibrate,
         statistics=own.save_statistics is not None,
         bits=max(each.encoding.grid.bits for each in fmt.formats),
-        outputs=own.gptq_steps == "full",
+        fisher=own.gptq_steps == "full",
     )
     return with_group(shape, options)
 
 
-def with_group(shape: footprint.WalkShape, options: QuantizationOptions | CalibrateOptions) -> footprint.WalkShape:
+def with_group(
+    shape: requirements.CalibrationShape, options: QuantizationOptions | CalibrateOptions
+) -> requirements.CalibrationShape:
     """The shape of a walk where it was begun, with as many experts at a time as that machine takes."""
     machine = options.machine.machine
     assert machine is not None  # on_one_machine has recorded it
-    group = footprint.experts_at_a_time(shape, int(machine["group_bytes"]))
-    return replace(shape, group=group, on_gpu=machine["device_type"] != "cpu")
+    group = requirements.max_experts_at_once(shape, int(machine["group_bytes"]))
+    return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
 
 
 def with_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
     """The plan of gptq_stage with what its walk takes."""
-    walked = with_walk(plan, request, _gptq_shape(model, fmt, request.options), footprint.REMEDIES)
+    walked = with_walk(plan, request, _gptq_shape(model, fmt, request.options), requirements.GPTQ_REMEDIES)
     if request.options.engine == "stream":
         return walked
     whole = sum(info.nbytes for info in model.source.tensors.values())
@@ -105,13 +107,13 @@ def with_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel
 def with_walk(
     plan: Plan,
     request: Request[QuantizationOptions] | Request[CalibrateOptions],
-    shape: footprint.WalkShape,
+    shape: requirements.CalibrationShape,
     remedies: str,
-    packages: Sequence[str] = environment.PACKAGES,
+    packages: Sequence[str] = requirements.GPTQ_PACKAGES,
 ) -> Plan:
     """The plan with what a walk of this shape takes, and what it says of this machine."""
     limits = request.options.machine
-    needed = footprint.footprint(shape)
+    needed = requirements.estimate_footprint(shape)
     unused = () if shape.on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
     return replace(
         plan,
@@ -119,7 +121,7 @@ def with_walk(
         scratch_bytes=needed.disk,
         portion_bytes=needed.portions,
         notes=(*plan.notes, *unused),
-        advice=tuple(footprint.advice(shape)),
+        advice=tuple(requirements.describe_footprint(shape)),
         remedies=remedies,
         require_ready=lambda: _require_same_machine(request, packages),
     )
@@ -131,7 +133,7 @@ def _require_same_machine(
     """Raise OutputError where the walk was begun on another machine than this one, unless the user allows that."""
     limits = request.options.machine
     begun = limits.machine or {}
-    now = environment.this_machine(limits, request.options.execution.threads, packages)
+    now = requirements.machine_properties(limits, request.options.execution.threads, packages)
     other = [
         f"{key} was {begun.get(key)}, is {now.get(key)}"
         for key in sorted({*begun, *now})
@@ -145,7 +147,9 @@ def _require_same_machine(
         )
 
 
-def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PACKAGES, **found: Any) -> Request[W]:
+def on_one_machine(
+    request: Request[W], packages: Sequence[str] = requirements.GPTQ_PACKAGES, **found: Any
+) -> Request[W]:
     """The request with the machine where its walk began, else this one, and what else is found before the first run."""
     options = request.options
     if options.machine.machine is not None:
@@ -153,7 +157,7 @@ def on_one_machine(request: Request[W], packages: Sequence[str] = environment.PA
     local_files(options.samples.dataset)
     afresh = options.existing.overwrite and not options.machine.allow_machine_change
     begun = None if afresh else (checkpoint.begun_values(request, "machine") or {}).get("machine")
-    machine = begun or environment.this_machine(options.machine, options.execution.threads, packages)
+    machine = begun or requirements.machine_properties(options.machine, options.execution.threads, packages)
     return replace(request, options=with_values(options, machine=machine, **found))
 
 

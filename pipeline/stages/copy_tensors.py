@@ -1,4 +1,4 @@
-"""Tensors outside the routed experts: streamed and copied bit for bit, or decoded to BF16 where they are quantized."""
+"""Non-expert tensors, streamed and copied bit for bit, or decoded to BF16 if they are quantized."""
 
 from __future__ import annotations
 
@@ -16,48 +16,52 @@ from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
-from ktconvert.pipeline.stages.expert_stream import read_ahead
+from ktconvert.pipeline.stages.expert_files import read_ahead
 
 NAME = "carry_over"
-TITLE = "copy tensors that are no routed experts"
+TITLE = "copy non-expert tensors"
 VERSION = 1
 DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
 WINDOW = STAGING_BYTES  # bytes of a shard that a thread makes at a time
-WINDOWS = 4  # of a unit that are being made or wait to be hashed
+WINDOWS = 4  # of a unit in progress: being made, or waiting to be hashed
 
 
 @dataclass(frozen=True)
 class CopyWork:
+    """The work of a unit: tensors of a shard. metadata: of the shard."""
+
     source: TensorSource
     tensors: tuple[OtherTensor, ...]
     metadata: Mapping[str, str]
 
 
-# How everything but routed experts is called in an output, by --non-experts.
-CALLED: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "keep": lambda name: name}
+# The names of non-expert tensors in an output, by --non-experts.
+RENAMES: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "keep": lambda name: name}
 
 
-def not_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
-    """Everything but routed experts, named by a row of CALLED. Raises InputError where two get one name."""
-    if choice not in CALLED:
+def select_non_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
+    """Return the non-expert tensors with their names for a choice of --non-experts; none for "skip".
+
+    Raises InputError if two tensors would get the same name.
+    """
+    if choice not in RENAMES:
         return ()
     source = model.source
-    taken = model.expert_tensor_names() | model.mtp_tensors
+    experts = model.expert_tensor_names() | model.mtp_tensors
     by_key: dict[str, OtherTensor] = {}
     for name, info in source.tensors.items():
-        if name in taken:
+        if name in experts:
             continue
-        key = CALLED[choice](name)
+        key = RENAMES[choice](name)
         if key in by_key:
-            what = f"tensors {by_key[key].reads[0].name} and {name} would both be called {key}"
-            remedy = "use --non-experts keep"
-            raise InputError(f"{source.root}: {what}; {remedy}.")
+            what = f"tensors {by_key[key].reads[0].name} and {name} would both be named {key}"
+            raise InputError(f"{source.root}: {what}; use --non-experts keep.")
         by_key[key] = OtherTensor(key, info)
     return tuple(by_key.values())
 
 
-def choice_of(others: Collection[str]) -> str:
-    """What --non-experts was, by the names of an output's tensors that are no routed experts."""
+def infer_choice(others: Collection[str]) -> str:
+    """Return the value of --non-experts that gave an output's non-expert tensors these names."""
     if not others:
         return "skip"
     return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
@@ -72,6 +76,7 @@ def stage(
     name: str = NAME,
     title: str = TITLE,
 ) -> Stage[CopyWork]:
+    """Return the stage that writes these tensors into shards."""
     tensors = tuple(tensors)
     units = []
     for number, (start, stop) in enumerate(
@@ -102,7 +107,7 @@ def stage(
 
 
 def peak_memory(tensors: Iterable[OtherTensor]) -> int:
-    """Bytes for the windows of the units in flight, for decoding one, and for the largest scales."""
+    """Return the bytes for the windows of the units in flight, for decoding one, and for the largest scales."""
     stored = (tensor.stored for tensor in tensors)
     weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
     reading = max((weight.reading_bytes(False) for weight in weights), default=0)
@@ -112,7 +117,11 @@ def peak_memory(tensors: Iterable[OtherTensor]) -> int:
 
 @dataclass
 class Window:
-    """WINDOW bytes of a shard, or fewer at its end: what fills them, by their position, and the spans that end here."""
+    """WINDOW bytes of a shard, or fewer at its end.
+
+    runs   (position, read function, start, stop) of the bytes that fill it
+    ended  the spans that end in it
+    """
 
     runs: list[tuple[int, Read, int, int]] = field(default_factory=list)
     nbytes: int = 0
@@ -124,7 +133,7 @@ class Window:
 
 
 def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result:
-    """One shard: windows are made and written by many threads, and hashed in order."""
+    """Write one shard: many threads make and write windows, which are hashed in order."""
     work = unit.work
     plan = plan_shard([t.entry for t in work.tensors], work.metadata)
     buffers = [aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
@@ -138,8 +147,8 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
             if window.nbytes % ALIGNMENT == 0:
                 file.write_at(len(plan.header) + number * WINDOW, buffer[: window.nbytes])
 
-        todo = enumerate(windows(read_ahead(work.source, spans, lambda span: span.reads)))
-        for (_, window), buffer, _ in in_order(context.pool, todo, buffers, make):
+        numbered = enumerate(split_into_windows(read_ahead(work.source, spans, lambda span: span.reads)))
+        for (_, window), buffer, _ in in_order(context.pool, numbered, buffers, make):
             (file.append if window.nbytes % ALIGNMENT else file.skip)(buffer[: window.nbytes])
             for span in window.ended:
                 for info in span.reads:
@@ -149,7 +158,7 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
     return Result((Written("", plan.size, digest),), len(plan.entries))
 
 
-def windows(spans: Iterable[Span]) -> Iterator[Window]:
+def split_into_windows(spans: Iterable[Span]) -> Iterator[Window]:
     window = Window()
     for span in spans:
         read, start = span.opened(), 0

@@ -1,16 +1,19 @@
-"""Writing the experts of a unit, merged or loose, in file order: whatever makes them, and however many threads do."""
+"""Reading and writing of a unit's experts in file order, into a shard or loose files, with many threads."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
@@ -22,15 +25,50 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.stages.expert_stream import items
 
-# First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would
-# take longer than packing them.
+READ_AHEAD = 64 << 20  # bytes of input that are prefetched
+# Bytes of first tensors that a thread makes and writes at a time: passing small ones to threads one by one would take
+# longer than packing them.
 BATCH = 2 << 20
+Thing = TypeVar("Thing")
+
+
+def items(start: int, stop: int) -> Iterator[Item]:
+    """Yield (expert, projection) of the experts start..stop-1, in file order."""
+    return itertools.product(range(start, stop), PROJECTIONS)
+
+
+def read_ahead(
+    source: TensorSource, things: Iterable[Thing], tensors_of: Callable[[Thing], Sequence[TensorInfo]]
+) -> Iterator[Thing]:
+    """Yield the things while the tensors of the next ones are prefetched, so that a disk with a cold cache is busy."""
+    ahead: deque[tuple[Thing, int]] = deque()
+    waiting = 0
+    for thing in things:
+        tensors = tensors_of(thing)
+        for info in tensors:
+            source.prefetch(info)
+        ahead.append((thing, sum(info.nbytes for info in tensors)))
+        waiting += ahead[-1][1]
+        while waiting > READ_AHEAD and len(ahead) > 1:
+            first, nbytes = ahead.popleft()
+            waiting -= nbytes
+            yield first
+    yield from (thing for thing, _ in ahead)
+
+
+def release_expert(model: MoeModel, layer: int, item: Item, reporter: Reporter) -> None:
+    """Release an expert's mapped pages and report progress, once its last projection has been converted."""
+    expert, projection = item
+    if projection == PROJECTIONS[-1]:
+        tensors = model.expert_tensors(layer, expert)
+        for info in tensors:
+            model.source.release(info)
+        reporter.advance(sum(t.nbytes for t in tensors))
 
 
 class Batch(NamedTuple):
-    """Items whose first tensors lie side by side in a shard, `offset` bytes after its header."""
+    """Items whose first tensors are adjacent in a shard, `offset` bytes after its header."""
 
     items: tuple[Item, ...]
     offset: int
@@ -39,9 +77,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsToWrite(ABC):
-    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about. metadata:
-    of the shard.
-    """
+    """The work of a unit: experts [start, stop) of one layer, cut as `grid` says. metadata: of the shard."""
 
     fmt: Format
     grid: ExpertGrid
@@ -50,8 +86,8 @@ class ExpertsToWrite(ABC):
     metadata: Mapping[str, str]
 
     @property
-    def sampled(self) -> int:
-        """The expert that is measured."""
+    def sampled_expert(self) -> int:
+        """The expert whose error is measured."""
         return self.start + self.grid.layer % (self.stop - self.start)
 
     @property
@@ -60,40 +96,43 @@ class ExpertsToWrite(ABC):
 
     @abstractmethod
     def make(self, item: Item, place: Bytes | None = None) -> Parts:
-        """All parts of a projection of an expert, in many threads; first tensors into `place`, one after another."""
+        """Make all parts of a projection of an expert; many threads call this.
 
-    def coming(self) -> Iterator[Item]:
-        """The items in file order; what they are made of may be prefetched meanwhile."""
+        place: memory for the first tensor of each part, one after another.
+        """
+
+    def iterate_items(self) -> Iterator[Item]:
+        """Yield the items in file order; may prefetch their inputs."""
         return items(self.start, self.stop)
 
     @abstractmethod
-    def made(self, item: Item, reporter: Reporter) -> None:
-        """An item was written: let go of what it was made of, and report progress."""
+    def finish_item(self, item: Item, reporter: Reporter) -> None:
+        """Release the inputs of an item that has been written, and report progress."""
 
     @abstractmethod
     def scratch_bytes(self) -> tuple[int, int]:
-        """The memory that making an item takes at most beside its tensors, and that measuring takes."""
+        """Return upper bounds of the memory for making an item, beside its tensors, and for measuring."""
 
     @abstractmethod
-    def figures(self) -> dict[str, object]:
-        """What is reported of the unit's numbers."""
+    def measure(self) -> dict[str, object]:
+        """Return the figures of the unit for the report, such as errors of the sampled expert."""
 
 
 Work = TypeVar("Work", bound=ExpertsToWrite)
 
 
-def cuts(fmt: Format, grid: ExpertGrid, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
-    """The units of a layer, of at most `limit` bytes each: key, first expert, the one after the last, bytes."""
+def split_layer(fmt: Format, grid: ExpertGrid, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
+    """Split a layer into units of at most `limit` bytes: (key, first expert, expert after the last, bytes)."""
     each = expert_bytes(fmt.encoding, grid)
-    found = group_by_limit([each] * experts, limit)
+    groups = group_by_limit([each] * experts, limit)
     return [
-        (f"layer-{grid.layer:03d}" + (f"-{number:03d}" if len(found) > 1 else ""), start, stop, each * (stop - start))
-        for number, (start, stop) in enumerate(found)
+        (f"layer-{grid.layer:03d}" + (f"-{number:03d}" if len(groups) > 1 else ""), start, stop, each * (stop - start))
+        for number, (start, stop) in enumerate(groups)
     ]
 
 
 def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
-    """A shard of parts: all first tensors, then all second ones, and so on, so that each is aligned to its items."""
+    """Plan a shard of parts: all first tensors, then all second ones, and so on; so each is aligned to its items."""
     by_part = [
         [
             TensorInfo(names.key(part.place, t.name), t.dtype, t.shape, t.nbytes)
@@ -104,22 +143,17 @@ def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mappi
     return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
 
 
-def append_others(file: DirectFile, others: Sequence[Packed]) -> None:
-    """Write what comes after all first tensors; others: the tensors of each part less the first."""
+def append_later_tensors(file: DirectFile, others: Sequence[Packed]) -> None:
+    """Write the tensors after all first ones. others: the tensors of each part without the first."""
     for kind in zip(*others, strict=True):
         file.append(np.concatenate(kind))
 
 
-def write(unit: Unit[Work], partial: Path, context: Context) -> Result:
-    """A shard, or a folder of loose files."""
-    return (_write_folder if unit.folder else _write_shard)(unit, partial, context)
-
-
-def _write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
-    """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
+def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """Write a safetensors shard: header, all first tensors straight from the packing threads, then the others."""
     work = unit.work
     plan = plan_parts(work.fmt, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
-    sizes = _first_bytes(work)
+    sizes = _first_tensor_bytes(work)
     in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
     others: list[Packed] = []
     with DirectFile(partial, plan.size) as file:
@@ -128,7 +162,7 @@ def _write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
         def make(batch: Batch, buffer: Bytes) -> Parts:
             packed, at = [], 0
             for expert, projection in batch.items:
-                packed += _checked(work, (expert, projection), buffer[at:], context)
+                packed += _make_checked(work, (expert, projection), buffer[at:], context)
                 at += sizes[projection]
             if in_pages:
                 file.write_at(len(plan.header) + batch.offset, buffer[: batch.nbytes])
@@ -139,50 +173,50 @@ def _write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
             (file.skip if in_pages else file.append)(buffer[: batch.nbytes])
             others += [tensors[1:] for _, tensors in packed]
             for item in batch.items:
-                work.made(item, context.reporter)
-        append_others(file, others)
+                work.finish_item(item, context.reporter)
+        append_later_tensors(file, others)
         digest = file.close()
-    return Result((Written("", plan.size, digest),), len(plan.entries), work.figures())
+    return Result((Written("", plan.size, digest),), len(plan.entries), work.measure())
 
 
-def _write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
-    """One folder of loose files, a file for each tensor, synced together."""
+def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """Write a folder of loose files, one for each tensor, synced together."""
     work = unit.work
     make_folders(partial, work.grid.numa)
 
     def make(item: Item, buffer: Bytes) -> list[Written]:
         return [
             written
-            for part, packed in _checked(work, item, buffer, context)
-            for written in write_loose(work.fmt, part, packed, partial)
+            for part, packed in _make_checked(work, item, buffer, context)
+            for written in write_loose_files(work.fmt, part, packed, partial)
         ]
 
     files: list[Written] = []
-    buffers = _buffers(context, max(_first_bytes(work).values()))
-    for item, _, written in in_order(context.pool, work.coming(), buffers, make):
+    buffers = _buffers(context, max(_first_tensor_bytes(work).values()))
+    for item, _, written in in_order(context.pool, work.iterate_items(), buffers, make):
         files += written
-        work.made(item, context.reporter)
+        work.finish_item(item, context.reporter)
     publish.sync_tree(partial)
-    return Result(tuple(files), len(files), work.figures())
+    return Result(tuple(files), len(files), work.measure())
 
 
 def make_folders(folder: Path, numa: int) -> None:
-    """A layer's folder for loose files, with one for each NUMA part in it."""
+    """Make a layer's folder for loose files, with a folder for each NUMA slice in it."""
     folder.mkdir()
     for node in range(numa):
         (folder / loose.numa_folder(node)).mkdir()
 
 
-def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
-    """Write the loose files of a part below its layer's folder; they are not synced."""
+def write_loose_files(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
+    """Write the loose files of a part below its layer's folder, without syncing them."""
     for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), packed, strict=True):
         name = fmt.loose_path(part, tensor)
         assert name is not None
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> Parts:
-    """Make one item; warn where the result is all zeros."""
+def _make_checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> Parts:
+    """Make one item; warn if the result is all zeros."""
     packed = work.make(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):
         part, _ = packed[0]
@@ -192,41 +226,41 @@ def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) 
 
 
 def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
-    """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
+    """Return the bytes for `packing` batches in progress, and for tensors that wait in the shards in flight."""
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        # Of each projection, the tensors after the first, which wait to be written.
+        # For each projection, the tensors after the first, which wait to be written.
         rest = [sum(sum(others) for _, *others in sizes) for sizes in _tensor_bytes(work).values()]
         count, (making, measuring) = work.stop - work.start, work.scratch_bytes()
-        each = max(each, _batch_bytes(_first_bytes(work).values(), count) + max(rest))
+        each = max(each, _batch_bytes(_first_tensor_bytes(work).values(), count) + max(rest))
         waiting, scratch, measured = max(waiting, sum(rest) * count), max(scratch, making), max(measured, measuring)
     return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)
 
 
 def _tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
-    """Projection -> for each of its parts, bytes of the tensors."""
+    """Return for each projection, for each of its parts, the bytes of the tensors."""
     return {
         projection: [[t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.grid.parts(0, projection)]
         for projection in PROJECTIONS
     }
 
 
-def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
+def _first_tensor_bytes(work: ExpertsToWrite) -> dict[str, int]:
     return {projection: sum(first for first, *_ in sizes) for projection, sizes in _tensor_bytes(work).items()}
 
 
 def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
-    """The items in file order, as many at a time as fit into BATCH, or one."""
-    coming, offset = work.coming(), 0
+    """Yield the items in file order, as many at a time as fit into BATCH, or one."""
+    remaining, offset = work.iterate_items(), 0
     nbytes = [sizes[projection] for _, projection in items(work.start, work.stop)]
     for start, stop in group_by_limit(nbytes, BATCH):
-        batch = Batch(tuple(islice(coming, stop - start)), offset, sum(nbytes[start:stop]))
+        batch = Batch(tuple(itertools.islice(remaining, stop - start)), offset, sum(nbytes[start:stop]))
         offset += batch.nbytes
         yield batch
 
 
 def _batch_bytes(sizes: Collection[int], experts: int) -> int:
-    """The most that a batch holds, if the projections of each of so many experts have first tensors of these sizes."""
+    """Return the largest batch. sizes: bytes of the projections' first tensors of an expert; experts: of the unit."""
     return max(*sizes, min(BATCH, sum(sizes) * experts))
 
 

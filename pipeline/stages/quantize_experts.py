@@ -1,42 +1,46 @@
-"""Routed experts in any format: read once through memory maps, quantized and packed in one pass, written once."""
+"""Quantization of routed experts: read through memory maps, quantized and packed in one pass, written once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_bytes, error_sums
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Parts, empty_parts
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Part, Parts, empty_parts
 from ktconvert.layouts.statistics.folder import InputStatistics
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.stages import expert_files, expert_stream
-from ktconvert.pipeline.stages.expert_files import ExpertsToWrite
-from ktconvert.pipeline.stages.expert_stream import error_figures, read_ahead, taken
+from ktconvert.pipeline.stages import expert_files
+from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, read_ahead, release_expert
 from ktconvert.quantizers.choice import ABSMAX, Quantizer
+from ktconvert.quantizers.equalizing import Exponents
 from ktconvert.quantizers.reference import F32
 
-VERSION = 1
-# Codes are chosen and packed for some rows of a part at a time, while they lie in cache: about so many weights, in
-# whole blocks of rows of every encoding that packs chosen codes, so that their bytes lie together.
-CHOSEN, ROWS = 1 << 18, 128
 NAME = "experts"
+VERSION = 1
+# Codes are chosen and packed for about CHUNK weights of a part at a time, while these are in cache. A chunk has whole
+# blocks of ROWS rows, so that the bytes of a chunk are contiguous in every encoding that packs chosen codes.
+CHUNK, ROWS = 1 << 18, 128
+EQUALIZED = "equalized"  # key of the manifest: the equalized experts; absent without --equalize
+MEASURED = 8  # experts of a layer whose errors represent all of them
 
 
 @dataclass(frozen=True)
 class ExpertsWork(ExpertsToWrite):
-    """Experts that are quantized. importance: (expert, projection) -> of each column of the linear, float32 [k] or
-    [k, k], or None, for a choice that asks.
+    """The work of a unit: experts that are quantized.
+
+    importance  (expert, projection) -> importance of the linear's columns, float32 [k] or [k, k], or None; for
+                quantizers that use it
     """
 
     model: MoeModel
@@ -48,7 +52,7 @@ class ExpertsWork(ExpertsToWrite):
         return self.fmt.names_in(self.model)
 
     def make(self, item: Item, place: Bytes | None = None) -> Parts:
-        """Raises InputError, naming the place, for a value that is not finite."""
+        """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
@@ -69,48 +73,51 @@ class ExpertsWork(ExpertsToWrite):
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
-        """error_figures of one projection, quantized again; what stays as it is, is equal."""
+        """Quantize a linear again and return its error_figures; those of an exact encoding are known."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
-        made = self.make((expert, projection))
-        measured = ((part, packed) for part, packed in made if self.grid.is_measured(part))
-        return expert_stream.error_of(self.model, self.fmt.encoding, measured)
+        linear = self.make((expert, projection))
+        parts = ((part, packed) for part, packed in linear if self.grid.is_measured(part))
+        return measure_error(self.model, self.fmt.encoding, parts)
 
-    def coming(self) -> Iterator[Item]:
+    def iterate_items(self) -> Iterator[Item]:
         tensors = partial(self.model.expert_tensors, self.grid.layer)
         experts = read_ahead(self.model.source, range(self.start, self.stop), tensors)
         return ((expert, projection) for expert in experts for projection in PROJECTIONS)
 
-    def made(self, item: Item, reporter: Reporter) -> None:
-        taken(self.model, self.grid.layer, item, reporter)
+    def finish_item(self, item: Item, reporter: Reporter) -> None:
+        release_expert(self.model, self.grid.layer, item, reporter)
 
     def scratch_bytes(self) -> tuple[int, int]:
         widest = max(self.grid.hidden, self.grid.intermediate)
         reading = self.model.reading_bytes(self.grid.layer, self.grid.backward)
-        # BF16 and codes; the codes of a whole linear, put together, and once more as they are packed.
-        chosen = 4 * max(ROWS * widest, CHOSEN) + 3 * self.grid.hidden * self.grid.intermediate
+        # BF16 and codes of a chunk; the codes of a whole linear, concatenated, and again while they are packed.
+        chosen = 4 * max(ROWS * widest, CHUNK) + 3 * self.grid.hidden * self.grid.intermediate
         chosen = 0 if self.choice.choose is None else chosen
         return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
 
-    def figures(self) -> dict[str, object]:
-        layer, expert = self.grid.layer, self.sampled
+    def measure(self) -> dict[str, object]:
+        layer, expert = self.grid.layer, self.sampled_expert
         errors = {projection: self.error(expert, projection) for projection in PROJECTIONS}
         for info in self.model.expert_tensors(layer, expert):
             self.model.source.release(info)
-        own = expert_stream.figures(self.model, layer, self.start, self.stop)
-        return {"layer": layer, "sampled_expert": expert, **errors, **own}
+        equalized = report_equalized(self.model, layer, self.start, self.stop)
+        return {"layer": layer, "sampled_expert": expert, **errors, **equalized}
 
 
 def quantize(
     encoding: Encoding, choice: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
-    """Choose codes and pack them into `out`. importance: as `Choose` takes it. Raises kernels.NonFinite."""
+    """Choose codes and pack them into `out`. Raise kernels.NonFinite for a value that is not finite.
+
+    importance: as in `Choose`.
+    """
     if choice.choose is None:
         encoding.quantize(matrix, out)
         return
     assert encoding.pack is not None
     n, k = matrix.shape
-    step = max(1, CHOSEN // (ROWS * k)) * ROWS
+    step = max(1, CHUNK // (ROWS * k)) * ROWS
     chosen: list[tuple[npt.NDArray[np.int8], npt.NDArray[Any]]] = []
     for first in range(0, n, step):
         stop = min(first + step, n)
@@ -119,7 +126,7 @@ def quantize(
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
     codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
-    encoding.pack(codes, scales, out)  # at once: not every tensor of every encoding has its share for each row
+    encoding.pack(codes, scales, out)  # at once: some tensors of some encodings cannot be split by rows
 
 
 def stage(
@@ -136,7 +143,11 @@ def stage(
     statistics: InputStatistics | None = None,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
-    """The stage that converts these layers. choice: where it serves a layer's format; options: what changes bytes."""
+    """Return the stage that converts these layers.
+
+    choice   the quantizer of layers whose format supports it
+    options  (name, value) of options that change bytes
+    """
     names = fmt.names_in(model)
     units = []
     for layer in layers:
@@ -147,7 +158,7 @@ def stage(
         grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         about = layer_metadata(own, layer, model.shape(layer), metadata)
-        for key, start, stop, nbytes in expert_files.cuts(own, grid, experts, limit):
+        for key, start, stop, nbytes in expert_files.split_layer(own, grid, experts, limit):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
             ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
@@ -172,11 +183,12 @@ def stage(
                     work=ExpertsWork(own, grid, start, stop, about, model, chosen, importance),
                 )
             )
-    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), expert_files.write)
+    write = expert_files.write_experts_folder if loose_files else expert_files.write_experts_shard
+    return Stage(NAME, f"write experts as {fmt.name}", tuple(units), write)
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
-    """What the shards of a layer of shape (E, H, I) in this format say of it, beside what all shards say."""
+    """Return the metadata of a layer's shards. shape: (E, H, I); metadata: that of all shards."""
     experts, hidden, intermediate = shape
     return {
         **metadata,
@@ -192,7 +204,7 @@ def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadat
 def importance_of(
     model: MoeModel, statistics: InputStatistics | None, layer: int
 ) -> Callable[[int, str], F32 | None] | None:
-    """ExpertsWork.importance for the experts of a layer: an equalized down reads inputs that are 2^e times as large."""
+    """Return ExpertsWork.importance for a layer's experts. Inputs of an equalized down are 2^e times as large."""
     if statistics is None:
         return None
 
@@ -206,3 +218,61 @@ def importance_of(
         return scaled
 
     return importance
+
+
+# --- errors of written experts, and equalized experts ----------------------------------------------
+
+
+def sample_experts(count: int) -> Sequence[int]:
+    """Return some of a layer's experts, evenly spread; all if they are few."""
+    return range(count) if count <= MEASURED else [i * count // MEASURED for i in range(MEASURED)]
+
+
+def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the figures for sums of x*x, y*y, x*y and (x-y)^2; an all-zero source matches exactly or not at all."""
+    xx, yy, xy, dd = (float(v) for v in sums)
+    relative = (dd / xx) ** 0.5 if xx else float(dd > 0)
+    cosine = xy / (xx * yy) ** 0.5 if xx and yy else float(xx == yy)
+    return {"relative_error": round(relative, 6), "cosine": round(cosine, 6)}
+
+
+def measure_error(
+    model: MoeModel, encoding: Encoding, parts: Iterable[tuple[Part, Sequence[Bytes]]]
+) -> dict[str, float]:
+    """Return the error_figures of these parts of a linear against the checkpoint."""
+    sums = (error_sums(*unequalize(model, encoding, part), tensors) for part, tensors in parts)
+    return error_figures(sum(sums, np.zeros(4)))
+
+
+def equalize_for_format(model: MoeModel, fmt: Format) -> MoeModel:
+    """Return the model as --equalize reads it: equalized in layers that are rounded to scales per row."""
+    encodings = {layer: fmt.of_layer(layer).encoding for layer in model.layers}
+    return equalize(model, (n for n, own in encodings.items() if own.pack is not None and not own.is_exact(model)))
+
+
+def report_equalized(model: MoeModel, layer: int, start: int, stop: int) -> dict[str, Any]:
+    """Return which of these experts are equalized, for the journal; {} without --equalize."""
+    if layer not in model.equalized:
+        return {}
+    return {"equalized_experts": [e for e in range(start, stop) if model.exponents(layer, e) is not None]}
+
+
+def exponents_of(model: MoeModel, part: Part) -> Exponents | None:
+    """Return the exponents of an equalized part, for each row of up or column of down; None if it is not scaled."""
+    whole = None if part.projection == "gate" else model.exponents(part.layer, part.expert)
+    width = part.k if part.projection == "down" else part.n
+    return None if whole is None else whole[part.first : part.first + width]
+
+
+def unequalize(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:
+    """Return a part as the checkpoint has it, and the encoding that decodes an equalized part to it."""
+    linear = part.of(model.stored(part.layer, part.expert, part.projection))
+    if (exponents := exponents_of(model, part)) is None:
+        return encoding, linear
+
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows) -> F32:
+        each = -exponents[rows, None] if part.projection == "up" else exponents
+        values: F32 = np.ldexp(encoding.decode(stored, n, k, rows), each)
+        return values
+
+    return replace(encoding, decode=decode, error_sums=None), linear

@@ -1,4 +1,4 @@
-"""Experts of an output in NUMA parts, rearranged for another number of NUMA parts."""
+"""Experts of an output, rearranged for a different number of NUMA slices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import PROJECTIONS, loose
-from ktconvert.layouts.outputs import rearrange as parts_of
+from ktconvert.layouts.outputs import PROJECTIONS, loose, rearrange
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts, empty_parts
@@ -22,8 +21,7 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import expert_files
 from ktconvert.pipeline.stages.expert_files import ExpertsToWrite
-from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.stages.quantize_experts import layer_metadata
+from ktconvert.pipeline.stages.quantize_experts import error_figures, layer_metadata
 
 NAME = "resplit"
 VERSION = 1
@@ -32,7 +30,7 @@ SCRATCH = 32  # bytes for each code of a row block: codes, float32 and float64 o
 
 @dataclass(frozen=True)
 class ResplitWork(ExpertsToWrite):
-    """Experts that are rearranged, from the parts of `old` to those of `grid`."""
+    """The work of a unit: experts that are rearranged, from the parts of `old` to those of `grid`."""
 
     output: Output
     old: ExpertGrid
@@ -42,23 +40,23 @@ class ResplitWork(ExpertsToWrite):
         return self.output.names
 
     def make(self, item: Item, place: Bytes | None = None) -> Parts:
-        """Raises InputError, naming the tensor, for a scale or a code that no finite weight has."""
-        return self._rearranged(self.stored(item), item, place)
+        """Rearrange a linear. Raise InputError, which names the tensor, for a scale or code of no finite weight."""
+        return self._rearrange(self.read_linear(item), item, place)
 
-    def change(self, item: Item) -> npt.NDArray[np.float64]:
-        """How far new numbers are from old ones where parts are columns: sums of x*x, y*y, x*y, (x-y)^2."""
-        old = self.stored(item)
-        new = self._rearranged(old, item)
+    def change_sums(self, item: Item) -> npt.NDArray[np.float64]:
+        """Return sums of x*x, y*y, x*y, (x-y)^2 for old numbers x and new ones y, if parts are columns."""
+        old = self.read_linear(item)
+        new = self._rearrange(old, item)
         sums = np.zeros(4)
         for before, after in zip(_linears(old), _linears(new), strict=True):
-            if self.fmt.encoding.grid.per_row and not parts_of.is_cut_by_rows(before[0][0]):
-                sums += parts_of.change_sums(self.fmt.encoding, before, after)
+            if self.fmt.encoding.grid.per_row and not rearrange.is_cut_by_rows(before[0][0]):
+                sums += rearrange.change_sums(self.fmt.encoding, before, after)
         return sums
 
-    def stored(self, item: Item) -> Parts:
+    def read_linear(self, item: Item) -> Parts:
         return [(part, self._read(part)) for part in self.old.parts(*item)]
 
-    def made(self, item: Item, reporter: Reporter) -> None:
+    def finish_item(self, item: Item, reporter: Reporter) -> None:
         reporter.advance(self.read_bytes(item))
 
     def read_bytes(self, item: Item) -> int:
@@ -71,26 +69,25 @@ class ResplitWork(ExpertsToWrite):
         rounding = SCRATCH * self.fmt.encoding.multiple * max(self.grid.hidden, self.grid.intermediate)
         return 2 * old + rounding, 2 * old
 
-    def figures(self) -> dict[str, object]:
-        """How far one expert's down projection is from what it was; nothing where it stays exactly."""
-        if not parts_of.rounds_again(self.fmt.encoding, self.old.numa, self.grid.numa):
+    def measure(self) -> dict[str, object]:
+        """Return how much one expert's down projection changed; {} if all numbers stay equal."""
+        if not rearrange.rounds_again(self.fmt.encoding, self.old.numa, self.grid.numa):
             return {}
-        expert = self.sampled
-        return {"sampled_expert": expert, "down_change": error_figures(self.change((expert, "down")))}
+        expert = self.sampled_expert
+        return {"sampled_expert": expert, "down_change": error_figures(self.change_sums((expert, "down")))}
 
     @property
-    def by_columns(self) -> tuple[str, ...]:
-        """The projections whose parts, of themselves or of their transposes, are columns: others never change."""
+    def column_projections(self) -> tuple[str, ...]:
+        """Return the projections whose parts, or whose transposes' parts, are columns; others never change."""
         return PROJECTIONS if self.grid.backward else ("down",)
 
-    def _rearranged(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
+    def _rearrange(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
         try:
             return resplit(self.fmt.encoding, old, self.grid, item, place)
         except ValueError as error:
             key, high = self.names.key(old[0][0].place, suffixes(self.fmt.encoding)[0]), self.fmt.encoding.grid.high
-            what = f"{key} or another part of this linear holds a code that is not in -{high}..{high}"
-            remedy = "convert it again"
-            raise InputError(f"{self.output.root}: {what}; {remedy}.") from error
+            what = f"{key} or another NUMA slice of this linear has a code outside -{high}..{high}"
+            raise InputError(f"{self.output.root}: {what}; convert it again.") from error
 
     def _read(self, part: Part) -> Packed:
         stored = []
@@ -108,15 +105,15 @@ class ResplitWork(ExpertsToWrite):
 
 
 def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
-    """The parts of `grid` of one linear, from its old ones. Raises ValueError for a code that is not the encoding's."""
+    """Rearrange a linear into the parts of `grid`. Raise ValueError for a code that the encoding does not have."""
     new = empty_parts(encoding, grid.parts(*item), place)
     for before, after in zip(_linears(old), _linears(new), strict=True):
-        parts_of.rearrange(encoding, before, after)
+        rearrange.rearrange(encoding, before, after)
     return new
 
 
 def _linears(parts: Parts) -> list[Parts]:
-    """The parts of the linear, and those of its transpose where it is there."""
+    """Return the parts of the linear, and those of its transpose, if present."""
     both = ([part for part in parts if part[0].backward == backward] for backward in (False, True))
     return [linear for linear in both if linear]
 
@@ -131,12 +128,18 @@ def stage(
     max_shard_size: int | None,
     metadata: Mapping[str, str],
 ) -> Stage[ResplitWork]:
-    """The stage that rearranges layers, (old grid, number of experts). files: the output's weight files, by name."""
+    """Return the stage that rearranges layers.
+
+    grids  (old grid, number of experts) of each layer
+    files  the output's weight files, by name
+    """
     units = []
     for old, experts in grids:
         own, grid = fmt.of_layer(old.layer), replace(old, numa=numa)
         about = layer_metadata(own, old.layer, (experts, old.hidden, old.intermediate), metadata)
-        for key, start, stop, nbytes in expert_files.cuts(own, grid, experts, None if output.loose else max_shard_size):
+        for key, start, stop, nbytes in expert_files.split_layer(
+            own, grid, experts, None if output.loose else max_shard_size
+        ):
             work = ResplitWork(own, grid, start, stop, about, output, old)
             units.append(
                 Unit(
@@ -151,7 +154,7 @@ def stage(
                         ("experts", (start, stop)),
                         ("merged", not output.loose),
                     ),
-                    inputs=(inputs := tuple(_inputs(work, files))),
+                    inputs=(inputs := tuple(_input_identities(work, files))),
                     files=frozenset(content[0] for *_, content in inputs),
                     final=loose.layer_folder(old.layer) if output.loose else "",
                     bytes_in=expert_bytes(own.encoding, old) * (stop - start),
@@ -160,11 +163,12 @@ def stage(
                     work=work,
                 )
             )
-    title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA part')}"
-    return Stage(NAME, title, tuple(units), expert_files.write)
+    title = f"rearrange {fmt.name} experts for {plural(numa, 'NUMA slice')}"
+    write = expert_files.write_experts_folder if output.loose else expert_files.write_experts_shard
+    return Stage(NAME, title, tuple(units), write)
 
 
-def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
+def _input_identities(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
     for part in work.old.all_parts(range(work.start, work.stop)):
         for tensor in work.fmt.encoding.tensors(part.n, part.k):
             here = work.output.tensors[part.place, tensor.name]

@@ -28,9 +28,14 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.stages import copy_tensors
-from ktconvert.pipeline.stages import expert_stream as equalized
-from ktconvert.pipeline.stages.expert_stream import error_figures, sample
-from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
+from ktconvert.pipeline.stages.quantize_experts import (
+    ExpertsWork,
+    error_figures,
+    exponents_of,
+    importance_of,
+    sample_experts,
+    unequalize,
+)
 from ktconvert.pipeline.stages.resplit_experts import resplit
 from ktconvert.pipeline.verify import checks
 from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, LinearError, ProjectionErrors
@@ -82,7 +87,7 @@ class Comparison:
         if self.output.whole:
             rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
             return {tensor.key: tensor for tensor in decoded_others(rest)}
-        found = copy_tensors.not_experts(self.model, copy_tensors.choice_of(self.output.others))
+        found = copy_tensors.select_non_experts(self.model, copy_tensors.infer_choice(self.output.others))
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
     @cached_property
@@ -202,7 +207,10 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindings:
     count, hidden, intermediate = compared.model.shape(layer)
     fmt, measure, options = compared.fmt.of_layer(layer), compared.inputs.measure, compared.inputs.options
-    choice, measured = compared.choice.where_it_serves(fmt.encoding.grid), options.full or expert in sample(count)
+    choice, measured = (
+        compared.choice.where_it_serves(fmt.encoding.grid),
+        options.full or expert in sample_experts(count),
+    )
     grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
     importance = None if choice == ABSMAX else importance_of(compared.model, compared.inputs.imatrix, layer)
     work = ExpertsWork(fmt, grid, expert, expert + 1, {}, compared.model, choice, importance)
@@ -212,7 +220,7 @@ def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindi
             stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
-            encoding, matrix = equalized.undone(work.model, of_codes, part)
+            encoding, matrix = unequalize(work.model, of_codes, part)
             sums = np.zeros(4)
             if compared.calibrated:
                 sums, seen, problem = checks.judge(
@@ -238,7 +246,7 @@ def _other_codes(compared: Comparison, work: ExpertsWork) -> list[str]:
     item, encoding = (work.start, "up"), work.fmt.encoding
     plain = compared.expected(replace(work, model=equalize(work.model, ())), item)
     for (part, scaled), (_, tensors) in zip(compared.expected(work, item), plain, strict=True):
-        exponents = equalized.share_of(work.model, part)
+        exponents = exponents_of(work.model, part)
         if part.backward or exponents is None:
             continue
         ours, theirs = (scale_values(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_values
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.differences import sums_of
 from ktconvert.quantizers.reference import bf16_to_f32

@@ -19,7 +19,7 @@ from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.stages.expert_stream import FACT, equalized
+from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
 DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
 
@@ -77,8 +77,8 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
     if measured.fmt is None:
         measured = measure(output, hidden=model.shape(model.layers[0])[1])
-    if FACT in output.facts and measured.fmt is not None:
-        model = equalized(model, measured.fmt)
+    if EQUALIZED in output.facts and measured.fmt is not None:
+        model = equalize_for_format(model, measured.fmt)
     return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))
 
 
@@ -108,7 +108,7 @@ def _open_other(path: Path) -> Output:
 
 def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> InputStatistics | None:
     """The statistics of inputs that the output was made with; None where it was made without, or there is no source."""
-    fact = next((name for name in (SecondMoments.fact, Imatrix.fact) if name in output.facts), None)
+    fact = next((name for name in (SecondMoments.manifest_key, Imatrix.manifest_key) if name in output.facts), None)
     path = options.importance.file
     if fact is None and path is not None:
         if options.page_statistics is not None:
@@ -119,12 +119,12 @@ def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None
         return None
     made_with = output.facts[fact]
     if path is None:
-        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.fact else ""
+        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.manifest_key else ""
         remedy = f"give {either}--statistics DIR, or leave out --against"
         raise UsageError(
             f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
         )
-    inputs = open_model_imatrix(path, model) if fact == Imatrix.fact else open_model_moments(path.parent, model)
+    inputs = open_model_imatrix(path, model) if fact == Imatrix.manifest_key else open_model_moments(path.parent, model)
     if inputs.sha256 != made_with:
         raise InputError(
             f"{inputs.path}: is not the file that {output.root} was made with (its sha256 is {inputs.sha256[:12]}, the "

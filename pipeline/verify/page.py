@@ -15,7 +15,7 @@ from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.native_quant.arrays import I64
 from ktconvert.pipeline.report.text import plural
-from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.pipeline.verify.checks import ProjectionErrors
 from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Scales, WorstRow
 from ktconvert.pipeline.verify.verify import Report, document, facts_rows

@@ -22,11 +22,11 @@ from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.statistics.folder import COUNTS, counts_of
+from ktconvert.layouts.statistics.folder import COUNTS, read_folder_counts
 from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.threads import in_order
-from ktconvert.pipeline.stages.expert_stream import undone
+from ktconvert.pipeline.stages.quantize_experts import unequalize
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import SIGNED_GRIDS
@@ -134,7 +134,7 @@ def _worst_rows(
         for part in _parts(output, measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
                 continue
-            encoding, matrix = undone(model, fmt.encoding, part)
+            encoding, matrix = unequalize(model, fmt.encoding, part)
             values = encoding.decode(stored, part.n, part.k, slice(None))
             chunks = [slice(start, min(start + CHUNK, part.n)) for start in range(0, part.n, CHUNK)]
             errors = np.concatenate([_relative(source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks])
@@ -215,7 +215,7 @@ def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:
     path = folder / COUNTS
     if "imatrix" in output.facts and not path.exists():
         return None
-    counts = counts_of(folder)
+    counts = read_folder_counts(folder)
     layers, experts = counts.shape
     known = {shape[0] for layer, shape in measure.shapes.items() if layer < layers and counts[layer].any()}
     if known != {experts} or experts > MOST_EXPERTS:

@@ -32,8 +32,8 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.statistics import folder as statistics
-from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
-from ktconvert.layouts.statistics.second_moments import entries, file_of, open_second_moments
+from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
+from ktconvert.layouts.statistics.second_moments import file_name, open_second_moments, tensor_entries
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
@@ -533,7 +533,7 @@ def write_statistics(folder: Path) -> None:
     counts = np.full((1, experts), 3)
     write_file(folder / statistics.COUNTS, {statistics.KEY: ("I64", counts)})
     moments: dict[str, Any] = {}
-    for entry in entries(SHAPES[0]):
+    for entry in tensor_entries(SHAPES[0]):
         if entry.name == "counts":
             moments[entry.name] = ("I64", counts[0])
         elif entry.name in ("gate_up", "down"):
@@ -542,16 +542,16 @@ def write_statistics(folder: Path) -> None:
             moments[entry.name] = ("F32", np.broadcast_to(values, entry.shape))
         else:
             moments[entry.name] = ("F32", np.ones(entry.shape, np.float32))
-    write_file(folder / file_of(0), moments, {"layer": "0"})
+    write_file(folder / file_name(0), moments, {"layer": "0"})
     describe(folder, SHAPES)
 
 
 def read_statistics(_: Inputs, path: Path) -> None:
-    statistics.listed(path.parent)
+    statistics.list_files(path.parent)
     found = statistics.read_statistics(path.parent)
     found.require_model("the model", SHAPES, 1)
-    use_importance(found.imatrix("the model", SHAPES))
-    use_importance(found.second_moments("the model", SHAPES))
+    use_importance(found.open_imatrix("the model", SHAPES))
+    use_importance(found.open_second_moments("the model", SHAPES))
 
 
 def read_moments(_: Inputs, path: Path) -> None:
@@ -561,11 +561,11 @@ def read_moments(_: Inputs, path: Path) -> None:
 
 
 def use_importance(found: statistics.InputStatistics) -> None:
-    found.memory(2)
+    found.memory_bytes(2)
     for layer, (experts, _, _) in SHAPES.items():
-        found.unreached(layer)
+        found.experts_without_tokens(layer)
         for expert in range(experts):
-            for projection in PARTS:
+            for projection in WEIGHT_NAMES:
                 found.importance(layer, expert, projection)
 
 
@@ -600,7 +600,7 @@ def make_counts(inputs: Inputs) -> Path:
 
 
 def read_counts(_: Inputs, path: Path) -> None:
-    counts = statistics.counts_of(path.parent)
+    counts = statistics.read_folder_counts(path.parent)
     if counts.shape[1]:
         hot_mask.coverage(counts, hot_mask.of_each_layer(counts, 1))
 
@@ -740,7 +740,7 @@ def load_adapter(inputs: Inputs, path: Path) -> None:
 
 def build_walk(_: Inputs, path: Path) -> None:
     """Build a model as `calibrate` and GPTQ do."""
-    from ktconvert.pipeline.calibration.layered import LayeredModel
+    from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     with open_checkpoint(path.parent) as source:
         model = recognise(source)
@@ -834,7 +834,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "method map": Document(make_map, of_bytes, read_map, 30),
     "mask": Document(make_mask, of_safetensors, read_mask),
     "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 60, of_statistics),
-    "second moments": Document(make_statistics(file_of(0)), of_safetensors, read_moments, 60),
+    "second moments": Document(make_statistics(file_name(0)), of_safetensors, read_moments, 60),
     "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 60),
     "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 60),
     "counts": Document(make_counts, of_safetensors, read_counts),

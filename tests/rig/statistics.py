@@ -12,7 +12,7 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.layouts.statistics.folder import encode
+from ktconvert.layouts.statistics.folder import encode_document
 from ktconvert.quantizers import Grid
 from rig import group_search, scale_search
 from rig.safetensors import read_folder
@@ -29,7 +29,7 @@ def describe(folder: Path, shapes: Mapping[int, tuple[int, int, int]], **changed
     model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": len(shapes), "layers": [*shapes]}
     model |= {"experts": experts, "hidden": hidden, "intermediate": width} | changed
     about = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
-    (folder / "statistics.json").write_bytes(encode(about, files, "0"))
+    (folder / "statistics.json").write_bytes(encode_document(about, files, "0"))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Loose .kt files, ours and kt-kernel's (MOE_INT4 and MOE_INT8, too), copied unchanged into safetensors shards."""
+"""Loose .kt files, ours and kt-kernel's (including MOE_INT4 and MOE_INT8), copied unchanged into shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 4 << 20  # bytes read at a time
 
 @dataclass(frozen=True)
 class MergeWork:
-    """Loose files as tensors of a shard: each has its name there, and its file below root."""
+    """The work of a unit: loose files as tensors of a shard, each with its name there and its file below root."""
 
     root: Path
     files: tuple[TensorInfo, ...]
@@ -27,7 +27,7 @@ class MergeWork:
 
 
 def stage(files: list[TensorInfo], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
-    """The stage that packs these files, in this order, into shards of at most max_tensors tensors."""
+    """Return the stage that packs these files, in this order, into shards of at most max_tensors tensors."""
     units = []
     for number, start in enumerate(range(0, len(files), max_tensors)):
         group = tuple(files[start : start + max_tensors])
@@ -45,27 +45,27 @@ def stage(files: list[TensorInfo], max_tensors: int, metadata: Mapping[str, str]
                 work=MergeWork(root, group, metadata),
             )
         )
-    return Stage(NAME, "loose files into safetensors", tuple(units), write_shard)
+    return Stage(NAME, "merge loose files into shards", tuple(units), write_shard)
 
 
 def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Result:
-    """One shard: weights first, each file streamed into its place."""
+    """Write one shard: weights first, each file streamed to its offset."""
     work = unit.work
     files = sorted(work.files, key=lambda f: not f.name.endswith(".weight"))
     plan = plan_shard([TensorInfo(f.name, f.dtype, f.shape, f.nbytes) for f in files], work.metadata)
     with DirectFile(partial, plan.size) as out:
         out.append(plan.header)
         for loose_file in files:
-            path, rest = work.root / loose_file.file, loose_file.nbytes
+            path, remaining = work.root / loose_file.file, loose_file.nbytes
             try:
                 with path.open("rb") as source:
-                    while rest and (chunk := source.read(min(CHUNK, rest))):
+                    while remaining and (chunk := source.read(min(CHUNK, remaining))):
                         out.append(chunk)
-                        rest -= len(chunk)
+                        remaining -= len(chunk)
             except FileNotFoundError as error:
-                raise InputError(f"{path}: is gone; put it back and resume.") from error
-            if rest:
-                raise InputError(f"{path}: became shorter while it was read; convert its layer again and resume.")
+                raise InputError(f"{path}: missing; restore it and resume.") from error
+            if remaining:
+                raise InputError(f"{path}: shrank while it was read; convert its layer again and resume.")
             context.reporter.advance(loose_file.nbytes)
         digest = out.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))

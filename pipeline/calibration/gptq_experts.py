@@ -1,0 +1,327 @@
+"""GPTQ of one layer's experts: as a visitor in a layer run, or by llmcompressor's oneshot on the whole model.
+
+`--engine oneshot` loads the whole model into memory; it is there to compare `--engine stream` with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.encodings.encoding import Encoding, scale_numbers
+from ktconvert.layouts.errors import UnsupportedError, VerificationError
+from ktconvert.layouts.outputs import PROJECTIONS, Format
+from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Parts, cut_parts, empty_parts, join_parts
+from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights, StatisticsSpec
+from ktconvert.pipeline.calibration.layered_model import bits_to_tensor, tensor_to_bits
+from ktconvert.pipeline.models import pretrained
+from ktconvert.pipeline.models.text_datasets import Ids
+from ktconvert.pipeline.report.text import first_line
+from ktconvert.quantizers import descent, gptq, predictions
+from ktconvert.quantizers.reference import F32, e8m0_exponents
+
+if TYPE_CHECKING:
+    import torch
+
+Scales = npt.NDArray[Any]  # as Encoding.scales returns them
+WriteLinear = Callable[[int, str, Parts], None]
+# (expert, projection, importance of its columns [k] or None if its inputs are unknown) -> the linear, rounded to
+# nearest. Raises InputError for a value that is not finite.
+RoundLinear = Callable[[int, str, F32 | None], Parts]
+ReadLinear = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the quantized linear
+ONESHOT_TARGETS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
+
+
+class _ErrorMetric(NamedTuple):
+    """The factor of a Hessian, and the cost of errors; costs is None if the codes stay as GPTQ chose them."""
+
+    factor: gptq.Factor
+    costs: descent.Metric | None
+
+
+@dataclass
+class SharedFactors:
+    """Results that all experts of a layer share: the error metric of gate and up, the factor of the outputs' F."""
+
+    metric: _ErrorMetric | None = None
+    outputs: predictions.Rows | None = None
+
+
+@dataclass
+class GptqVisitor:
+    """Quantizes one layer's experts, starting with the scales of rounding to nearest.
+
+    dampening         fraction of mean(diag(H)) that is added to the diagonal
+    rounding          "library": codes are computed again from BF16 values with a division in BF16, as
+                      compressed-tensors does, which moves one 8-bit code in 400 by one; "float32": GPTQ's own codes
+    tokens            tokens that an expert is calibrated on, as in StatisticsSpec
+    min_tokens        a linear that fewer tokens reached is rounded to nearest
+    round_to_nearest  rounds a linear to nearest
+    write_linear      receives the linears, in file order
+    numa              NUMA slices of a linear
+    steps             "plain": GPTQ only; "descent": errors are weighted by routing weights, and scales and codes
+                      improved after GPTQ; "full": errors are also weighted by their effect on the predictions
+    too_few_tokens    experts with linears that were rounded to nearest because too few tokens were routed to them
+    not_factorized    linears that were rounded to nearest because their Hessian could not be factorized
+    shared            results that all experts of the layer share
+    """
+
+    encoding: Encoding
+    dampening: float
+    rounding: str
+    tokens: str
+    min_tokens: int
+    round_to_nearest: RoundLinear
+    write_linear: WriteLinear
+    numa: int = 1
+    steps: str = "plain"
+    too_few_tokens: list[int] = field(default_factory=list)
+    not_factorized: list[Item] = field(default_factory=list)
+    shared: SharedFactors = field(default_factory=SharedFactors)
+    replaces_weights = True
+
+    @property
+    def statistics(self) -> StatisticsSpec:
+        return StatisticsSpec(gptq.Hessian.empty, self.tokens, self.steps != "plain", self.steps == "full")
+
+    def visit(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
+        """Quantize and write experts; return their dequantized weights.
+
+        Raises VerificationError if statistics are not finite.
+        """
+        if group.portion_result is not None:
+            return self._restore_result(group, group.portion_result)
+        dequantized = {}
+        for expert in group.weights:
+            linears = self._quantize_expert(group, expert)
+            for projection in PROJECTIONS:
+                self.write_linear(expert, projection, linears[projection][0])
+            dequantized[expert] = ExpertWeights(**{projection: values for projection, (_, values) in linears.items()})
+        return dequantized
+
+    def export_result(self, linears: Sequence[tuple[int, str, Parts]]) -> dict[str, Any]:
+        """Return a worker's result for `_restore_result`. linears: those that were written."""
+        import torch
+
+        tensors = [
+            (expert, projection, [[torch.from_numpy(x) for x in each] for _, each in stored])
+            for expert, projection, stored in linears
+        ]
+        return {"linears": tensors, "too_few": self.too_few_tokens, "fell_back": self.not_factorized}
+
+    def _restore_result(self, group: ExpertGroup, result: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
+        for expert, projection, stored in result["linears"]:
+            width, hidden = group.weights[expert].gate.shape
+            parts = ExpertGrid(group.layer, hidden, width, self.numa).parts(expert, projection)
+            tensors = [[tensor.cpu().numpy() for tensor in each] for each in stored]
+            self.write_linear(expert, projection, [*zip(parts, tensors, strict=True)])
+        self.too_few_tokens += result["too_few"]
+        self.not_factorized += result["fell_back"]
+        return group.weights
+
+    def _quantize_expert(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Parts, torch.Tensor]]:
+        """Return each linear of an expert, and the BF16 values that its codes stand for."""
+        few_tokens = group.token_counts[expert] < self.min_tokens
+        linears: dict[str, tuple[Parts, torch.Tensor]] = {}
+        spec = self.statistics
+        # Gate and up have the same inputs: they are quantized as one tall matrix.
+        for projections, own_tokens in ((("gate", "up"), not spec.shared_gate_up), (("down",), spec.routed_down)):
+            if few_tokens and own_tokens:
+                linears |= {p: self._round_with_values(group, expert, p) for p in projections}
+            else:
+                linears |= self._compensate(group, expert, projections)
+        if few_tokens and spec.routed_down:
+            self.too_few_tokens.append(expert)
+        return linears
+
+    def _round_with_values(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Parts, torch.Tensor]:
+        import torch
+
+        linear = self._round_to_nearest(group, expert, projection)
+        decoded = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
+        weight = getattr(group.weights[expert], projection)
+        return linear, torch.from_numpy(join_parts(projection, decoded)).to(weight)
+
+    def _round_to_nearest(self, group: ExpertGroup, expert: int, projection: str) -> Parts:
+        """Round a linear to nearest, weighted by the mean square of each input column (up to a factor) if known."""
+        import torch
+
+        diagonal: F32 = torch.diagonal(_hessian(group, expert, projection).sum).float().cpu().numpy().copy()
+        return self.round_to_nearest(expert, projection, diagonal if diagonal.any() else None)
+
+    def _initial_scales(self, group: ExpertGroup, expert: int, projection: str) -> Scales:
+        """Return the scales of rounding a linear to nearest, [n, groups]."""
+        assert self.encoding.scales is not None
+        linear = self._round_to_nearest(group, expert, projection)
+        return join_parts(projection, [self.encoding.scales(last, part.n, part.k) for part, (*_, last) in linear])
+
+    def _compensate(
+        self, group: ExpertGroup, expert: int, projections: Sequence[str]
+    ) -> dict[str, tuple[Parts, torch.Tensor]]:
+        import torch
+
+        items = [(expert, projection) for projection in projections]
+        weight = torch.cat([getattr(group.weights[expert], projection) for projection in projections])
+        scales = np.concatenate([self._initial_scales(group, *item) for item in items])
+        scale = code_steps(self.encoding, scales).to(weight.device)
+        try:
+            with torch.inference_mode():
+                shared = projections[0] == "gate" and self.statistics.shared_gate_up
+                metric = self._error_metric(_hessian(group, *items[0]), shared=shared)
+                rows = self._factorize_outputs(group, expert, projections)
+                if rows is None:
+                    chosen, values = self._choose_codes(weight, scale, metric)
+                else:
+                    chosen = predictions.in_turn(
+                        weight, rows, lambda some, numbers: self._choose_codes(some, scale[numbers], metric)[0]
+                    )
+                    values = chosen.values
+                codes, rounded = chosen.codes, values.to(weight.dtype)
+                if self.steps != "plain":
+                    scales = scales_from_steps(self.encoding, chosen.scale)
+        except gptq.NotFinite as error:
+            where = f"layer {group.layer}, {' and '.join(projections)} of expert {expert}"
+            raise VerificationError(
+                f"{where}: {error}; the model gives NaN or infinity on this data set. Try a different --dataset, or "
+                "an option that needs none: --quant-method RTN (gpu), --scale mse (cpu)."
+            ) from error
+        if metric.factor.fell_back:
+            self.not_factorized += items
+        width, hidden = group.weights[expert].gate.shape
+        grid, n = ExpertGrid(group.layer, hidden, width, self.numa), len(items)
+        linears = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
+        return {
+            item[1]: (pack_linear(self.encoding, item, own_codes, own_scales, grid), values)
+            for item, own_codes, own_scales, values in linears
+        }
+
+    def _choose_codes(
+        self, weight: torch.Tensor, scale: torch.Tensor, metric: _ErrorMetric
+    ) -> tuple[descent.Chosen, torch.Tensor]:
+        """Choose codes and scales of rows of a linear, starting with these scales; return them and their values."""
+        grid, exact = self.encoding.grid, self.rounding == "float32"
+        if metric.costs is not None:
+            chosen = descent.choose(weight, metric.costs, scale.float(), grid)
+            return chosen, chosen.values
+        values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
+        values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
+        return descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float()), values
+
+    def _factorize_outputs(
+        self, group: ExpertGroup, expert: int, projections: Sequence[str]
+    ) -> predictions.Rows | None:
+        """Factorize the Fisher information about these linears' outputs; return None unless it was asked for."""
+        if group.output_fisher is None:
+            return None
+        if projections != ("down",):
+            down = group.weights[expert].down
+            return predictions.factorize(predictions.of_middle(group.output_fisher, down, group.slopes[expert]))
+        self.shared.outputs = self.shared.outputs or predictions.factorize(group.output_fisher)
+        return self.shared.outputs
+
+    def _error_metric(self, hessian: gptq.Hessian, *, shared: bool) -> _ErrorMetric:
+        """Return the error metric of a Hessian. A Hessian that a layer's experts share is factorized once."""
+        if shared and self.shared.metric is not None:
+            return self.shared.metric
+        factor = gptq.factorize(hessian, self.dampening)
+        descends = self.steps != "plain" and not factor.fell_back
+        metric = _ErrorMetric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
+        if shared:
+            self.shared.metric = metric
+        return metric
+
+
+def code_steps(encoding: Encoding, scales: Scales) -> torch.Tensor:
+    """Return the numbers that codes are multiples of, from scales [n, groups]; BF16 for BF16 scales, else float32."""
+    import torch
+
+    if scales.dtype == np.uint16:
+        return bits_to_tensor(scales) * encoding.grid.step
+    return torch.from_numpy(scale_numbers(scales)) * encoding.grid.step
+
+
+def scales_from_steps(encoding: Encoding, steps: torch.Tensor) -> Scales:
+    """Invert `code_steps` for float32 numbers that can be stored; return scales as Encoding.scales does."""
+    scales = steps / encoding.grid.step
+    if encoding.grid.scales == "BF16":
+        return tensor_to_bits(scales.bfloat16())
+    numbers = np.ascontiguousarray(scales.cpu().numpy())
+    return e8m0_exponents(numbers) if encoding.grid.scales == "U8" else numbers
+
+
+def pack_linear(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Parts:
+    """Pack a linear with these codes, int8 [n, k], and scales [n, groups]; return its NUMA slices."""
+    expert, projection = item
+    cut = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
+    stored = empty_parts(encoding, grid.parts(expert, projection))
+    assert encoding.pack is not None
+    for (_, tensors), own_codes, own_scales in zip(stored, *cut, strict=True):
+        encoding.pack(np.ascontiguousarray(own_codes), np.ascontiguousarray(own_scales), tensors)
+    return stored
+
+
+def _hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
+    hessian: gptq.Hessian = (group.down if projection == "down" else group.gate_up)[expert]
+    return hessian
+
+
+def run_oneshot(
+    root: Path, samples: Sequence[Ids], fmt: Format, *, dampening: float, every_expert: bool, trust_remote_code: bool
+) -> ReadLinear:
+    """Run llmcompressor's oneshot with GPTQModifier on the routed experts; return a function that returns a linear.
+
+    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
+    """
+    import torch
+    import transformers
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.entrypoints.oneshot import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+    scheme = preset_name_to_scheme(fmt.name, [ONESHOT_TARGETS])
+    assert scheme.weights is not None
+    weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
+    try:
+        config = pretrained.read_config(str(root), trust_remote_code=trust_remote_code)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            root, config=config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
+        names = {experts.layer: experts.name for experts in find_experts(model)}
+        ids = [torch.from_numpy(sample)[None] for sample in samples]
+        rows: Any = [{"input_ids": one, "attention_mask": torch.ones(one.shape)} for one in ids]
+        oneshot(
+            model=model,
+            dataset=torch.utils.data.DataLoader(rows, batch_size=None),
+            recipe=GPTQModifier(
+                config_groups={"group_0": scheme.model_copy(update={"weights": weights})}, dampening_frac=dampening
+            ),
+            max_seq_length=max(map(len, samples)),
+            num_calibration_samples=len(samples),
+            moe_calibrate_all_experts=every_expert,
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{root}: llmcompressor's oneshot failed ({first_line(error)}); use --engine stream."
+        ) from error
+
+    def read_linear(layer: int, expert: int, projection: str) -> Parts:
+        name = f"{names[layer]}.{expert}.{projection}_proj"
+        linear = model.get_submodule(name)
+        if not hasattr(linear, "weight_scale"):
+            raise UnsupportedError(f"{root}: llmcompressor's oneshot did not quantize {name}; use --engine stream.")
+        scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, fmt.encoding.grid.code_range)
+        n, k = codes.shape
+        hidden, width = (n, k) if projection == "down" else (k, n)
+        return pack_linear(
+            fmt.encoding, (expert, projection), codes, tensor_to_bits(scale), ExpertGrid(layer, hidden, width)
+        )
+
+    return read_linear
