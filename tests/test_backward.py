@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
-from ktconvert.pipeline.cli.inspect import look
+from ktconvert.pipeline.cli.describe import describe_path
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import Report, verify
@@ -213,4 +213,4 @@ def test_damaged_folders_are_refused(what: str, output: Path, tmp_path: Path) ->
     else:
         files[3].write_bytes(files[3].read_bytes()[:-2] + b"\x80\x7f")
     assert any(name in problem for problem in verified(copy).problems)
-    assert look(str(copy), Reporter())["complete"] == (what == "infinite")
+    assert describe_path(str(copy), Reporter())["complete"] == (what == "infinite")

@@ -11,7 +11,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.plans.commands import plan_request, request, run
+from ktconvert.pipeline.plans.commands import make_plan, make_request, run
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
@@ -100,7 +100,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def dequantized(source: Path, out: Path) -> Tensors:
     """What comes out, in this process; it passes verify, by itself and against its source."""
-    run(plan_request(request("dequantize", input=source, output=out, cpuinfer_threads=2)))
+    run(make_plan(make_request("dequantize", input=source, output=out, cpuinfer_threads=2)))
     report = verify(VerifyOptions(output=out, against=str(source), cpuinfer_threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
@@ -224,7 +224,7 @@ def test_a_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Pat
     source = written(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
     words = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
     with pytest.raises(InputError, match=words):
-        run(plan_request(request("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
+        run(make_plan(make_request("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
     assert not (tmp_path / "out").exists()
 
 
@@ -273,7 +273,7 @@ def test_the_options_of_kt_kernel(blocks: Model, cli: Cli, tmp_path: Path) -> No
     source, release = blocks
     cli("dequantize", source, source / "inside", code=2)
     kt = ("--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
-    assert "--config-path is accepted for kt-kernel's sake" in cli("dequantize", *kt).stderr
+    assert "--config-path is accepted for compatibility with kt-kernel" in cli("dequantize", *kt).stderr
     cli("dequantize", "--input-fp8-hf-path", source, "--output-bf16-hf-path", tmp_path / "b")
     assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
     assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
@@ -309,7 +309,7 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         (whole | {"lm_head.weight": ("I8", codes)}, 3, "'lm_head.weight' is INT8; that is not"),
         (whole | {"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}, 3, "'lm_head.weight' is FP4; that is not"),
         (whole | {"lm_head.weight": ("F8_E4M3FNUZ", codes)}, 3, "'lm_head.weight' is FP8 E4M3FNUZ; that is not"),
-        ({"a.W_q": ("U8", codes.view(np.uint8))}, 3, "says that it is quantized (fp8)"),
+        ({"a.W_q": ("U8", codes.view(np.uint8))}, 3, "declares a quantized model (fp8)"),
         # modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model
         (whole | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
     )
@@ -348,14 +348,14 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
             {},
             "is a matrix of integers (U8) beside its",
         ),
-        ({"a.weight": PLAIN}, MLX, "config.json says that it is quantized (by an unnamed method), but no tensor"),
+        ({"a.weight": PLAIN}, MLX, "config.json declares a quantized model (unnamed method), but no tensor"),
     ],
     ids=["MLX", "a stack", "HQQ", "only by config.json"],
 )
 def test_integers_that_no_rule_reads_are_never_copied_as_weights(tensors, config, words, tmp_path):
     source = written(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
     with pytest.raises(UnsupportedError) as refused:
-        plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+        make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
     assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
 
 
@@ -368,13 +368,13 @@ def test_fp8_of_the_mtp_part_without_scales_is_taken_as_it_is(name, tmp_path):
     size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
     bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     source = written(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
-    plan = plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+    plan = make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
     assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
     assert (dequantized(source, tmp_path / "out")[name].bits == bits).all()
     lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
     source = written(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
     with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
-        plan_request(request("dequantize", input=source, output=tmp_path / "no"))
+        make_plan(make_request("dequantize", input=source, output=tmp_path / "no"))
 
 
 def test_tables_of_integers_are_copied(tmp_path: Path) -> None:

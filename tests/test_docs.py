@@ -29,8 +29,8 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, formats_of
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
-from ktconvert.pipeline.cli.command import Command, parameters
-from ktconvert.pipeline.options.declare import NONE, Leaf, Option, leaves
+from ktconvert.pipeline.cli.command import Command, click_parameters
+from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
 from ktconvert.pipeline.report import events as ui_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
@@ -89,35 +89,35 @@ def command(name: str) -> Command:
 def rows_of_options(name: str) -> dict[str, str]:
     """Flags -> the row of an option on its command's page up to the <br>, behind which a page says what it likes."""
     rows = {}
-    for leaf in leaves(command(name).settings):
-        option = leaf.declared
+    for option_field in option_fields(command(name).settings):
+        option = option_field.declaration
         if not isinstance(option, Option):
             continue
         text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
-        default = _default(leaf, option)
-        for parameter in parameters(leaf):
+        default = _default(option_field, option)
+        for parameter in click_parameters(option_field):
             spellings = [*parameter.opts, *parameter.secondary_opts]
             if isinstance(parameter, click.Argument):
                 spellings, default = [spelling.upper() for spelling in spellings], "required"
             elif option.argument is not None:
-                text, default = f"Other ways to give {option.argument.upper()}.", ""
+                text, default = f"Same as {option.argument.upper()}.", ""
             flags = ", ".join(f"`{spelling}`" for spelling in spellings)
             rows[flags] = f"| {flags} | {default} | {text}"
     return rows
 
 
-def _default(leaf: Leaf, option: Option) -> str:
+def _default(option_field: OptionField, option: Option) -> str:
     if option.unset is not None:
         return option.unset
-    if leaf.default is NONE:
+    if option_field.default is REQUIRED:
         return "required"
-    if option.ignored is not None or leaf.default in (None, ()):
+    if option.ignored is not None or option_field.default in (None, ()):
         return ""
-    if leaf.kind is bool:
-        return "on" if leaf.default else "off"
-    if isinstance(leaf.default, tuple):
-        return ", ".join(map(str, leaf.default))
-    return f"`{leaf.default}`" if isinstance(leaf.default, str | Path) else str(leaf.default)
+    if option_field.value_type is bool:
+        return "on" if option_field.default else "off"
+    if isinstance(option_field.default, tuple):
+        return ", ".join(map(str, option_field.default))
+    return f"`{option_field.default}`" if isinstance(option_field.default, str | Path) else str(option_field.default)
 
 
 def flags_of_row(line: str) -> str:
@@ -136,6 +136,14 @@ def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
             row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
             missing = [choice for choice in parameter.type.choices if not re.search(rf"\b{choice}\b", row)]
             assert missing == [], f"ktconvert {name}: no word on these"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_an_option_is_one_short_sentence(name: str) -> None:
+    for option_field in option_fields(command(name).settings):
+        if isinstance(option := option_field.declaration, Option):
+            text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
+            assert len(text) <= 100 and re.fullmatch(r"[A-Z](?:[^.]|\.(?! [A-Z]))+\.", text), option_field.flag
 
 
 def with_rows_of_options(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ktconvert.native_quant import kernels, machine
-from ktconvert.pipeline.cli.doctor import Disk, Facts, measure_disk, rows, warnings
+from ktconvert.pipeline.cli.doctor import Disk, MachineReport, machine_rows, measure_disk, warnings
 from rig.conversion import here
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ MEMORY = {"memory_total": 1024 * GIB, "memory_available": 1000 * GIB, "memory_li
 MEMORY |= {"memory_policy": "default", "memory_refusal": None}
 NODES = {"numa_nodes": (0, 1), "machine_numa_nodes": (0, 1), "pools": 2}
 REST = {"disk": Disk("/data", 4000 * GIB, None, 2e9, True, None), "versions": {"python": "3.11.7", "torch": None}}
-SERVER = Facts(**CPU, **KERNELS, **NODES, **MEMORY, **REST)  # type: ignore[arg-type]
+SERVER = MachineReport(**CPU, **KERNELS, **NODES, **MEMORY, **REST)  # type: ignore[arg-type]
 
 IN_THE_WAY = {
     "no extension": ({"isa_problem": "broken.", "isas": (), "isa": None}, ["broken."]),
@@ -40,16 +40,16 @@ IN_THE_WAY = {
     "numactl --membind": ({"memory_policy": "bind"}, ["has a memory policy (bind; "]),
     "small disk": ({"disk": replace(SERVER.disk, free=99 * 10**9)}, ["/data has 99 GB free"]),
     "ulimit -f": ({"disk": replace(SERVER.disk, file_size_limit=GIB)}, ["1.0 GiB (ulimit -f)"]),
-    "read-only": ({"disk": replace(SERVER.disk, write_speed=None, problem="EROFS")}, ["/data is not known: EROFS."]),
+    "read-only": ({"disk": replace(SERVER.disk, write_speed=None, problem="EROFS")}, ["/data is unknown: EROFS."]),
 }
 
 
 def test_nothing_is_in_the_way_of_a_good_server() -> None:
     assert list(warnings(SERVER)) == []
     assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
-    assert dict(rows(SERVER))["AMX"] == "permitted"
-    assert dict(rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"
-    assert dict(rows(SERVER))["torch"] == "not installed here"
+    assert dict(machine_rows(SERVER))["AMX"] == "permitted"
+    assert dict(machine_rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"
+    assert dict(machine_rows(SERVER))["torch"] == "not installed here"
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)

@@ -238,7 +238,7 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
     [
         (("cpu", "--quant-method", "fp8"), 2, "FP8 keeps every number, or scales rows and columns together"),
         (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
-        (("cpu", "--quant-method", "mxfp4"), 3, "another function of a scaled up"),  # of a model that clamps it
+        (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # of a model that clamps it
         (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),
         (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the checkpoint as it is"),
     ],

@@ -17,7 +17,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
-from ktconvert.pipeline.options.queries import EvalOptions
+from ktconvert.pipeline.options.model_options import EvalOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import tokens
 from rig.files import edit_json

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import ResourceError
-from ktconvert.pipeline.cli.status import look
+from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.plans import commands
 from rig import calibrated, conversion, killpoint
@@ -52,7 +52,7 @@ def plan(case: str, output: Path, dataset: Path, **more: Any) -> Any:
     data = {"dataset": str(dataset), "max_sequence_length": calibrated.MAX_LENGTH, "force_cpu": True}
     statistics = {"save_statistics": f"{output}.statistics"} if case in STATISTICS else {}
     given = {**data, **statistics, **options, "cpuinfer_threads": 1, **more}
-    return commands.plan_request(commands.request(command, input=calibrated.EXAMPLE, output=output, **given))
+    return commands.make_plan(commands.make_request(command, input=calibrated.EXAMPLE, output=output, **given))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,7 +129,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
     with ThreadPoolExecutor(1) as pool:
         coordinator = pool.submit(servers.run, words(output, dataset, *at(cluster), "--json"), tmp_path / "said")
         cluster.wait_until_stopped("a")
-        making = look(output)
+        making = read_status(output)
         cluster.start("b")
         cluster.send("a", signal.SIGKILL)
         finished(coordinator.result(), output, expected)

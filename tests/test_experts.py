@@ -142,7 +142,7 @@ def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
     assert picture.read_bytes().startswith(begins + b"drawn by hand")
     one = tmp_path / f"mask{suffix}"
     code, text = sentence(*words, one, "--plot", one)
-    assert (code, text) == (2, f"--output {one}: --plot is the same file; give another one.") and not one.exists()
+    assert (code, text) == (2, f"--output {one}: --plot is the same file; choose another path.") and not one.exists()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ import pytest
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.options.queries import Counts
-from ktconvert.pipeline.options.types import Size
+from ktconvert.pipeline.options.types import Size, TokenCounts
 from rig import conversion, documents, fuzzing, mutations, rates
 from rig.documents import DOCUMENTS, FIRST, Inputs, restored
 from rig.files import edit_json
@@ -72,7 +71,7 @@ WITHOUT_ROW = {
     ),
     "ktconvert.layouts.files.direct_file.umask": "a file of the kernel's",
     "ktconvert.native_quant._build.": "files of the build",
-    "ktconvert.pipeline.cli.version.wheel": "files of the installation",
+    "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
     "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
@@ -142,9 +141,9 @@ def test_a_plan_whose_source_has_no_name(inputs: Inputs) -> None:
         assert command("resume", inputs.broken, "--dry-run", words=words) == 7
     with restored(inputs.work.plan):
         edit_json(inputs.work.plan, lambda plan: plan["settings"].pop("scale"))
-        assert command("resume", inputs.broken, "--dry-run", words="cannot be understood (scale is missing)") == 7
+        assert command("resume", inputs.broken, "--dry-run", words="cannot be read (scale is missing)") == 7
         edit_json(inputs.work.plan, lambda plan: plan["settings"].update(layers=5))
-        assert command("resume", inputs.broken, "--dry-run", words="cannot be understood (layers: Expected `str`") == 7
+        assert command("resume", inputs.broken, "--dry-run", words="cannot be read (layers: Expected `str`") == 7
 
 
 def test_a_record_without_a_fingerprint(inputs: Inputs) -> None:
@@ -213,7 +212,7 @@ def numbers() -> list[tuple[str, str]]:
         command = cli.group.get_command(click.Context(cli.group), name)
         assert command is not None
         for option in command.params:
-            if isinstance(option.type, click.IntRange | click.FloatRange | Size | Counts):
+            if isinstance(option.type, click.IntRange | click.FloatRange | Size | TokenCounts):
                 values.append((name, option.opts[0]))
             assert type(option.type) not in (click.IntRange, click.FloatRange), (name, option.opts)
     return values

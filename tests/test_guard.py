@@ -16,7 +16,7 @@ from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import FORMAT, SavedPlan, tool_version
 from ktconvert.pipeline.engine.units import Made, Result, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
-from ktconvert.pipeline.options.declare import leaves
+from ktconvert.pipeline.options.declare import option_fields
 from ktconvert.pipeline.options.types import OutputPath
 from rig import conversion, forks
 from rig.conversion import tree
@@ -74,8 +74,8 @@ def test_all_commands_that_write_an_output_are_listed():
     writing = set()
     for name in {*COMMANDS} - READS:
         module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
-        for leaf in leaves(getattr(module, name.replace("-", "_")).settings):
-            if isinstance(leaf.type, OutputPath) and leaf.name == "output":
+        for option_field in option_fields(getattr(module, name.replace("-", "_")).settings):
+            if isinstance(option_field.click_type, OutputPath) and option_field.name == "output":
                 writing.add(name)
     assert writing == {*WORDS}
 

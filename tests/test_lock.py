@@ -368,14 +368,14 @@ def test_a_killed_conversion_on_another_host(tmp_path, preloads):
             for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
                 done = on("a", *words)
                 conversion.refused(done, 7, name, "wait for it or stop it")
-                assert "took away" not in done.stderr
+                assert "--force-unlock removed" not in done.stderr
             conversion.refused(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
             assert on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
             assert conversion.identity(output.parent) == before
         conversion.refused(on("b", "resume", output), 7, name, str(held), "--force-unlock")
         done = on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
-    assert f"--force-unlock took away {held} of process {process.pid} on host a, made 20" in done.stderr
+    assert f"--force-unlock removed {held} of process {process.pid} on host a, made 20" in done.stderr
     assert conversion.differing(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 

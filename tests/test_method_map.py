@@ -60,8 +60,8 @@ def wholes(source: Path) -> dict[str, Path]:
     ("options", "says"),
     [
         (mapped("0-2"), "0-2: give layers and their method, like 0-5=int8"),
-        (mapped("0=int5"), "int5 is no method that layers can be given; these are int4, int8, mxfp4, fp8 and bf16"),
-        (mapped("0="), "is no method that layers can be given"),
+        (mapped("0=int5"), "int5 cannot be the method of single layers; int4, int8, mxfp4, fp8 and bf16 can"),
+        (mapped("0="), "cannot be the method of single layers"),
         (mapped("4-5=int8"), "--method-map 4-5: layer 5 has no experts here; those that do are 0-4"),
         (mapped("3-1=int8"), "runs backwards"),
         (mapped("x=int8"), "--method-map x: give layer numbers"),

@@ -270,7 +270,7 @@ def test_what_kt_kernel_could_do_is_not_advised(made, cli):
             "--layout kt is for mxfp4, fp8, bf16, rawint4; int4 has the layout numa: leave out --layout",
             ("int4", *KT),
         ),
-        (2, "--layout kt holds experts alone", ("fp8", *KT, "--non-experts", "keep")),
+        (2, "--layout kt holds only experts", ("fp8", *KT, "--non-experts", "keep")),
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
 )

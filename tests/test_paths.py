@@ -40,7 +40,11 @@ def test_every_command_takes_a_path():
 
 
 # what is typed -> what is said of it
-NO_PATHS = {"": "is empty; give a path", "~nobody-here/x": "no home directory", "loop": "leads to itself"}
+NO_PATHS = {
+    "": "is empty; give a path",
+    "~nobody-here/x": "without a home directory",
+    "loop": "a loop of symbolic links",
+}
 
 
 @pytest.mark.parametrize("typed", NO_PATHS)

@@ -163,7 +163,7 @@ FEW_THREADS = """
         return ((int (*)(void *, const void *, void *, void *))dlsym(RTLD_NEXT, "pthread_create"))(thread, attributes, run, argument);
     }
 """
-SENTENCE = "ktconvert: the system gives this process no more threads or memory; "
+SENTENCE = "ktconvert: this process reached its limit of threads or memory; "
 
 
 @pytest.fixture(scope="module")

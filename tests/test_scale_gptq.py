@@ -196,7 +196,7 @@ def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tm
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--layers", "0"), 2, "goes through the whole model: leave out --layers"),
+        (("--layers", "0"), 2, "runs the whole model: leave out --layers"),
         (("--save-backward-weights",), 2, "has no matrices for fine-tuning"),
         (("--max-shard-size", "1MB"), 2, "leave out --max-shard-size"),
         (("--quant-method", "fp8"), 2, "--scale gptq is for --quant-method int4, int8"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.cli.status import look
+from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import attempts, journal, lock
 from rig import conversion, killpoint
 from rig.bench import SHARD, Bench
@@ -38,7 +38,7 @@ def test_a_conversion_that_was_killed(bench):
     assert (found["state"], found["done"], found["units"], found["making"]) == ("stopped", 2, 3, [])
     assert [share["units"] for share in found["by"].values()] == [2]
     said = bench.run("status", bench.output).stderr
-    assert "stopped: 2 of 3 units done" in said and f"`ktconvert resume {bench.output}` goes on" in said
+    assert "stopped: 2 of 3 units done" in said and f"run `ktconvert resume {bench.output}` to continue" in said
     assert bench.run("resume", bench.output).returncode == 0
 
 
@@ -76,7 +76,7 @@ def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module
         return read(*arguments)
 
     monkeypatch.setattr(module, name, late)
-    assert look(bench.output) == {"output": str(bench.output), "state": "finished"}
+    assert read_status(bench.output) == {"output": str(bench.output), "state": "finished"}
 
 
 @pytest.mark.parametrize("then", ["it goes on", "it is killed"])
@@ -92,7 +92,7 @@ def test_a_conversion_that_runs(bench, then):
         assert {unit["pid"] for unit in found["making"]} == {running.pid}
         assert {unit["host"] for unit in found["making"]} == {os.uname().nodename}
         assert all(unit["alive"] for unit in found["making"])
-        assert "being made:" in bench.run("status", bench.output).stderr
+        assert "running:" in bench.run("status", bench.output).stderr
         if then == "it is killed":
             running.kill()
             running.wait()

@@ -24,7 +24,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
 from ktconvert.native_quant.runtime.stored_parts import StoredPart, put_fp8
 from ktconvert.pipeline.cli.bench import bench
-from ktconvert.pipeline.cli.doctor import of_extension
+from ktconvert.pipeline.cli.doctor import describe_extension
 from rig import native
 
 METHODS_PAGE = Path(__file__).resolve().parents[1] / "docs/reference/methods.md"
@@ -81,7 +81,7 @@ def test_it_computes(parts, toy, layers):
 def test_commands_know_it(toy, layers):
     document = json.loads(CliRunner().invoke(bench, [str(layers[2]), "--tokens", "1", "--json"]).stdout)
     assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.weights, "BF16")
-    assert toy.name in of_extension()["methods"]
+    assert toy.name in describe_extension().methods
 
 
 def test_what_it_cannot_do_is_said(toy, layers):

@@ -14,17 +14,17 @@ from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.options.declare import weights
-from ktconvert.pipeline.options.quantization import CpuOptions
-from ktconvert.pipeline.options.types import Number
+from ktconvert.pipeline.options.conversion_options import CpuOptions
+from ktconvert.pipeline.options.declare import weights_option, with_values
+from ktconvert.pipeline.options.types import Integer
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
+from ktconvert.pipeline.plans.commands import load_request, make_plan, make_request
 
 
 class ToyOptions(CpuOptions):
     """Settings of `ktconvert cpu`, and one more."""
 
-    toy: int = weights("Number of toys.", Number(min=1), default=3)
+    toy: int = weights_option("Integer of toys.", Integer(min=1), default=3)
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,13 @@ def ktconvert(*words: object) -> Result:
 
 def test_help_and_types():
     shown = " ".join(ktconvert("--help").output.split())
-    assert "--toy INTEGER RANGE Number of toys. [default: 3; x>=1]" in shown
+    assert "--toy INTEGER RANGE Integer of toys. [default: 3; x>=1]" in shown
     done = ktconvert("-i", "a", "-o", "b", "--toy", 0)
     assert done.exit_code == 2 and "--toy" in done.output
 
 
 def test_another_value_is_another_conversion(example, tmp_path):
-    plans = [plan_request(request("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
+    plans = [make_plan(make_request("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
     three, again, four = ([unit.fingerprint for unit in plan.units] for plan in plans)
     assert three == again and not set(three) & set(four) and plans[2].document().settings["toy"] == 4
 
@@ -62,20 +62,28 @@ def test_a_saved_plan_has_it(example, tmp_path):
     out = tmp_path / "out"
     paths = locate(out)
     paths.root.mkdir()
-    document = plan_request(request("cpu", input=example, output=out, toy=7)).document()
+    document = make_plan(make_request("cpu", input=example, output=out, toy=7)).document()
     paths.plan.write_bytes(msgspec.json.encode(document))
     saved = saved_plan(paths)
-    assert saved is not None and saved_request(out, saved).options.settings["toy"] == 7
+    assert saved is not None and load_request(out, saved).options.settings["toy"] == 7
     damaged = json.loads(paths.plan.read_bytes())
     damaged["settings"]["toy"] = "many"
     paths.plan.write_bytes(json.dumps(damaged).encode())
     saved = saved_plan(paths)
     assert saved is not None
     with pytest.raises(OutputError, match="toy: Expected `int`, got `str`"):
-        saved_request(out, saved)
+        load_request(out, saved)
 
 
 def test_names_and_values_of_the_api_are_checked(tmp_path):
     for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
         with pytest.raises(ValueError, match=words):
-            request("cpu", input="a", output=tmp_path, **wrong)
+            make_request("cpu", input="a", output=tmp_path, **wrong)
+
+
+def test_misspelt_names_of_settings_are_errors():
+    options = make_request("cpu", input="a", output="b").options
+    for wrong in ({"toys": 1}, {"gptq": 1}):
+        with pytest.raises(TypeError, match=f"ToyOptions has no option {next(iter(wrong))}"):
+            with_values(options, **wrong)
+    assert with_values(options, toy=4, revision="x").settings["toy"] == 4

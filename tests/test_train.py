@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError
-from ktconvert.pipeline.cli.status import look
+from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.loop import recorded
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.plans.commands import saved_request
+from ktconvert.pipeline.plans.commands import load_request
 from rig import conversion, forks, killpoint, shims
 from rig.conversion import tree
 from rig.safetensors import read_file
@@ -440,13 +440,13 @@ def test_a_full_disk_is_reported_in_one_sentence(call, servers, begun, tmp_path)
 
 def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
-    stopped = look(output)
+    stopped = read_status(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
     assert journal.last_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
-    with pytest.raises(OutputError, match="a training was begun there, which `ktconvert status` describes"):
-        saved_request(output, saved_plan(locate(output)))  # as `inspect` does
+    with pytest.raises(OutputError, match="holds an unfinished training, which `ktconvert status` describes"):
+        load_request(output, saved_plan(locate(output)))  # as `inspect` does
     with WorkDir(locate(output)) as work, recorded(work):
-        assert look(output)["state"] == "running"
+        assert read_status(output)["state"] == "running"
 
 
 def test_resume_rejects_changed_data_and_other_commands(servers, example, begun, tmp_path):

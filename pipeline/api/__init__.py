@@ -84,7 +84,7 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
 
     if command not in commands.COMMANDS:
         raise ValueError(f"there is no command {command!r}: choose one of {', '.join(commands.COMMANDS)}")
-    return commands.plans_of(commands.request(command, **options))
+    return commands.make_plans(commands.make_request(command, **options))
 
 
 def convert(command: str, /, *, executor: Executor | None = None, **options: Any) -> list[Path]:

@@ -32,7 +32,7 @@ from ktconvert.pipeline.calibration.requirements import LAYER
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
-from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
 
 SAMPLES = "samples"
 

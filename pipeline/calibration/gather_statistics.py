@@ -26,7 +26,7 @@ from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portio
 from ktconvert.pipeline.calibration.requirements import CALIBRATE_REMEDIES
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
-from ktconvert.pipeline.options.quantization import CalibrateOptions
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions
 from ktconvert.quantizers import gptq
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The command line: options in, a plan out; no logic. One file per command, imported when it is called."""
+"""The command line: parsing, printing and exit codes. One module per command, imported when it is called."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ import click
 
 from ktconvert.pipeline.report import terminal
 
-# command -> what --help says of it
+# command -> its line in --help
 COMMANDS: Mapping[str, str] = {
-    "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU.",
+    "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, RAWINT4, MXFP4, FP8 or BF16 for the CPU.",
     "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
-    "calibrate": "Measure what a model's routed experts read: importance matrix and routing counts.",
+    "calibrate": "Measure the inputs of a model's routed experts: importance matrix and routing counts.",
     "dequantize": "Write a quantized checkpoint as a BF16 release.",
-    "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint, to be converted again.",
-    "merge": "Turn loose per-layer folders of .kt files into safetensors.",
-    "resplit": "Rewrite an output for another number of NUMA nodes.",
-    "resume": "Finish a conversion that was cut off.",
-    "status": "Tell how far a conversion is, who makes what, and what failed; from any host.",
-    "verify": "Check an output, alone or against its source or another output.",
-    "inspect": "Describe a checkpoint or an output, and list what it can be converted to.",
-    "bench": "Measure how fast this machine computes an output's experts, next to how fast it reads memory.",
-    "experts": "Choose the experts that are to be hot, by how often they were routed to.",
-    "train": "Train a LoRA adapter through the experts as they were converted.",
-    "run": "Let a model write, its experts computed from converted weights.",
-    "serve": "Serve a model to OpenAI clients, its experts computed from converted weights.",
-    "eval": "Measure what converted experts cost: perplexity, divergence, error per layer.",
+    "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint.",
+    "merge": "Merge loose per-layer folders of .kt files into safetensors.",
+    "resplit": "Rewrite an output for a different number of NUMA nodes.",
+    "resume": "Finish an interrupted conversion or training.",
+    "status": "Show the progress of a conversion, from any host.",
+    "verify": "Check an output, by itself or against its source or another output.",
+    "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
+    "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",
+    "experts": "Choose hot experts by their routing counts.",
+    "train": "Train a LoRA adapter with converted experts.",
+    "run": "Generate text with converted experts.",
+    "serve": "Serve a model with converted experts to OpenAI clients.",
+    "eval": "Measure the accuracy of converted experts: perplexity, divergence, error per layer.",
     "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
-    "version": "Tell versions, how this ktconvert was built, and the instruction sets.",
+    "version": "Show versions, the build, and instruction sets.",
 }
 
-# The commands that stand in conversion.py; any other has a module of its name.
+# The commands in conversion.py; every other command has a module of its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "merge-adapter", "resplit", "resume")
-LONGEST = 1000  # characters of a message
-COMPLETE = "_KTCONVERT_COMPLETE"  # by which a shell asks how a line may go on
+MAX_MESSAGE = 1000  # characters
+COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
 EPILOG = """\b
 Exit codes:
-  0        done
-  1        the system refused something (named in the message)
-  2        options that cannot be understood
-  3        unsupported model or method (the message names what is legal)
-  4        not enough disk or memory
+  0        success
+  1        a system call failed (the message names the file)
+  2        invalid options
+  3        unsupported model or method (the message lists the supported ones)
+  4        not enough disk space or memory
   5        bad input data, or a source that changed
   6        verification failed
-  7        the output is in use, not ours, or made with other options
-  130/143  interrupted (Ctrl-C / SIGTERM); `ktconvert resume OUTPUT` goes on
+  7        the output is in use, not from ktconvert, or was made with other options
+  130/143  interrupted (Ctrl-C / SIGTERM); continue with `ktconvert resume OUTPUT`
 
 \b
 Examples:
@@ -65,12 +65,12 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B
 """
 
-# What Python and the dynamic linker say where a limit of this process is reached.
-LIMITED = ("can't start new thread", "failed to map segment", "annot allocate memory")
+# Messages of Python and the dynamic linker when this process reaches a limit
+LIMIT_MESSAGES = ("can't start new thread", "failed to map segment", "annot allocate memory")
 
 
-def normal(token: str) -> str:
-    """How commands, options and choices are spelled. Underscores and capitals are as good: --INPUT_PATH, INT4."""
+def normalize_token(token: str) -> str:
+    """Return the canonical spelling of a command, option or choice; underscores and capitals are allowed, too."""
     return token.lower().replace("_", "-")
 
 
@@ -94,12 +94,12 @@ class LazyGroup(click.Group):
 
 
 def _import_numpy() -> None:
-    """Import NumPy without its linear algebra library's threads, one per CPU: nothing here multiplies with it."""
+    """Import NumPy without the threads of its linear algebra library, which we do not use."""
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
     os.environ[name] = "1"
     importlib.import_module("numpy")
-    if before is None:  # children, and PyTorch where it has OpenBLAS, keep the threads that they would have
+    if before is None:  # children, and PyTorch with OpenBLAS, keep their usual number of threads
         del os.environ[name]
     else:
         os.environ[name] = before
@@ -116,7 +116,11 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 @click.group(
     cls=LazyGroup,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normal, "max_content_width": 120},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": normalize_token,
+        "max_content_width": 120,
+    },
 )
 @click.option(
     "--version",
@@ -127,15 +131,13 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     help="Show versions and exit.",
 )
 def group() -> None:
-    """Convert mixture-of-experts checkpoints into expert weights for the CPU, as kt-kernel
-    loads them, and for the GPU.
-    """
+    """Convert the experts of mixture-of-experts checkpoints into weights for the CPU (for kt-kernel) and the GPU."""
 
 
 def main() -> None:
-    """Run the command line; every failure is one sentence on stderr and a documented exit code."""
+    """Run the command line. Every failure prints one sentence on stderr and has a documented exit code."""
     _open_streams()
-    _take_signals()
+    _reset_signals()
     try:
         if instruction := os.environ.get(COMPLETE):
             from click.shell_completion import shell_complete
@@ -152,7 +154,7 @@ def main() -> None:
     except KeyboardInterrupt:
         click.echo(err=True)  # after the terminal's ^C
         _fail("interrupted", 130)
-    except BrokenPipeError:  # nothing reads our output any more
+    except BrokenPipeError:  # the reader of our output is gone
         _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:
@@ -166,9 +168,9 @@ def main() -> None:
             if error.errno in FULL:
                 _fail(no_space_sentence(where, error), 4)
             _fail(f"{where}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
-        if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMITED):
+        if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
             _fail(
-                "the system gives this process no more threads or memory; raise its limits (ulimit -u, ulimit -v) "
+                "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
                 "or lower --cpuinfer-threads, then resume",
                 4,
             )
@@ -178,28 +180,28 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of closed standard streams: else the next file we open would get what is printed."""
+    """Open /dev/null in place of closed standard streams: otherwise prints would go into the next file that we open."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number: this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     terminal.install()
 
 
-def _take_signals() -> None:
-    """Undo what a parent process may have set: shells start jobs in the background with SIGINT ignored."""
+def _reset_signals() -> None:
+    """Reset signal handlers: shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
-    """End with an exit code, a text on stderr (by default the message in one line), and with --json an event."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # one that comes now, perhaps again, leaves no traceback
+    """Exit with a code, a text on stderr (default: the message in one line), and with --json an event."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal that arrives now must not print a traceback
         signal.signal(number, lambda caught, _: os._exit(128 + caught))
     message = one_line(message)
-    if "--json" in map(normal, sys.argv):
+    if "--json" in map(normalize_token, sys.argv):
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
     lines = [f"ktconvert: {message}"] if text is None else map(one_line, text.splitlines())
     _print(sys.stderr, "\n".join(lines))
@@ -207,9 +209,9 @@ def _fail(message: str, code: int, text: str | None = None) -> None:
 
 
 def one_line(text: str) -> str:
-    """Files hold any text, of any length, and messages quote them."""
+    """Return a message as one line of limited length: messages quote text from files."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return plain if len(plain) <= LONGEST else f"{plain[: LONGEST // 2]} ... {plain[-LONGEST // 2 :]}"
+    return plain if len(plain) <= MAX_MESSAGE else f"{plain[: MAX_MESSAGE // 2]} ... {plain[-MAX_MESSAGE // 2 :]}"
 
 
 def _print(stream: TextIO, text: str) -> None:
@@ -220,5 +222,5 @@ def _print(stream: TextIO, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream buffers go nowhere: the interpreter would fail to write it, and exit with its own code."""
+    """Discard what a stream buffers: the interpreter would fail to write it, and exit with its own code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,6 +1,6 @@
-"""python -m ktconvert.pipeline.cli is the ktconvert command."""
+"""The ktconvert command as `python -m ktconvert.pipeline.cli`."""
 
 from ktconvert.pipeline.cli import main
 
-if __name__ == "__main__":  # processes that multiprocessing starts import this, too
+if __name__ == "__main__":  # processes of multiprocessing import this module, too
     main()

@@ -1,4 +1,4 @@
-"""ktconvert bench."""
+"""`ktconvert bench`: speed of a layer's experts on this machine, compared with its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from ktconvert.pipeline.report.text import aligned, plural, size
 
 @command("bench", BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure how fast this machine computes a layer of an output or a checkpoint, next to how fast it reads memory.
+    """Measure how fast this machine computes one layer of an output or a checkpoint, and its memory bandwidth.
 
-    Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
-    from a cache.
+    Every run routes random tokens to different random experts, so that weights come from memory, as in normal use, and
+    not from a cache.
 
     Examples:
       ktconvert bench /models/Qwen3-30B-A3B-INT4
       ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
       ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
-      ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
+      ktconvert bench /models/Qwen3-30B-A3B                                              the original experts
     """
     from ktconvert.pipeline.report.plots import plot_bench
 
     preconditions.check_plot(options.plot)
     preconditions.check_kernels("the command again")
-    threads = preconditions.computing_threads(options.threads, Reporter())
-    document = measured(options.output, options.layer, options.tokens, threads)
+    threads = preconditions.limit_optional_threads(options.threads, Reporter())
+    document = measure_layer(options.output, options.layer, options.tokens, threads)
     if options.plot is not None:
         plot_bench(options.plot, document)
     if options.as_json:
         click.echo(json.dumps(document))
         return
-    click.echo("\n".join([*aligned(facts(document)), "", *aligned(table(document)), ""]))
+    click.echo("\n".join([*aligned(overview_rows(document)), "", *aligned(speed_rows(document)), ""]))
     for note in document["notes"]:
         click.echo(f"note: {note}")
 
 
-def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
-    """Measure; the JSON document. Sizes in bytes, times in seconds."""
+def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
+    """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import Experts
@@ -76,8 +76,8 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
         if experts.nbytes < benchmark.CACHES * cache:
             compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
-                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come "
-                "from there in part or altogether, faster than a whole model's would; measure one with larger layers."
+                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): "
+                "cached weights are faster than a whole model's would be; measure a model with larger layers."
             )
         return {
             "event": "benchmarked",
@@ -119,14 +119,15 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
         }
 
 
-def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
+def overview_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows that describe the layer and this machine."""
     threads, rates = plural(document["threads"], "thread"), document["memory_by_streams"]
     rate = f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}"
     expert = f"{size(document['expert_bytes'])}: {document['hidden']} x {document['intermediate']}"
     return [
         ("output", document["output"]),
         ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
-        ("method", f"{document['method']} ({document['weights']}), NUMA parts: {document['numa']}"),
+        ("method", f"{document['method']} ({document['weights']}), NUMA slices: {document['numa']}"),
         ("experts", f"{document['experts']}, each {expert}"),
         ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),
         ("computing", f"{document['isa']}, {document['activations']} activations, {threads}"),
@@ -134,7 +135,8 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def speed_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the timings, one row per number of tokens, below a header."""
     columns = {
         "tokens": "{tokens}",
         "ms/layer": "{median:.3g}",

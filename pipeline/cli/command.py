@@ -1,4 +1,4 @@
-"""From a settings class to a click command, and from what was given back to settings."""
+"""Click commands from settings classes, and settings from what click parsed."""
 
 from __future__ import annotations
 
@@ -10,118 +10,119 @@ import click
 from click.core import ParameterSource
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.options.declare import NONE, Leaf, O, Option, Options, build, leaves
+from ktconvert.pipeline.options.declare import REQUIRED, O, Option, OptionField, Options, build, option_fields
 
 
 class Command(click.Command):
-    """A command whose --help shows options under the titles of their groups."""
+    """A command whose --help lists options under the titles of their groups."""
 
     def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None]) -> None:
         self.settings, self.function = cls, function
         text, title, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
 
         def callback(**params: Any) -> None:
-            function(settings(cls, params))
+            function(build_settings(cls, params))
 
         super().__init__(
             name,
-            params=[parameter for leaf in leaves(cls) for parameter in parameters(leaf)],
+            params=[parameter for each in option_fields(cls) for parameter in click_parameters(each)],
             callback=callback,
             help=text,
             epilog=f"\b\n{title}{examples}",
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {leaf.name: leaf.title for leaf in leaves(self.settings)}
-        declared = [leaf.declared for leaf in leaves(self.settings) if isinstance(leaf.declared, Option)]
-        arguments = {option.argument: option.help for option in declared}
+        titles = {each.name: each.title for each in option_fields(self.settings)}
+        options = [each.declaration for each in option_fields(self.settings) if isinstance(each.declaration, Option)]
+        arguments = {option.argument: option.help for option in options}
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, click.Argument)):
-            if isinstance(parameter, click.Argument):  # of which click before 8.5 says nothing
-                record: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
+            if isinstance(parameter, click.Argument):  # click before 8.5 has no help for arguments
+                row: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
             else:
-                record = parameter.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(titles.get(parameter.name or "", "Options"), []).append(record)
+                row = parameter.get_help_record(ctx)
+            if row is not None:
+                groups.setdefault(titles.get(parameter.name or "", "Options"), []).append(row)
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
 
 
-class SeveralValues(Command):
-    """A command whose options that may be repeated take several values after one flag, as argparse's nargs="*" does."""
+class MultiValueCommand(Command):
+    """A command whose repeatable options take several values after one flag, like argparse's nargs="*"."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from ktconvert.pipeline.cli import normal
+        from ktconvert.pipeline.cli import normalize_token
 
-        several = {leaf.flag for leaf in leaves(self.settings) if leaf.kind is tuple}
-        spread: list[str] = []
+        repeatable = {each.flag for each in option_fields(self.settings) if each.value_type is tuple}
+        expanded: list[str] = []
         flag: str | None = None
         for word in args:
             if word.startswith("-"):
-                flag = normal(word) if normal(word) in several else None
-                spread += [] if flag else [word]
+                flag = normalize_token(word) if normalize_token(word) in repeatable else None
+                expanded += [] if flag else [word]
             else:
-                spread += [flag, word] if flag else [word]
-        return super().parse_args(ctx, spread)
+                expanded += [flag, word] if flag else [word]
+        return super().parse_args(ctx, expanded)
 
 
 def command(name: str, cls: type[O], kind: type[Command] = Command) -> Callable[[Callable[[O], None]], Command]:
-    """Decorator: a function of the settings, whose docstring is the help, with examples at its end, as a command."""
+    """Return a decorator that makes a command from a function of its settings; the docstring is the help."""
     return lambda function: kind(name, cls, function)
 
 
-def parameters(leaf: Leaf) -> Iterator[click.Parameter]:
-    """What click reads for an option: nothing, an argument, an option, or both, of which one is given."""
-    option = leaf.declared
+def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
+    """Yield the click parameters of an option: none, an argument, an option, or both, of which one is given."""
+    option, default = option_field.declaration, option_field.default
     if not isinstance(option, Option):
         return
     text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
     if option.argument is not None:
-        yield click.Argument([option.argument], type=leaf.type, required=not option.flags)
+        yield click.Argument([option.argument], type=option_field.click_type, required=not option.flags)
         if not option.flags:
             return
-        text = f"Other ways to give {option.argument.upper()}."
-    explicit = not any(leaf.default is without for without in (NONE, None, False, ()))
-    keywords: dict[str, Any] = {"is_flag": True} if leaf.kind is bool else {"type": leaf.type}
-    if leaf.default is not NONE:
-        keywords["default"] = leaf.default
+        text = f"Same as {option.argument.upper()}."
+    show_default = not any(default is without for without in (REQUIRED, None, False, ()))
+    is_flag = option_field.value_type is bool
+    keywords: dict[str, Any] = {"is_flag": True} if is_flag else {"type": option_field.click_type}
+    if default is not REQUIRED:
+        keywords["default"] = default
     yield click.Option(
-        [leaf.name, *(option.flags or (leaf.flag,))],
-        required=leaf.default is NONE and option.argument is None,
-        multiple=leaf.kind is tuple,
-        show_default=explicit or None,
+        [option_field.name, *(option.flags or (option_field.flag,))],
+        required=default is REQUIRED and option.argument is None,
+        multiple=option_field.value_type is tuple,
+        show_default=show_default or None,
         help=f"{text} [default: {option.unset}]" if option.unset else text,
         **keywords,
     )
 
 
-def settings(cls: type[O], params: Mapping[str, Any]) -> O:
-    """The settings that a command line gives. Raises UsageError for what is there twice, or not at all."""
+def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
+    """Return the settings of a command line. Raises UsageError for a value that is missing or given twice."""
     values = {}
-    for leaf in leaves(cls):
-        if not isinstance(leaf.declared, Option):
+    for each in option_fields(cls):
+        if not isinstance(each.declaration, Option):
             continue
-        argument, flags = leaf.declared.argument, leaf.declared.flags
+        argument, flags = each.declaration.argument, each.declaration.flags
         if argument is None:
-            values[leaf.name] = params[leaf.name]
+            values[each.name] = params[each.name]
         elif not flags:
-            values[leaf.name] = params[argument]
+            values[each.name] = params[argument]
         else:
-            values[leaf.name] = _one_of(argument, params[argument], params[leaf.name])
+            values[each.name] = _choose_value(argument, params[argument], params[each.name])
     return build(cls, values)
 
 
-def given(cls: type[Options]) -> Iterator[Leaf]:
-    """The options that stand on the command line."""
+def options_on_command_line(cls: type[Options]) -> Iterator[OptionField]:
+    """Yield the options that the user wrote on the command line."""
     context = click.get_current_context()
-    for leaf in leaves(cls):
-        if context.get_parameter_source(leaf.name) is ParameterSource.COMMANDLINE:
-            yield leaf
+    for each in option_fields(cls):
+        if context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
+            yield each
 
 
-def _one_of(name: str, argument: Any, option: Any) -> Any:
+def _choose_value(name: str, argument: Any, option: Any) -> Any:
     if (argument is None) == (option is None):
-        what = "is missing" if argument is None else "is given twice"
-        raise UsageError(f"{name.upper()} {what}; see `{click.get_current_context().command_path} --help`.")
+        problem = "is missing" if argument is None else "is given twice"
+        raise UsageError(f"{name.upper()} {problem}; see `{click.get_current_context().command_path} --help`.")
     return option if argument is None else argument

@@ -1,4 +1,4 @@
-"""`ktconvert doctor`: what this machine offers for converting and serving, and the kt-kernel flags that follow."""
+"""`ktconvert doctor`: properties of this machine for converting and serving, and the kt-kernel flags that follow."""
 
 from __future__ import annotations
 
@@ -10,57 +10,36 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.version import installed
+from ktconvert.pipeline.cli.version import package_version
 from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.report.text import aligned, size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
-# What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.
+# Features by which ktconvert and kt-kernel choose their code, with the names of /proc/cpuinfo
 FEATURES = (
     *("avx2", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512vbmi"),
     *("avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
 )
-# Without any of them the runtime does without AMX.
+# The runtime uses AMX only with all of them.
 AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
-# Bits of XCR0 (Intel SDM volume 1, 13.3): register state that the kernel saves, so that programs may use it.
+# Bits of XCR0 (Intel SDM volume 1, 13.3): register state that the kernel saves, so that programs may use it
 XCR0 = (("AVX", 0x06), ("AVX-512", 0xE6), ("AMX", 0x60000))
 SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP = 158, 0x1021
 
 PROBE_BYTES, PROBE_SECONDS, BLOCK = 256 << 20, 5.0, 4 << 20
-ROOMY = 100 * 10**9  # bytes: less than this holds no large model's experts
-
-
-def known_features() -> tuple[str, ...]:
-    flags = machine.cpu_flags()
-    return tuple(name for name in FEATURES if name in flags)
-
-
-def versions() -> dict[str, str | None]:
-    """The installed versions of PACKAGES, None for a missing one; nothing is imported."""
-    here = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**here, **{package: installed(package) for package in PACKAGES}}
-
-
-def supported_state() -> int | None:
-    """XCR0 as the kernel states it, or None where it does not (Linux before 5.16, other machines)."""
-    if os.uname().machine != "x86_64":
-        return None
-    mask = ctypes.c_uint64()
-    done = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
-    return mask.value if done == 0 else None
+LOW_DISK = 100 * 10**9  # bytes: less cannot hold a large model's experts
 
 
 @dataclass(frozen=True)
 class Disk:
-    """One directory's disk; speed in bytes per second, None with the problem that prevented measuring it."""
+    """The disk of one directory; speed in bytes per second, None with the problem that prevented measuring it."""
 
     path: str
     free: int
@@ -71,37 +50,43 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Of this machine, unless given. Sizes in bytes; the CPU counts are those that this process may use.
+class Extension:
+    """Properties of this machine that only ktconvert's C extension knows.
 
-    methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
-    memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
-    memory_refusal  a sentence where this process cannot place memory on nodes
+    methods         kt-kernel's names of the methods that the runtime computes; () if the extension cannot be loaded
+    memory_policy   a row of placement.MODES; None if it is unknown
+    memory_refusal  a sentence if this process cannot place memory on nodes
     """
 
-    cpu: str = field(default_factory=lambda: machine.cpu_name())
-    features: tuple[str, ...] = field(default_factory=known_features)
-    xcr0: int | None = field(default_factory=supported_state)
     isas: tuple[str, ...] = ()
     isa: str | None = None
     isa_problem: str | None = None
     methods: tuple[str, ...] = ()
-    physical_cores: int = field(default_factory=lambda: machine.physical_cores())
-    cores_with_hyperthreads: int = field(default_factory=lambda: machine.cores_with_hyperthreads())
-    logical_cpus: int = field(default_factory=lambda: len(machine.affinity()))
-    machine_cpus: int = field(default_factory=lambda: os.cpu_count() or len(machine.affinity()))
-    cpu_quota: float | None = field(default_factory=lambda: machine.cpu_quota())
-    numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.numa_nodes())
-    machine_numa_nodes: tuple[int, ...] = field(default_factory=lambda: machine.machine_nodes())
-    pools: int = field(default_factory=lambda: machine.pool_count())
-    memory_total: int = field(default_factory=lambda: machine.memory_total())
-    memory_available: int = field(default_factory=lambda: machine.memory_available())
-    memory_limit: int | None = field(default_factory=lambda: machine.memory_limit())
-    memory_nodes: tuple[int, ...] = field(default_factory=lambda: machine.memory_nodes())
     memory_policy: str | None = None
     memory_refusal: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineReport(Extension):
+    """This machine. Sizes are in bytes; CPU counts are those available to this process."""
+
+    cpu: str
+    features: tuple[str, ...]
+    xcr0: int | None
+    physical_cores: int
+    cores_with_hyperthreads: int
+    logical_cpus: int
+    machine_cpus: int
+    cpu_quota: float | None
+    numa_nodes: tuple[int, ...]
+    machine_numa_nodes: tuple[int, ...]
+    pools: int
+    memory_total: int
+    memory_available: int
+    memory_limit: int | None
+    memory_nodes: tuple[int, ...]
     disk: Disk
-    versions: dict[str, str | None] = field(default_factory=versions)
+    versions: dict[str, str | None]
 
     @property
     def kt_flags(self) -> dict[str, int]:
@@ -109,31 +94,77 @@ class Facts:
         return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": self.pools}
 
 
-def of_extension() -> dict[str, Any]:
-    """The facts that only our C extension tells: what kernels may use and will use, methods, placement of memory."""
+def describe_machine(disk: Path) -> MachineReport:
+    """Return the properties of this machine, and measure the disk of a directory."""
+    flags, logical_cpus = machine.cpu_flags(), len(machine.affinity())
+    return MachineReport(
+        cpu=machine.cpu_name(),
+        features=tuple(name for name in FEATURES if name in flags),
+        xcr0=read_xcr0(),
+        physical_cores=machine.physical_cores(),
+        cores_with_hyperthreads=machine.cores_with_hyperthreads(),
+        logical_cpus=logical_cpus,
+        machine_cpus=os.cpu_count() or logical_cpus,
+        cpu_quota=machine.cpu_quota(),
+        numa_nodes=machine.numa_nodes(),
+        machine_numa_nodes=machine.machine_nodes(),
+        pools=machine.pool_count(),
+        memory_total=machine.memory_total(),
+        memory_available=machine.memory_available(),
+        memory_limit=machine.memory_limit(),
+        memory_nodes=machine.memory_nodes(),
+        disk=measure_disk(disk),
+        versions=package_versions(),
+        **vars(describe_extension()),
+    )
+
+
+def describe_extension() -> Extension:
+    """Return what only our C extension knows: instruction sets, methods, placement of memory."""
     try:
         from ktconvert.native_quant import kernels, placement
         from ktconvert.native_quant.runtime.methods import METHODS
 
         refusal = placement.refusal()
     except ImportError as error:
-        lacking = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
-        return {"isa_problem": lacking}
-    policy = None if refusal else placement.policy().mode
-    facts: dict[str, Any] = {"isas": kernels.available_isas(), "methods": tuple(METHODS)}
-    facts |= {"memory_policy": policy, "memory_refusal": refusal}
+        problem = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
+        return Extension(isa_problem=problem)
+    isa, problem = None, None
     try:
-        return {**facts, "isa": kernels.isa()}
-    except ValueError as error:  # KTCONVERT_ISA names one that is not there
-        return {**facts, "isa_problem": f"{error}."}
+        isa = kernels.isa()
+    except ValueError as error:  # KTCONVERT_ISA names a missing one
+        problem = f"{error}."
+    return Extension(
+        isas=kernels.available_isas(),
+        isa=isa,
+        isa_problem=problem,
+        methods=tuple(METHODS),
+        memory_policy=None if refusal else placement.policy().mode,
+        memory_refusal=refusal,
+    )
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the installed versions of PACKAGES, None for a missing one; import nothing."""
+    here = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**here, **{package: package_version(package) for package in PACKAGES}}
+
+
+def read_xcr0() -> int | None:
+    """Return XCR0 as the kernel reports it; None if it does not (Linux before 5.16, other machines)."""
+    if os.uname().machine != "x86_64":
+        return None
+    mask = ctypes.c_uint64()
+    done = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
+    return mask.value if done == 0 else None
 
 
 def measure_disk(folder: Path) -> Disk:
-    """Write at most 256 MiB (or 5 s) to a nameless file in `folder`, fsync it, and give the space back."""
+    """Measure the disk of a folder with an unlinked file: write at most 256 MiB (or 5 s), fsync, free the space."""
     free, limit = machine.disk_free(folder), machine.file_size_limit()
     budget = min(PROBE_BYTES, free // 2, limit or PROBE_BYTES) // BLOCK * BLOCK
     speed, direct, problem = None, False, None if budget else "there is no room for a measurement"
-    for want_direct in (True, False) if budget else ():  # not every file system takes O_DIRECT
+    for want_direct in (True, False) if budget else ():  # not every file system supports O_DIRECT
         try:
             speed, direct, problem = _write_speed(folder, budget, want_direct), want_direct, None
             break
@@ -147,7 +178,7 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         name.unlink()  # at once, so that nothing stays behind if we are interrupted
-        if direct:  # not in open: where it is refused, that leaves the file behind
+        if direct:  # not in open(): if that fails, the file stays behind
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as O_DIRECT requires
             block[:] = os.urandom(BLOCK)  # random: file systems that compress gain nothing
@@ -160,7 +191,8 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
         os.close(fd)
 
 
-def warnings(f: Facts) -> Iterator[str]:
+def warnings(f: MachineReport) -> Iterator[str]:
+    """Yield a sentence for each problem of a machine."""
     if f.isa_problem is not None:
         yield f.isa_problem
     if "avx2" not in f.features:
@@ -186,59 +218,60 @@ def warnings(f: Facts) -> Iterator[str]:
         yield f.memory_refusal
     if len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"):
         yield (
-            f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides on "
-            "which NUMA nodes weights lie: without one each part lies on the node of its threads."
+            f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides the"
+            " NUMA nodes of weights: without one, each slice is on the node of its threads."
         )
-    if f.disk.free < ROOMY:
+    if f.disk.free < LOW_DISK:
         yield (
-            f"{f.disk.path} has {f.disk.free / 1e9:.0f} GB free: less than 100 GB holds no large model."
-            " `ktconvert cpu --dry-run` says what yours needs."
+            f"{f.disk.path} has {f.disk.free / 1e9:.0f} GB free: a large model needs more than 100 GB."
+            " `ktconvert cpu --dry-run` prints what yours needs."
         )
     if f.disk.file_size_limit is not None:
-        yield f"Files may not grow past {size(f.disk.file_size_limit)} (ulimit -f): shards must be smaller."
+        yield f"Files are limited to {size(f.disk.file_size_limit)} (ulimit -f): shards must be smaller."
     if f.disk.problem is not None:
-        yield f"The write speed of {f.disk.path} is not known: {f.disk.problem}."
+        yield f"The write speed of {f.disk.path} is unknown: {f.disk.problem}."
 
 
-def rows(facts: Facts) -> list[tuple[str, str]]:
-    disk = facts.disk
-    saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
-    amx = "permitted" if "amx" in facts.isas else "not permitted" if AMX.issubset(facts.features) else "not in this CPU"
-    quota = f", time for {facts.cpu_quota:.4g}" if facts.cpu_quota is not None else ""
+def machine_rows(this: MachineReport) -> list[tuple[str, str]]:
+    """Return the rows of the table that describes a machine."""
+    disk = this.disk
+    saved = [name for name, bits in XCR0 if this.xcr0 is not None and this.xcr0 & bits == bits]
+    amx = "permitted" if "amx" in this.isas else "not permitted" if AMX.issubset(this.features) else "not in this CPU"
+    quota = f", time for {this.cpu_quota:.4g}" if this.cpu_quota is not None else ""
     how = "O_DIRECT" if disk.direct else "through the page cache"
-    speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed not known"
+    speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed unknown"
     return [
-        ("CPU", facts.cpu),
-        ("cores", f"{facts.physical_cores} physical, {facts.logical_cpus} logical{quota}"),
-        ("NUMA nodes", f"{len(facts.numa_nodes)} ({', '.join(map(str, facts.numa_nodes))})"),
-        ("instruction sets", f"{', '.join(facts.isas) or 'none'}; in use: {facts.isa or 'none'}"),
-        ("methods", ", ".join(facts.methods) or "none"),
-        ("CPUID", " ".join(facts.features) or "nothing we use"),
-        ("XCR0", ", ".join(saved) or ("nothing we use" if facts.xcr0 is not None else "the kernel does not tell")),
+        ("CPU", this.cpu),
+        ("cores", f"{this.physical_cores} physical, {this.logical_cpus} logical{quota}"),
+        ("NUMA nodes", f"{len(this.numa_nodes)} ({', '.join(map(str, this.numa_nodes))})"),
+        ("instruction sets", f"{', '.join(this.isas) or 'none'}; in use: {this.isa or 'none'}"),
+        ("methods", ", ".join(this.methods) or "none"),
+        ("CPUID", " ".join(this.features) or "none that we use"),
+        ("XCR0", ", ".join(saved) or ("none that we use" if this.xcr0 is not None else "not reported by the kernel")),
         ("AMX", amx),
-        ("memory", f"{size(facts.memory_total)}, {size(facts.memory_available)} available"),
-        ("cgroup limit", size(facts.memory_limit) if facts.memory_limit is not None else "none"),
+        ("memory", f"{size(this.memory_total)}, {size(this.memory_available)} available"),
+        ("cgroup limit", size(this.memory_limit) if this.memory_limit is not None else "none"),
         ("disk", f"{size(disk.free)} free, {speed}: {disk.path}"),
-        *((name, number or "not installed here") for name, number in facts.versions.items()),
+        *((name, number or "not installed here") for name, number in this.versions.items()),
     ]
 
 
 @command("doctor", DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it.
+    """Describe this machine, report problems, and print the kt-kernel flags that fit it.
 
     Examples:
       ktconvert doctor
       ktconvert doctor --disk /models --json
     """
-    facts = Facts(disk=measure_disk(options.disk), **of_extension())
-    sentences = list(warnings(facts))
+    this = describe_machine(options.disk)
+    sentences = list(warnings(this))
     if options.as_json:
-        click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))
+        click.echo(json.dumps({**asdict(this), "kt_flags": this.kt_flags, "warnings": sentences}))
         return
-    click.echo("\n".join(aligned(rows(facts))))
-    flags = " ".join(f"{flag} {value}" for flag, value in facts.kt_flags.items())
-    pools = facts.kt_flags["--kt-threadpool-count"]
+    click.echo("\n".join(aligned(machine_rows(this))))
+    flags = " ".join(f"{flag} {value}" for flag, value in this.kt_flags.items())
+    pools = this.kt_flags["--kt-threadpool-count"]
     click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")
     for sentence in sentences:
         click.echo(f"\nwarning: {sentence}")

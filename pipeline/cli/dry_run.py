@@ -1,4 +1,4 @@
-"""A plan for people and for programs: stages, every unit with the reason why it will run or not, and the needs."""
+"""Plans as text and JSON: stages, every unit with the reason why it will run or not, memory and disk."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_s
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Status, Unit
-from ktconvert.pipeline.report.text import joined, size
+from ktconvert.pipeline.report.text import joined, plural, size
 
-LISTED = 12  # units shown one by one at either end of a long run of equals
+LISTED = 12  # units shown at either end of a long list
 
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
-    """Print the plans of one command, and what several need together; refuses what running them would refuse."""
+    """Print the plans of a command, and the needs of several together. Raises the errors that a run would raise."""
     documents, needs = [], []
     for plan in plans:
         paths = plan.locate()
         if finished := existing.already_finished(plan, overwrite):
-            lying = existing.unit_states(plan, paths)
-            states = [replace(state, done=True, reason="the output is finished") for state in lying]
+            states = [
+                replace(state, done=True, reason="the output is finished")
+                for state in existing.unit_states(plan, paths)
+            ]
         else:
             states = existing.states_once_begun(plan, paths, overwrite)
             needs.append((plan, paths, [state.unit for state in states if not state.done]))
@@ -36,13 +38,14 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False)
     if as_json:
         lines = [json.dumps({"event": "plan", **document}) for document in documents]
     else:
-        lines = [_in_words(plan, document) for plan, document in zip(plans, documents, strict=True)]
+        lines = [_plan_text(plan, document) for plan, document in zip(plans, documents, strict=True)]
     if len(plans) > 1:
-        lines.append(_together(documents, file_systems(needs), as_json=as_json))
+        lines.append(_summary(documents, file_systems(needs), as_json=as_json))
     click.echo(("\n" if as_json else "\n\n").join(lines))
 
 
-def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
+def _summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
+    """Return the needs of all outputs together, as text or JSON."""
     sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
     if as_json:
         outputs, disks = [document["output"] for document in documents], list[dict[str, Any]]()
@@ -50,65 +53,77 @@ def _together(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem
             disk = {"disk_needed": sum(system.needed.values()), "disk": dict(system.needed), "disk_free": system.free}
             disks.append({"outputs": [str(output) for output in system.outputs], **disk})
         return json.dumps({"event": "plans", "outputs": outputs, **sums, "disks": disks})
-    once = "from disk once what several read, while a layer fits in the page cache"
+    once = "from disk only once if a layer fits in the page cache"
     out = [f"all {len(documents)} outputs", f"read          {size(sums['bytes_in'])}, {once}"]
     out += [f"write         {size(sums['bytes_out'])}", *(f"disk          {system}" for system in needs)]
     return "\n".join(out)
 
 
-def _in_words(plan: Plan, document: Mapping[str, Any]) -> str:
+def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
+    """Return the plan as text."""
     facts = plan.facts
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
-    out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
-    out += [f"{key:<13} {joined(facts[key])}" for key in known if key in facts]
-    out += [f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []
-    out += ["", "stages"]
-    for stage in document["stages"]:
-        needs = " + ".join(stage["needs"])
-        out.append(
-            f"  {needs} -> {stage['name']}: {stage['title']}; {stage['units']} units, {stage['to_run']} to run, "
-            f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
-        )
-        units = [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")]
-        shown = units if len(units) <= 2 * LISTED else [*units[:LISTED], None, *units[-LISTED:]]
-        for unit in shown:
-            if unit is None:
-                out.append(f"      ... {len(units) - 2 * LISTED} more")
-                continue
-            verb = "skip" if unit["done"] else "run "
-            out.append(
-                f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
-                f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
-            )
-    out += [
-        "",
-        f"read          {size(document['bytes_in'])}",
-        f"write         {size(document['bytes_out'])} in {document['shards']} "
-        f"{'folders' if document['loose'] else 'files' if plan.loose else 'shards'}, "
-        f"and {size(plan.extra_bytes)} of companion files",
-        *(f"remove        {replaced['text']}" for replaced in document["replaces"]),
-        f"disk          {disk_sentence(document['disk'])}, {size(document['disk_free'])} free",
-        f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
+    rows = [(key, joined(facts[key])) for key in known if key in facts]
+    rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
+    kind = "folders" if document["loose"] else "files" if plan.loose else "shards"
+    written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"
+    needs = [
+        ("read", size(document["bytes_in"])),
+        ("write", f"{written}, and {size(plan.extra_bytes)} of companion files"),
+        *(("remove", replaced["text"]) for replaced in document["replaces"]),
+        ("disk", f"{disk_sentence(document['disk'])}, {size(document['disk_free'])} free"),
+        ("memory", f"{size(document['peak_memory'])} at most, with {plural(document['threads'], 'thread')}"),
     ]
-    out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []
+    out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
+    out += [*_rows_text(rows), "", "stages"]
+    for stage in document["stages"]:
+        out += _stage_lines(stage, [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")])
+    out += ["", *_rows_text(needs)]
+    if plan.advice:
+        out += ["", *_rows_text([("advice", sentence) for sentence in plan.advice])]
     if document["finished"]:
         out.append("the output is finished: nothing to do")
     return "\n".join(out)
 
 
+def _rows_text(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"{label:<13} {text}" for label, text in rows]
+
+
+def _stage_lines(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on a stage, and one on each unit; only the first and the last units of many."""
+    count = f"{plural(stage['units'], 'unit')}, {stage['to_run']} to run"
+    needs, sizes = " + ".join(stage["needs"]), f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
+    out = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}, {sizes}"]
+    hidden = max(0, len(units) - 2 * LISTED)
+    for number, unit in enumerate(units):
+        if hidden and LISTED <= number < LISTED + hidden:
+            if number == LISTED:
+                out.append(f"      ... {hidden} more")
+            continue
+        verb = "skip" if unit["done"] else "run "
+        out.append(
+            f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
+            f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
+        )
+    return out
+
+
 def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
+    """Return the bytes that these units read and write."""
     return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
 
 
 def _document(plan: Plan, paths: Paths, finished: bool, states: Sequence[Status], overwrite: bool) -> dict[str, Any]:
-    old = None if finished else existing.saved_plan(paths)
-    replaced = not finished and (overwrite or bool(old and old.overwrite))
+    """Return the plan as a JSON object."""
+    saved = None if finished else existing.saved_plan(paths)
+    replaced = not finished and (overwrite or bool(saved and saved.overwrite))
     if not finished:
         require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
     done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
-    todo = [unit for unit in plan.units if not done[unit]]
-    disk = {} if finished else disk_needed(plan, todo)
+    remaining = [unit for unit in plan.units if not done[unit]]
+    disk = {} if finished else disk_needed(plan, remaining)
     stages: list[dict[str, Any]] = []
     for stage in plan.stages:
         about = {"name": stage.name, "title": stage.title, "needs": list(stage.needs), "units": len(stage.units)}
@@ -139,7 +154,7 @@ def _document(plan: Plan, paths: Paths, finished: bool, states: Sequence[Status]
         ],
         "loose": any(unit.folder for unit in plan.units),
         "shards": sum(unit.kept for unit in plan.units),
-        **_sizes(todo),
+        **_sizes(remaining),
         "replaces": [each.document() for each in existing.to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,

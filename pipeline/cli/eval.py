@@ -1,4 +1,4 @@
-"""ktconvert eval."""
+"""`ktconvert eval`: accuracy of converted experts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import click
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.queries import EvalOptions
+from ktconvert.pipeline.options.model_options import EvalOptions
 
 
 @command("eval", EvalOptions)
 def eval(options: EvalOptions) -> None:
-    """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
+    """Measure the accuracy of converted experts: perplexity, divergence from the original model, error per layer.
 
-    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit
-    into memory, with --gpu-weights twice.
+    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window. Memory must hold the
+    original model, with --gpu-weights twice.
 
     Examples:
       ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
@@ -34,7 +34,7 @@ def eval(options: EvalOptions) -> None:
     if (options.cpu_weights is None) == (gpu is None):
         raise UsageError("give either --cpu-weights or --gpu-weights.")
     if gpu is not None and options.exact:
-        raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
+        raise UsageError("--exact is only for experts on the CPU; leave it out with --gpu-weights.")
     preconditions.check_plot(options.plot)
     reporter = Reporter()
     choice = preconditions.model_choice("eval", options, reporter, "run" if gpu is None else "gpu")

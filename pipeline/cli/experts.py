@@ -1,4 +1,4 @@
-"""ktconvert experts."""
+"""`ktconvert experts`: a mask of hot experts, from routing counts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ktconvert.pipeline.options.queries import ExpertsOptions
 
 @command("experts", ExpertsOptions)
 def experts(options: ExpertsOptions) -> None:
-    """Choose hot experts, those with the most tokens by DIR/counts.safetensors, and say which part of the tokens hits
-    them.
+    """Choose the hot experts, those with the most tokens in DIR/counts.safetensors, and report their share of tokens.
 
-    DIR is what `ktconvert calibrate` writes, or a GPTQ run with --save-statistics. `run` and `serve` take the output as
-    --gpu-experts-mask.
+    DIR is a folder written by `ktconvert calibrate`, or by GPTQ with --save-statistics. `run` and `serve` take the
+    output as --gpu-experts-mask.
 
     Examples:
       ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
@@ -34,7 +33,7 @@ def experts(options: ExpertsOptions) -> None:
 
     each, total = options.num_gpu_experts, options.total
     if (each is None) == (total is None):
-        raise UsageError("give --num-gpu-experts (of each layer) or --total (of all layers): one of them.")
+        raise UsageError("give either --num-gpu-experts (per layer) or --total (all layers together).")
     preconditions.check_file("--output", options.output)
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
@@ -58,10 +57,11 @@ def experts(options: ExpertsOptions) -> None:
     }
     if options.plot is not None:
         plot_experts(options.plot, document)
-    click.echo(json.dumps(document) if options.as_json else "\n".join(aligned(table(document))))
+    click.echo(json.dumps(document) if options.as_json else "\n".join(aligned(coverage_rows(document))))
 
 
-def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def coverage_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the hot experts of each layer and their share of tokens, below a header."""
     rows: list[tuple[str, ...]] = [("layer", "hot", "coverage", "experts")]
     for row in document["layers"]:
         first = ", ".join(map(str, row["hot"][:12])) + (", ..." if len(row["hot"]) > 12 else "")

@@ -1,4 +1,4 @@
-"""What a command makes sure of before any work: threads, files to be written, kernels."""
+"""Checks of a command before any work: threads, files to write, kernels, packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.declare import Options, leaves
+from ktconvert.pipeline.options.declare import Options, option_fields
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
-def computing_threads(requested: int | None, reporter: Reporter) -> int | None:
-    """--threads, of a command that computes: never more than this process may use; None where it is not given."""
-    return None if requested is None else lowered("--threads", requested, reporter)
-
-
-def lowered(option: str, requested: int, reporter: Reporter) -> int:
-    """At most as many threads as this process may use; a note where that is less."""
+def limit_threads(option: str, requested: int, reporter: Reporter) -> int:
+    """Return a number of threads, capped at the CPUs of this process; a note reports that."""
     allowed = machine.allowed_cpus()
     if requested > allowed:
         reporter.note(f"{option} {requested} is lowered to the {plural(allowed, 'CPU')} that this process may use")
     return min(requested, allowed)
 
 
+def limit_optional_threads(requested: int | None, reporter: Reporter) -> int | None:
+    """Return the value of --threads, capped at the CPUs of this process; None if it is not given."""
+    return None if requested is None else limit_threads("--threads", requested, reporter)
+
+
 def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
-    """Raise, before any work, where the one file that an option names could not or must not be written: UsageError for
-    no place for such a file, and for one that the command reads or writes besides; OutputError for one that is not
-    ours.
+    """Raise if the file that an option names cannot or must not be written.
+
+    UsageError: a wrong name or folder, or a file that the command reads or writes under another option. OutputError: a
+    file that ktconvert did not write.
     """
     if path is None:
         return
@@ -46,9 +47,9 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
     if endings and path.suffix.lower() not in endings:
         raise UsageError(f"{option} {path}: give a file that ends in {' or '.join(endings)}.")
     if not place.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no directory {place.parent}; make it first.")
+        raise UsageError(f"{option} {path}: there is no directory {place.parent}; create it first.")
     if place.is_dir() or not os.access(place.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: no file can be written there; give another one.")
+        raise UsageError(f"{option} {path}: no file can be written there; choose another path.")
     context = click.get_current_context()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -57,12 +58,12 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
         other = Path(value).expanduser()
         if os.path.realpath(other) == str(place) or (place.exists() and other.exists() and other.samefile(place)):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-            raise UsageError(f"{option} {path}: {name} is the same file; give another one.")
+            raise UsageError(f"{option} {path}: {name} is the same file; choose another path.")
     publish.require_replaceable(place)
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise, before any work, where no picture could be drawn and written to this file."""
+    """Raise KtconvertError if no plot could be drawn and written to this file."""
     from ktconvert.pipeline.report.plots import KINDS, require_matplotlib
 
     check_file("--plot", path, KINDS)
@@ -71,8 +72,9 @@ def check_plot(path: Path | None) -> None:
 
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:
-    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file
-    breaks off. again: what the user should then run.
+    """Raise UsageError if KTCONVERT_ISA names a missing instruction set, and handle SIGBUS from truncated input files.
+
+    again: the command that the user should then run.
     """
     from ktconvert.native_quant import kernels, sigbus
 
@@ -81,20 +83,21 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     sigbus.guard_sigbus(
-        "ktconvert: %s: became shorter or could not be read while it was being read; "
+        "ktconvert: %s: became shorter or unreadable while it was being read; "
         f"put the file back or check the disk, then run {again}.",
         InputError.exit_code,
     )
 
 
 def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
-    """What the options name, once kernels and packages (of this extra, by default the command's) are there."""
+    """Return the model that options name, after checking kernels and packages of an extra (default: the command's)."""
     from ktconvert.native_quant.runtime import transformers_version
     from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES, ModelChoice, require_packages
 
     check_kernels("the command again")
     require_packages(f"`ktconvert {command}`", REQUIRED_PACKAGES[extra or command], extra or command)
     transformers_version.require(reporter.warn)
-    values = {getattr(leaf.declared, "argument", None) or leaf.name: leaf.of(options) for leaf in leaves(type(options))}
-    values["threads"] = computing_threads(values["threads"], reporter)
+    known = option_fields(type(options))
+    values = {getattr(each.declaration, "argument", None) or each.name: each.get(options) for each in known}
+    values["threads"] = limit_optional_threads(values["threads"], reporter)
     return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})

@@ -1,4 +1,4 @@
-"""ktconvert run."""
+"""`ktconvert run`: text generation with converted experts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ktconvert.layouts.checkpoints.rotation import RotatedError
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.queries import RunOptions
+from ktconvert.pipeline.options.model_options import RunOptions
 from ktconvert.pipeline.report import terminal
 
 
 @command("run", RunOptions)
 def run(options: RunOptions) -> None:
-    """Let a model write, through transformers, with its routed experts computed by ktconvert's runtime.
+    """Generate text with transformers, with the routed experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name), in BF16, FP8 or from `ktconvert gpu`. Without --cpu-weights its experts
-    are computed as they are stored, where the runtime can (`transformers` does it otherwise, and a note says why). Text
-    goes to stdout as it comes, tokens per second to stderr.
+    MODEL is a directory or a hub id (org/name), in BF16, FP8 or from `ktconvert gpu`. Without --cpu-weights, the
+    runtime computes the experts in MODEL's own format if it can; otherwise transformers does, and a note says why. Text
+    goes to stdout, tokens per second to stderr.
 
     Examples:
       ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
       ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
       ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
       ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --adapter ADAPTER --chat
-      ktconvert run examples/qwen3-moe-small --prompt "def add("           its experts as they are stored
+      ktconvert run examples/qwen3-moe-small --prompt "def add("           with the original experts
       ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts           by transformers, to compare
     """
     if options.torch_experts and options.cpu_weights is not None:
-        raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
+        raise UsageError("--torch-experts lets transformers compute the experts: leave out --cpu-weights.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import generating, loading, pretrained
@@ -67,7 +67,7 @@ def run(options: RunOptions) -> None:
         write(inputs)
         return
     messages: list[dict[str, str]] = []
-    for line in _lines():
+    for line in _read_lines():
         messages.append({"role": "user", "content": line})
         messages.append({"role": "assistant", "content": write(generating.chat_inputs(loaded[1], messages))})
 
@@ -78,15 +78,15 @@ def _say(text: str) -> None:
     stream.flush()
 
 
-def _lines() -> Iterator[str]:
-    """What the user types, less empty lines, to the end of the input. Raises InputError for what is no text."""
-    if typed := sys.stdin.isatty():
+def _read_lines() -> Iterator[str]:
+    """Yield the lines of stdin but for empty ones. Raises InputError if they are not UTF-8."""
+    if interactive := sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  # input() then edits lines and remembers them
     while True:
         try:
-            line = input("> " if typed else "")
-            line.encode()  # in some locales Python lets any byte pass
+            line = input("> " if interactive else "")
+            line.encode()  # in some locales Python accepts any byte
         except EOFError:
             return
         except UnicodeError as error:

@@ -1,22 +1,22 @@
-"""ktconvert serve."""
+"""`ktconvert serve`: an OpenAI-compatible server with converted experts."""
 
 from __future__ import annotations
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.queries import ServeOptions
+from ktconvert.pipeline.options.model_options import ServeOptions
 
 
 @command("serve", ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
+    """Serve a model with transformers' OpenAI-compatible server, with its experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
-    server answers for this model and its adapters only; Ctrl-C ends it.
+    MODEL is a directory or a hub id (org/name). Without --cpu-weights, the runtime computes the experts in MODEL's own
+    format. The server offers only this model and its adapters; Ctrl-C ends it.
 
     Examples:
       ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
-      ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
+      ktconvert serve /models/Qwen3-30B-A3B-FP8                                          with the original experts
       ktconvert serve /models/Qwen3-30B-A3B --cpu-weights OUT --adapter prose=ADAPTER --adapter sql=OTHER
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'

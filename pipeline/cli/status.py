@@ -1,4 +1,4 @@
-"""ktconvert status: how far a conversion is, read from its work directory alone, by whoever sees it."""
+"""`ktconvert status`: progress of a conversion, read only from its work directory, on any host that sees it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,22 @@ from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
 from ktconvert.pipeline.report.terminal import unescaped
-from ktconvert.pipeline.report.text import duration, size
+from ktconvert.pipeline.report.text import aligned, duration, plural, size
 
-LISTED = 12  # units that are named one by one
+LISTED = 12  # units that are listed
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"
-EVERY = 2.0  # seconds between two looks
+INTERVAL = 2.0  # seconds between two reads with --watch
 
 
 @command("status", StatusOptions)
 def status(options: StatusOptions) -> None:
-    """Tell how far a conversion is, which host makes what, and what failed.
+    """Show the progress of a conversion: finished and running units of each host, and failures.
 
-    Reads the work directory next to OUTPUT and nothing else, so any host that sees it can tell.
+    The command reads only the work directory next to OUTPUT, so it runs on any host that sees it.
 
     Examples:
-      ktconvert status /shared/DeepSeek-V3.1-INT8             how far it is, and who makes what
-      ktconvert status /shared/DeepSeek-V3.1-INT8 --watch     again and again, until it has ended
+      ktconvert status /shared/DeepSeek-V3.1-INT8             show the progress once
+      ktconvert status /shared/DeepSeek-V3.1-INT8 --watch     refresh until it ends
     """
     from rich.console import Console
     from rich.live import Live
@@ -55,48 +56,48 @@ def status(options: StatusOptions) -> None:
         else contextlib.nullcontext() as live
     ):
         while True:
-            found = look(output)
-            text = json.dumps(found) if as_json else "\n".join(map(one_line, lines(found)))
+            document = read_status(output)
+            text = json.dumps(document) if as_json else "\n".join(map(one_line, status_lines(document)))
             if live is not None:
                 live.update(Text(text), refresh=True)
             elif text != shown:
                 click.echo(text)
-            if not watch or found["state"] != RUNNING:
+            if not watch or document["state"] != RUNNING:
                 return
             shown = text
-            time.sleep(EVERY)
+            time.sleep(INTERVAL)
 
 
-def look(output: Path) -> dict[str, Any]:
-    """The status of the conversion into this output. Raises OutputError where there is none.
+def read_status(output: Path) -> dict[str, Any]:
+    """Return the status of the conversion into this output. Raises OutputError if there is none.
 
-    state    finished; running: a process works on it, or may, on a host that cannot be seen from here; else stopped
-    units    how many there are in all; done: how many are recorded, or made and to be recorded by the next run
-    bytes    of finished files
-    by       host -> its finished units: how many, bytes, seconds
-    making   units that are being made: unit, host, pid, since (seconds), alive (None: cannot be told from here)
-    failed   units that could not be made, and are not done since: unit, host, why
-    ended    why the last run ended, where the journal says so
+    state    finished; running: a process works on it, or may, on a host that is not visible from here; else stopped
+    units    total number of units; done: units that are recorded, or finished and recorded by the next run
+    bytes    size of finished files
+    by       host -> number, bytes and seconds of its finished units
+    making   running units: unit, host, pid, since (seconds), alive (None: unknown)
+    failed   units that failed and are not done since: unit, host, why
+    ended    why the last run ended, if the journal has it
     """
     while True:
         paths = locate(output)
-        old = saved_plan(paths)
-        if old is None:
+        saved = saved_plan(paths)
+        if saved is None:
             if output.is_dir() and manifest.read(output) is not None:
                 return {"output": str(output), "state": FINISHED}
             raise OutputError(f"{output}: no conversion into it was begun.")
         try:
-            found = _found(paths, old)
+            document = _read_work_directory(paths, saved)
         except FileNotFoundError:
             if paths.plan.exists():
                 raise
             continue
-        if paths.plan.exists():  # else the conversion came to its end meanwhile, and what was read is a part of it
-            return found
+        if paths.plan.exists():  # else the conversion ended meanwhile, and the document may be incomplete
+            return document
 
 
-def _found(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
-    """What the work directory of this plan tells. Raises FileNotFoundError where it was removed meanwhile."""
+def _read_work_directory(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
+    """Return the status of an unfinished conversion. Raises FileNotFoundError if the directory has been removed."""
     records = journal.read(paths.journal)
     finished = journal.finished(records)
     tried = attempts.read(paths)
@@ -108,11 +109,11 @@ def _found(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
         if isinstance(record, Run):
             last_host = record.process.host
         if isinstance(record, Done) and finished.get(record.fingerprint) is record:
-            _count(by, record.host or last_host, record.result, record.seconds)
+            _add_result(by, record.host or last_host, record.result, record.seconds)
     for attempt in made.values():
-        _count(by, attempt.process.host, attempt.written(), (attempt.ended or 0.0) - attempt.began)
+        _add_result(by, attempt.process.host, attempt.written(), (attempt.ended or 0.0) - attempt.began)
     run = journal.last_run(records)
-    making = _making(tried, run)
+    making = _find_running_units(tried, run)
     running = run is not None and run[0].process.lives() is not False
     last = next((record for record in reversed(records) if isinstance(record, Run | End)), None)
     return {
@@ -125,32 +126,33 @@ def _found(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
         "bytes": sum(int(host["bytes"]) for host in by.values()),
         "by": by,
         "making": making,
-        "failed": _failed(records, tried, {*finished, *made}),
+        "failed": _failures(records, tried, {*finished, *made}),
         "ended": last.why if isinstance(last, End) else None,
     }
 
 
-def _count(by: dict[str, dict[str, float]], host: str, result: Result, seconds: float) -> None:
+def _add_result(by: dict[str, dict[str, float]], host: str, result: Result, seconds: float) -> None:
     entry = by.setdefault(host, {"units": 0, "bytes": 0, "seconds": 0.0})
     entry["units"] += 1
     entry["bytes"] += sum(file.nbytes for file in result.files)
     entry["seconds"] = round(entry["seconds"] + max(0.0, seconds), 3)  # clocks go wrong
 
 
-def _making(tried: list[Attempt], run: tuple[Run, dict[str, Start]] | None) -> list[dict[str, Any]]:
+def _find_running_units(tried: list[Attempt], run: tuple[Run, dict[str, Start]] | None) -> list[dict[str, Any]]:
+    """Return the units whose attempts have not ended, and whose process may be alive."""
     begun = [(attempt.unit, attempt.process, attempt.began) for attempt in tried if attempt.ended is None]
     if run is not None:
         begun += [(unit, run[0].process, start.at) for unit, start in run[1].items() if start.host is None]
-    now, making = time.time(), []
+    now, running = time.time(), []
     for unit, process, since in begun:
         if (alive := process.lives()) is not False:
-            who = {"unit": unit, "host": process.host, "pid": process.pid, "alive": alive}
-            making.append({**who, "since": round(max(0.0, now - since), 1)})
-    return making
+            about = {"unit": unit, "host": process.host, "pid": process.pid, "alive": alive}
+            running.append({**about, "since": round(max(0.0, now - since), 1)})
+    return running
 
 
-def _failed(records: list[Record], tried: list[Attempt], done: set[str]) -> list[dict[str, Any]]:
-    """Failures since the last run began, of units that are not done; of parts, of each unit's last attempt."""
+def _failures(records: list[Record], tried: list[Attempt], done: set[str]) -> list[dict[str, Any]]:
+    """Return the failures since the last run began, of units that are not done; for job shares, of the last attempt."""
     units = {record.unit for record in records if isinstance(record, Done) and record.fingerprint in done}
     failed: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -164,7 +166,8 @@ def _failed(records: list[Record], tried: list[Attempt], done: set[str]) -> list
     return list(failed.values())
 
 
-def lines(status: dict[str, Any]) -> list[str]:
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """Return the status as text."""
     if status["state"] == FINISHED:
         return [f"{status['output']} is finished"]
     total = f" of {status['units']}" if status["units"] else ""
@@ -172,20 +175,26 @@ def lines(status: dict[str, Any]) -> list[str]:
         f"{status['command']}: {status['input']} -> {status['output']}",
         f"{status['state']}: {status['done']}{total} units done, {size(status['bytes'])} of finished files",
     ]
+    hosts = []
     for host, share in sorted(status["by"].items()):
-        took = f" in {duration(share['seconds'])} of work" if share["seconds"] else ""
-        out.append(f"  {host}: {share['units']} units, {size(share['bytes'])}{took}")
-    if status["making"]:
-        out.append("being made:")
-    for unit in status["making"][:LISTED]:
-        doubt = "" if unit["alive"] else ", as far as can be told from here"
-        out.append(f"  {unit['unit']}: {unit['host']}, process {unit['pid']}, since {duration(unit['since'])}{doubt}")
-    if len(status["making"]) > LISTED:
-        out.append(f"  ... {len(status['making']) - LISTED} more")
-    if status["failed"]:
-        out.append("failed:")
-    out += [f"  {failure['unit']}: {failure['why']}" for failure in status["failed"][:LISTED]]
+        took = f"{duration(share['seconds'])} of work" if share["seconds"] else ""
+        hosts.append((host, plural(int(share["units"]), "unit"), size(share["bytes"]), took))
+    out += _table("", hosts)
+    running = []
+    for unit in status["making"]:
+        doubt = "" if unit["alive"] else " (perhaps ended)"
+        running.append((unit["unit"], unit["host"], f"process {unit['pid']}", f"for {duration(unit['since'])}{doubt}"))
+    out += _table("running:", running)
+    out += _table("failed:", [(failure["unit"], failure["why"]) for failure in status["failed"]])
     if status["state"] == STOPPED:
         why = f" ({status['ended']})" if status["ended"] and not status["failed"] else ""
-        out.append(f"`ktconvert resume {status['output']}` goes on{why}")
+        out.append(f"run `ktconvert resume {status['output']}` to continue{why}")
     return out
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a title and the first rows, indented; nothing if there are no rows."""
+    if not rows:
+        return []
+    more = [f"  ... {len(rows) - LISTED} more"] if len(rows) > LISTED else []
+    return [*([title] if title else []), *aligned(rows[:LISTED], "  "), *more]

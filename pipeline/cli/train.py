@@ -7,34 +7,35 @@ import click
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.conversion import take_lock_away
+from ktconvert.pipeline.cli.conversion import remove_lock
 from ktconvert.pipeline.engine.execute import tidy
 from ktconvert.pipeline.engine.existing import already_finished, nothing_to_do, states_once_begun
 from ktconvert.pipeline.engine.plan import Request
-from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.options.model_options import TrainOptions
 
 
 @command("train", TrainOptions)
 def train(options: TrainOptions) -> None:
-    """Train a LoRA adapter: the model's weights stay as they are, its experts those that were converted.
+    """Train a LoRA adapter for a model whose experts are computed from converted weights.
 
-    MODEL is a directory or a hub id (org/name). The adapter is an ordinary one of PEFT, for this model converted or
-    not. It appears in one step at the end; until then, checkpoints lie in ADAPTER.work beside it.
+    MODEL is a directory or a hub id (org/name). The adapter is an ordinary PEFT adapter, for the converted and for the
+    original model. It appears in one step at the end; until then, ADAPTER.work next to it holds checkpoints.
 
     Examples:
       ktconvert train /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --dataset chats.jsonl -o ADAPTER
       ktconvert train MODEL --cpu-weights OUT --dataset book.txt --eval-dataset other.txt -o ADAPTER --plot
-      ktconvert train MODEL --cpu-weights OUT --dataset book.txt -o ADAPTER --dry-run          the memory that it takes
+      ktconvert train MODEL --cpu-weights OUT --dataset book.txt -o ADAPTER --dry-run          print the memory it needs
       ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --prompt "Once upon a time"
 
-    The same command again, or `ktconvert resume ADAPTER`, finishes what was cut off.
+    To continue after an interruption, repeat the command or run `ktconvert resume ADAPTER`.
     """
     start(options)
 
 
 def start(options: TrainOptions) -> None:
+    """Train, or with --dry-run print the memory that training needs."""
     from ktconvert.pipeline.models import fine_tuning, loading, trainer
-    from ktconvert.pipeline.plans.commands import plan_request
+    from ktconvert.pipeline.plans.commands import make_plan
     from ktconvert.pipeline.report.plots import require_matplotlib
     from ktconvert.pipeline.report.text import aligned, size
 
@@ -44,21 +45,21 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    plan = plan_request(Request(TRAIN, options), None if options.dry_run else reporter.hashed)
+    plan = make_plan(Request(TRAIN, options), None if options.dry_run else reporter.hashed)
     if already_finished(plan, existing.overwrite) and not options.dry_run:
         tidy(plan.locate())
         return nothing_to_do(options.output, reporter)
     states_once_begun(plan, plan.locate(), existing.overwrite)
     memory = trainer.estimate_memory(options, choice)
     reporter.event("memory", bytes=memory)
-    rows = [(name, size(nbytes)) for name, nbytes in memory.items()]
+    rows = [(what, size(nbytes)) for what, nbytes in memory.items()]
     if options.dry_run:
         if not options.reporting.json_events:
             click.echo("\n".join(aligned(rows)))
         return
     if existing.force_unlock:
-        take_lock_away(plan.locate(), reporter)
-    reporter.say(f"memory beside the converted experts: {', '.join(map(' '.join, rows))}")
+        remove_lock(plan.locate(), reporter)
+    reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
     if not fine_tuning.train(plan, options, choice, reporter, trainer.adapter_bytes(memory)):
         return nothing_to_do(options.output, reporter)
     reporter.event("finished", output=str(options.output))

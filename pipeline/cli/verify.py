@@ -1,4 +1,4 @@
-"""ktconvert verify."""
+"""`ktconvert verify`: report on an output, as a table, JSON or an HTML page."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ PAGES = (".html", ".htm")
 
 @command("verify", VerifyOptions)
 def verify(options: VerifyOptions) -> None:
-    """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
+    """Check an output of ktconvert or kt-kernel: structure, sizes, counts and the hash of every file.
 
-    With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
-    With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of
-    it; OUTPUT may then be a checkpoint, too. An output for the GPU is also loaded by transformers, where it is
-    installed: without weights, and whole with --against SOURCE. Exit code 6 if anything is not as it should be.
+    With --against SOURCE, every expert is quantized again and must have the same bytes, and the error is measured. With
+    --against OTHER_OUTPUT, tensors that differ are listed. With --run, all experts of one layer are computed; OUTPUT
+    may then be a checkpoint. If transformers is installed, it loads outputs for the GPU: without weights, or completely
+    with --against SOURCE. The exit code is 6 if a check fails.
 
     Examples:
       ktconvert verify /models/Qwen3-30B-A3B-INT8
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B     quantize again: the same bytes?
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel which tensors differ?
-      ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8         what it will be loaded as
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                               does it compute here?
-      ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                and a checkpoint as it is stored?
-      ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B    does it predict the same?
-      ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html  as a page
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B        compare with the source
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel    compare two outputs
+      ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8            check the format
+      ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                  compute a layer
+      ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                   compute a checkpoint's layer
+      ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B       compare predictions
+      ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html
     """
-    # Only the report goes to stdout: one table, or one JSON object.
+    # stdout gets only the report: a table, or one JSON object
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
-    threads, workers = preconditions.lowered("--cpuinfer-threads", options.threads, reporter), options.cpuinfer_threads
-    options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.text())
-    with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as engine:
-        if engine.executor is None and engine.threads is not None:
-            threads = preconditions.lowered("--executor threads", engine.threads, reporter)
+    worker_threads = options.cpuinfer_threads
+    threads = preconditions.limit_threads("--cpuinfer-threads", options.threads, reporter)
+    options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.load_text())
+    with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as backend:
+        if backend.executor is None and backend.threads is not None:
+            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
             options = with_values(options, cpuinfer_threads=threads)
-        report = verify_output(options, reporter, engine.executor, workers or engine.threads)
+        report = verify_output(options, reporter, backend.executor, worker_threads or backend.threads)
     if options.run:
         report.checks.append(run_check(report, threads))
     if options.report is not None:
@@ -69,20 +70,21 @@ def verify(options: VerifyOptions) -> None:
     elif not options.reporting.quiet:
         click.echo("\n".join(lines(report)))
     if report.sentence is not None:
-        if options.reporting.json_events:  # the object holds the sentence: an error event would repeat it
+        if options.reporting.json_events:  # the report holds the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
 
 
 def run_check(report: Report, threads: int) -> Check:
-    """Push a few tokens through the first layer of each method: finite, and close to what the weights give in float.
+    """Compute a few tokens with the first layer of each method, and compare with float arithmetic.
+
     Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
-        return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    computed = COMPUTED if measure.fmt is not None else ()  # the name alone does not tell the order of opaque codes
+        return Check("run", "", ("nothing was computed: weight files are missing or damaged",))
+    computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
@@ -97,7 +99,7 @@ def run_check(report: Report, threads: int) -> Check:
         try:
             result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
         except (InputError, UnsupportedError, VerificationError) as error:
-            if output.manifest is None and not output.methods:  # a checkpoint: there is no report of its damage
+            if output.manifest is None and not output.methods:  # a checkpoint: no other check reports its damage
                 raise
             return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
         errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
@@ -106,5 +108,5 @@ def run_check(report: Report, threads: int) -> Check:
             f"relative error against float {errors}, at most {result.bound}"
         )
         problems += result.problems
-    remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
+    remedy = f"{AGAIN}; if the check fails again, report it with the output of `ktconvert doctor`"
     return Check("run", "; ".join(summaries), problems, remedy=remedy)

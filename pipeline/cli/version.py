@@ -1,4 +1,4 @@
-"""ktconvert version: nothing is imported for it but the extension; `ktconvert --version` needs no NumPy either."""
+"""`ktconvert version`: versions, build and instruction sets, without importing the packages that are listed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any
 import click
 
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.declare import Options, option
+from ktconvert.pipeline.options.declare import Options, declare
+from ktconvert.pipeline.options.option_groups import AS_JSON
 
-MISSING = "not installed"
+NOT_INSTALLED = "not installed"
 
 
 class VersionOptions(Options):
-    as_json: bool = option("Print one JSON object.", flags=("--json",), default=False)
+    as_json: bool = declare(AS_JSON, default=False)
 
 
 @command("version", VersionOptions)
 def version(options: VersionOptions) -> None:
-    """Tell which versions are at work, how this ktconvert was built, and which instruction sets it has and uses.
+    """Show the versions in use, how this ktconvert was built, and its instruction sets.
 
     Examples:
       ktconvert version
       ktconvert version --json
     """
-    click.echo(json.dumps(facts()) if options.as_json else "\n".join(version_lines()))
+    click.echo(json.dumps(version_document()) if options.as_json else "\n".join(version_lines()))
 
 
-def facts() -> dict[str, Any]:
-    """What `ktconvert version --json` prints.
+def version_document() -> dict[str, Any]:
+    """Return the JSON object of `ktconvert version --json`.
 
-    wheel   the tag of the wheel that was installed, "editable" of a clone, None where nothing is installed
-    in_use  None with the problem where KTCONVERT_ISA names what is not there
+    wheel   the tag of the installed wheel, "editable" for a clone, None if nothing is installed
+    in_use  None, with the problem, if KTCONVERT_ISA names a missing instruction set
     """
     from ktconvert.native_quant import instruction_sets
     from ktconvert.pipeline import __version__
@@ -47,7 +48,7 @@ def facts() -> dict[str, Any]:
         problem = str(error)
     return {
         "ktconvert": __version__,
-        "build": {"wheel": wheel(), "compiler": instruction_sets.COMPILER},
+        "build": {"wheel": wheel_tag(), "compiler": instruction_sets.COMPILER},
         "instruction_sets": {
             "built": list(instruction_sets.ISAS),
             "available": list(instruction_sets.available_isas()),
@@ -56,27 +57,27 @@ def facts() -> dict[str, Any]:
         },
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": installed("torch"),
-        "kt-kernel": installed("kt-kernel"),
+        "torch": package_version("torch"),
+        "kt-kernel": package_version("kt-kernel"),
     }
 
 
 def version_lines() -> list[str]:
-    """The same for people: what `ktconvert --version` and `ktconvert version` print."""
-    found = facts()
-    build, isas = found["build"], found["instruction_sets"]
+    """Return the lines of `ktconvert --version` and `ktconvert version`."""
+    document = version_document()
+    build, isas = document["build"], document["instruction_sets"]
     return [
-        f"ktconvert {found['ktconvert']}",
-        f"Python {found['python']}",
-        f"platform {found['platform']}",
-        f"build {build['wheel'] or MISSING}, {build['compiler']}",
+        f"ktconvert {document['ktconvert']}",
+        f"Python {document['python']}",
+        f"platform {document['platform']}",
+        f"build {build['wheel'] or NOT_INSTALLED}, {build['compiler']}",
         f"instruction set {isas['in_use'] or isas['problem']} (of {', '.join(isas['available'])})",
-        *(f"{package} {found[package] or MISSING}" for package in ("torch", "kt-kernel")),
+        *(f"{package} {document[package] or NOT_INSTALLED}" for package in ("torch", "kt-kernel")),
     ]
 
 
-def wheel() -> str | None:
-    """How this ktconvert was installed."""
+def wheel_tag() -> str | None:
+    """Return the tag of the installed wheel, "editable", or None."""
     try:
         files = metadata.distribution("ktconvert")
     except metadata.PackageNotFoundError:
@@ -87,8 +88,8 @@ def wheel() -> str | None:
     return next((line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")), None)
 
 
-def installed(package: str) -> str | None:
-    """The version of a package, which is not imported; None where it is missing."""
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, without importing it; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import done_reason
-from ktconvert.pipeline.options.declare import leaves, paths_read
+from ktconvert.pipeline.options.declare import input_paths, option_fields
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
@@ -180,7 +180,7 @@ def _assembled(paths: Paths) -> int | None:
 def guard_inputs(plan: Plan) -> None:
     """Raise UsageError where a file that is read, wherever it really lies, would be replaced, or hold the output."""
     request, side_output = plan.request, plan.side_output
-    folders = [path for path in paths_read(request.options) if path.is_dir()]
+    folders = [path for path in input_paths(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:
         for place in written:
@@ -250,7 +250,7 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
     if old.command != new.command:
         differing.append(f"command was {old.command}, is {new.command}")
     names = sorted({*old.settings, *new.settings})
-    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
+    flags = {option_field.name: option_field.flag for option_field in option_fields(type(plan.request.options))}
     for name in names:
         was, now = old.settings.get(name), new.settings.get(name)
         if was != now:

@@ -24,7 +24,7 @@ from ktconvert.pipeline.models import loading
 if TYPE_CHECKING:
     import torch
 
-    from ktconvert.pipeline.options.queries import EvalOptions
+    from ktconvert.pipeline.options.model_options import EvalOptions
 
 CHUNK = 32  # positions whose distributions are in memory as float64 at a time
 

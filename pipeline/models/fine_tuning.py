@@ -32,8 +32,8 @@ from ktconvert.pipeline.engine.units import Context, Made, Result, Stage, Unit, 
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.trainer import Rows, add_adapter, build_trainer, read_sequences
-from ktconvert.pipeline.options.declare import hashable
-from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.options.declare import to_hashable
+from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import tokens
 
@@ -64,7 +64,10 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
         ids.update(row["input_ids"].numpy().tobytes())
     read = frozenset(file.name for file in plan.source)
     common: dict[str, Any] = {"versions": (VERSION,), "files": read, "folder": True}
-    params = (*((name, hashable(value)) for name, value in sorted(options.settings.items())), ("ids", ids.hexdigest()))
+    params = (
+        *((name, to_hashable(value)) for name, value in sorted(options.settings.items())),
+        ("ids", ids.hexdigest()),
+    )
     saved = [*range(options.save_steps, steps, options.save_steps), steps]
     checkpoints = tuple(
         Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, kept=False, **common) for step in saved

@@ -16,7 +16,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models import loading, pretrained
-from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.text import first_line
 
 NO_LIMIT = 1 << 40  # samples, and tokens of one

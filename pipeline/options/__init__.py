@@ -1,1 +1,1 @@
-"""The options of every command: each declared once, as a field of a typed settings object."""
+"""The options of every command: each is declared once, as a field of a typed settings object."""

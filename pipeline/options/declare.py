@@ -1,10 +1,10 @@
-"""How an option is declared, and what follows: its click option, its typed value, its entry in plan.json.
+"""Declarations of options. Their click options, typed values and entries in plan.json follow from them.
 
     class Gptq(Options):
-        dampening_frac: float = weights("Part of ...", Real(0, 1), default=0.1)
+        dampening_frac: float = weights_option("Dampening, as a fraction of ...", FiniteFloat(0, 1), default=0.1)
 
-A settings object is a tree: fields are options, or groups of options that several commands share. Names are unique in a
-command, so documents and messages have them flat.
+A settings object is a tree: its fields are options, or groups of options that several commands share. Names are unique
+within a command, so documents and messages list them flat.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import click
 import msgspec
 
 from ktconvert.layouts.files import documents
-from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
+from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, OutputPath, PathOrHubId, Text
 
-NONE = MISSING  # the default of what must be given
+REQUIRED = MISSING  # the default of an option that has none
 
 
 class Effect(enum.Enum):
-    """What another value of an option changes."""
+    """Consequences of a different value of an option."""
 
-    CALL = "this call alone; it is not kept"
-    TUNING = "how the work is done; kept in the plan, and may be another one on resume"
-    FILES = "which files there are, or what they say; must be the same on resume"
-    WEIGHTS = "the bytes of experts: as FILES, and in the fingerprint of every unit that makes experts"
+    CALL = "only this call; the value is not saved"
+    TUNING = "how the work is done; saved in plan.json, and may differ on resume"
+    FILES = "which files exist or what they contain; must be the same on resume"
+    WEIGHTS = "the bytes of experts: as FILES, and part of the fingerprint of every unit that makes experts"
 
 
 @dataclass(frozen=True)
 class Option:
     """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
 
-    type      of a value; by default what the field's type says
-    flags     its spellings, where the name alone is not enough
-    argument  the name under which it may stand without a flag (and must, where there are no flags)
-    unset     what holds where it is not given, if None, False or an empty text does not say so
-    ignored   accepted for kt-kernel's sake, for this reason without effect
+    type      reads a value; by default it follows from the field's annotation
+    flags     spellings, if the name alone is not enough
+    argument  name of the positional argument that may replace the flags (or must, if there are none)
+    unset     shown as the default if None, False or an empty text would not explain it
+    ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect
     """
 
     help: str = ""
@@ -57,37 +57,41 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A value that no option gives, found by the plan and recorded; None: no value. flag: what it follows from."""
+class RecordedValue:
+    """A value that no option sets: the plan finds and records it. None means that there is no value.
+
+    flag   the option that it follows from
+    shape  the TypedDict that a mapping must fit
+    """
 
     effect: Effect
     flag: str | None = None
-    shape: Any = None  # of a mapping: the TypedDict that its values must fit
+    shape: Any = None
 
 
-def declared(what: Option | Recorded, default: Any = None) -> Any:
-    """A field of settings. default: NONE where it must be given."""
-    return field(default=default, metadata={"declared": what})
+def declare(declaration: Option | RecordedValue, default: Any = None) -> Any:
+    """Return a field of settings. The default is REQUIRED if a value must be given."""
+    return field(default=default, metadata={"declaration": declaration})
 
 
 def option(help: str = "", type: Any = None, effect: Effect = Effect.CALL, default: Any = None, **other: Any) -> Any:
-    """A field that an option of the command line gives; arguments as of Option, and its default."""
-    return declared(Option(help, type, effect=effect, **other), default)
+    """Return a field that an option of the command line sets; arguments as for Option, and its default."""
+    return declare(Option(help, type, effect=effect, **other), default)
 
 
-def recorded(effect: Effect, flag: str | None = None, shape: Any = None, default: Any = None) -> Any:
-    """A field that is recorded; arguments as of Recorded, and its default."""
-    return declared(Recorded(effect, flag, shape), default)
-
-
-tuning, files, weights = (
+tuning_option, files_option, weights_option = (
     functools.partial(option, effect=effect) for effect in (Effect.TUNING, Effect.FILES, Effect.WEIGHTS)
 )
 
 
+def record(effect: Effect, flag: str | None = None, shape: Any = None, default: Any = None) -> Any:
+    """Return a field for a recorded value; arguments as for RecordedValue, and its default."""
+    return declare(RecordedValue(effect, flag, shape), default)
+
+
 @dataclass_transform(eq_default=False, frozen_default=True, kw_only_default=True)
 class Options:
-    """Base of settings, frozen dataclasses: fields are declared, or are groups. title: of a group in --help."""
+    """Base class of settings: frozen dataclasses whose fields are declarations or groups. title: heading in --help."""
 
     TITLE: ClassVar[str] = "Options"
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -101,12 +105,12 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One option of a settings class; path: the fields that lead to it; default: NONE where it must be given."""
+class OptionField:
+    """One option of a settings class; path: the fields that lead to it; default: REQUIRED if a value must be given."""
 
     path: tuple[str, ...]
     title: str
-    declared: Option | Recorded
+    declaration: Option | RecordedValue
     annotation: Any = field(hash=False)
     default: Any = field(hash=False)
 
@@ -116,141 +120,156 @@ class Leaf:
 
     @property
     def flag(self) -> str:
-        """As messages name it."""
-        declared = self.declared
-        flags = declared.flags if isinstance(declared, Option) else (declared.flag or "",)
+        """The spelling that messages use."""
+        declaration = self.declaration
+        flags = declaration.flags if isinstance(declaration, Option) else (declaration.flag or "",)
         return next((flag for flag in flags if flag.startswith("--")), f"--{self.name.replace('_', '-')}")
 
     @property
-    def kind(self) -> type:
+    def value_type(self) -> type:
         """The type of a value that is not None: bool, int, float, str, Path, tuple, dict."""
-        return _kind(self.annotation)
+        return _value_type(self.annotation)
 
     @property
-    def type(self) -> click.ParamType:  # type: ignore[type-arg]
-        """What reads a value, of the command line and of plan.json."""
-        if isinstance(self.declared, Option) and self.declared.type is not None:
-            return self.declared.type
-        by_kind: Mapping[type, Callable[[], Any]] = {bool: lambda: click.BOOL, int: Number, float: Real, Path: FilePath}
-        read: click.ParamType = by_kind.get(self.kind, Text)()  # type: ignore[type-arg]
+    def click_type(self) -> click.ParamType:  # type: ignore[type-arg]
+        """The reader of a value on the command line and in plan.json."""
+        if isinstance(self.declaration, Option) and self.declaration.type is not None:
+            return self.declaration.type
+        by_type: Mapping[type, Callable[[], Any]]
+        by_type = {bool: lambda: click.BOOL, int: Integer, float: FiniteFloat, Path: FilePath}
+        read: click.ParamType = by_type.get(self.value_type, Text)()  # type: ignore[type-arg]
         return read
 
-    def of(self, options: Options) -> Any:
+    def get(self, options: Options) -> Any:
+        """Return the value in a settings object."""
         return functools.reduce(getattr, self.path, options)
 
 
-def _kind(annotation: Any) -> type:
+def _value_type(annotation: Any) -> type:
     if get_origin(annotation) in (Union, types.UnionType):
-        return _kind(next(each for each in get_args(annotation) if each is not type(None)))
-    kind: type = get_origin(annotation) or annotation
-    return kind
+        return _value_type(next(each for each in get_args(annotation) if each is not type(None)))
+    value_type: type = get_origin(annotation) or annotation
+    return value_type
 
 
-_known: dict[type[Options], tuple[Leaf, ...]] = {}  # mypy takes no class of Options for hashable, as a cache wants it
+_cache: dict[type[Options], tuple[OptionField, ...]] = {}  # functools.cache: mypy takes no class for hashable
 
 
-def leaves(cls: type[Options]) -> tuple[Leaf, ...]:
-    """The options of a settings class: its own first, then those it inherits, and those of its groups."""
-    if cls not in _known:
+def option_fields(cls: type[Options]) -> tuple[OptionField, ...]:
+    """Return the options of a settings class: its own first, then inherited ones, including those of groups."""
+    if cls not in _cache:
         by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
         own = [name for name in inspect.get_annotations(cls) if name in by_name]
         each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
-        _known[cls] = tuple(leaf for one in each for leaf in _leaves_of(cls, one, hints[one.name]))
-    return _known[cls]
+        _cache[cls] = tuple(flat for one in each for flat in _flatten(cls, one, hints[one.name]))
+    return _cache[cls]
 
 
-def _leaves_of(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[Leaf]:
+def _flatten(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[OptionField]:
     if each.metadata:
-        yield Leaf((each.name,), cls.TITLE, each.metadata["declared"], hint, each.default)
+        yield OptionField((each.name,), cls.TITLE, each.metadata["declaration"], hint, each.default)
         return
     group = getattr(cls, each.name)
-    for leaf in leaves(type(group)):
-        yield replace(leaf, path=(each.name, *leaf.path), default=leaf.of(group))
+    for inner in option_fields(type(group)):
+        yield replace(inner, path=(each.name, *inner.path), default=inner.get(group))
+
+
+def _names(cls: type[Options]) -> set[str]:
+    return {each.name for each in option_fields(cls)}
 
 
 def build(cls: type[O], values: Mapping[str, Any]) -> O:
-    """A settings object from values by name; defaults for those that are not there."""
-    own = {each.name: values[each.name] for each in fields(cls) if each.metadata and each.name in values}
-    groups = {each.name: with_values(getattr(cls, each.name), **values) for each in fields(cls) if not each.metadata}
-    return cls(**own, **groups)
+    """Return a settings object from values by name, with defaults for the others. Raises TypeError for other names."""
+    if unknown := sorted({*values} - _names(cls)):
+        raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}")
+    parts: dict[str, Any] = {}
+    for each in fields(cls):
+        if not each.metadata:
+            group = getattr(cls, each.name)
+            parts[each.name] = with_values(group, **{name: values[name] for name in _names(type(group)) & {*values}})
+        elif each.name in values:
+            parts[each.name] = values[each.name]
+    return cls(**parts)
 
 
 def with_values(options: O, **values: Any) -> O:
-    """The same settings with other values of some options; names that it does not have are passed over."""
-    return build(type(options), {**{leaf.name: leaf.of(options) for leaf in leaves(type(options))}, **values})
+    """Return the same settings with other values of some options. Raises TypeError for names that they lack."""
+    return build(type(options), {**{each.name: each.get(options) for each in option_fields(type(options))}, **values})
 
 
 class PlannedOptions(Options):
-    """Settings that plan.json holds, and with which a run that was cut off goes on."""
+    """Settings that plan.json holds, and with which an interrupted run resumes."""
 
-    def unused(self) -> dict[str, str]:
-        """The options that have no meaning with the others -> why. They are neither recorded nor compared."""
+    def find_unused(self) -> dict[str, str]:
+        """Return the options that have no effect with these values -> why. They are neither recorded nor compared."""
         return {}
 
-    def _of(self, *effects: Effect) -> dict[str, Any]:
-        """name -> value as JSON has it, of the options with these effects; without values recorded as None."""
-        unused, found = self.unused(), dict[str, Any]()
-        for leaf in leaves(type(self)):
-            value = leaf.of(self)
-            missing = value is None and isinstance(leaf.declared, Recorded)
-            if leaf.declared.effect in effects and leaf.name not in unused and not missing:
-                found[leaf.name] = plain(value)
-        return found
+    def _select(self, *effects: Effect) -> dict[str, Any]:
+        """Return name -> JSON value of the options with these effects; recorded values that are None are left out."""
+        unused, selected = self.find_unused(), dict[str, Any]()
+        for each in option_fields(type(self)):
+            value = each.get(self)
+            missing = value is None and isinstance(each.declaration, RecordedValue)
+            if each.declaration.effect in effects and each.name not in unused and not missing:
+                selected[each.name] = to_json_value(value)
+        return selected
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What can change the output: name -> value."""
-        return self._of(Effect.FILES, Effect.WEIGHTS)
+        """The options that can change the output: name -> value."""
+        return self._select(Effect.FILES, Effect.WEIGHTS)
 
     @property
     def tuning(self) -> dict[str, Any]:
-        """What cannot: name -> value."""
-        return self._of(Effect.TUNING)
+        """The recorded options that cannot change the output: name -> value."""
+        return self._select(Effect.TUNING)
 
     @property
     def weights(self) -> tuple[tuple[str, Any], ...]:
-        """What changes the bytes of experts: (name, value), for fingerprints of units."""
-        return tuple((name, hashable(value)) for name, value in sorted(self._of(Effect.WEIGHTS).items()))
+        """The options that change the bytes of experts: (name, value), for fingerprints of units."""
+        return tuple((name, to_hashable(value)) for name, value in sorted(self._select(Effect.WEIGHTS).items()))
 
 
-def paths_read(options: Options) -> Iterator[Path]:
-    """The local files and directories that options name for reading."""
-    for leaf in leaves(type(options)):
-        value = leaf.of(options)
-        if not isinstance(leaf.declared, Option) or value is None or isinstance(leaf.type, OutputPath):
+def input_paths(options: Options) -> Iterator[Path]:
+    """Yield the local files and directories that options name for reading."""
+    for each in option_fields(type(options)):
+        value = each.get(options)
+        if not isinstance(each.declaration, Option) or value is None or isinstance(each.click_type, OutputPath):
             continue
-        if isinstance(leaf.type, PathOrHubId | FilePath):
+        if isinstance(each.click_type, PathOrHubId | FilePath):
             yield Path(value)
 
 
-def checked(leaf: Leaf, value: Any) -> Any:
-    """A value of plan.json as the option has it. Raises ValueError, naming the option, for one that it cannot have."""
+def convert_value(option_field: OptionField, value: Any) -> Any:
+    """Return a value of plan.json as the option has it. Raises ValueError, naming the option, for an invalid one."""
+    name, declaration, several = option_field.name, option_field.declaration, option_field.value_type is tuple
     try:
-        if value is None and leaf.default is None:
+        if value is None and option_field.default is None:
             return None
-        if isinstance(leaf.declared, Recorded):
-            if leaf.declared.shape is not None:
-                documents.as_type(value, leaf.declared.shape)
-            return documents.as_type(value, leaf.annotation)
-        several = leaf.kind is tuple
-        kind = get_args(leaf.annotation)[0] if several else leaf.kind
-        stored: Any = str if kind is Path else kind
-        read = [
-            leaf.type.convert(documents.as_type(one, stored), None, None)
+        if isinstance(declaration, RecordedValue):
+            if declaration.shape is not None:
+                documents.as_type(value, declaration.shape)
+            return documents.as_type(value, option_field.annotation)
+        value_type = get_args(option_field.annotation)[0] if several else option_field.value_type
+        stored: Any = str if value_type is Path else value_type
+        converted = [
+            option_field.click_type.convert(documents.as_type(one, stored), None, None)
             for one in (documents.as_type(value, list[Any]) if several else [value])
         ]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{leaf.name}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
     except click.BadParameter as error:
-        raise ValueError(f"{leaf.name}: {error.format_message()}") from error
-    return tuple(read) if several else read[0]
+        raise ValueError(f"{name}: {error.format_message()}") from error
+    return tuple(converted) if several else converted[0]
 
 
-def hashable(value: Any) -> Any:
+def to_hashable(value: Any) -> Any:
+    """Return a JSON value with tuples in place of lists and dicts."""
     if isinstance(value, dict):
-        return tuple((key, hashable(value[key])) for key in sorted(value))
-    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
+        return tuple((key, to_hashable(value[key])) for key in sorted(value))
+    return tuple(map(to_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
+    """Return a path as text and a tuple as a list; anything else unchanged."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

@@ -10,14 +10,41 @@ import click
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files.documents import Count
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.declare import NONE, Effect, Options, PlannedOptions, option, recorded, tuning, weights
-from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Size, Spelled, Text
+from ktconvert.pipeline.options.declare import (
+    REQUIRED,
+    Effect,
+    Option,
+    Options,
+    PlannedOptions,
+    option,
+    record,
+    tuning_option,
+    weights_option,
+)
+from ktconvert.pipeline.options.types import (
+    FilePath,
+    FiniteFloat,
+    Integer,
+    KeywordText,
+    OutputPath,
+    PathOrHubId,
+    Size,
+    Text,
+)
 from ktconvert.pipeline.report.progress import Reporter
+
+ALLOW_MACHINE_CHANGE = "Continue a calibration on a different CPU, GPU, library version or number of threads."
+AS_JSON = Option("Print one JSON object.", flags=("--json",))
+DATASET = "file or folder (.txt, .jsonl, .json, .parquet), or hub id"
+MODEL = "Directory or hub id (org/name)."
+PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath())
+THREADS = "Number of threads, capped at the CPUs available to this process."
+TRUST_REMOTE_CODE = "Let transformers run Python code that comes with the model."
 
 
 class Reporting(Options, title="Reporting"):
-    json_events: bool = option("One JSON event per line on stdout.", flags=("--json",), default=False)
-    quiet: bool = option("Warnings and errors only.", flags=("-q", "--quiet"), default=False)
+    json_events: bool = option("Print one JSON event per line on stdout.", flags=("--json",), default=False)
+    quiet: bool = option("Print only warnings and errors.", flags=("-q", "--quiet"), default=False)
     verbose: bool = option("Print more details.", flags=("-v", "--verbose"), default=False)
 
     @property
@@ -26,75 +53,71 @@ class Reporting(Options, title="Reporting"):
 
 
 class Execution(Options, title="Execution"):
-    cpuinfer_threads: int | None = tuning(
-        "Threads; more than this process has CPUs are lowered, with a note.",
-        Number(min=1),
-        unset="the CPUs this process may use",
-    )
-    max_memory: int | None = tuning(
+    cpuinfer_threads: int | None = tuning_option(THREADS, Integer(min=1), unset="the CPUs this process may use")
+    max_memory: int | None = tuning_option(
         "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="the free memory"
     )
 
     @property
     def threads(self) -> int:
-        """How many threads; by default one for each CPU that this process may use."""
+        """The number of threads; by default one for each CPU that this process may use."""
         return self.cpuinfer_threads or machine.allowed_cpus()
 
 
 class Workers(Options, title="Execution"):
     executor: str = option(
-        "Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "
-        "dask:tls://HOST:8786, dask:FILE (of a scheduler), dask:local[:N].",
-        Spelled("threads|dask(:(local|tcp|tls))?"),
+        "Backend that runs the work: threads[:N], dask:local[:N], or dask:ADDRESS for many hosts.",
+        KeywordText("threads|dask(:(local|tcp|tls))?"),
         default="threads",
     )
     executor_timeout: int | None = option(
-        "Seconds to wait for Dask's workers while there are none.", Number(min=1), unset="3600"
+        "Number of seconds to wait for Dask workers while there are none.", Integer(min=1), unset="3600"
     )
 
 
-class Leftovers(Options, title="What is there already"):
-    force_unlock: bool = option(
-        "Take away the lock that a process left when it ended on another host, on a file system without locks.",
-        default=False,
-    )
+class EarlierRun(Options, title="Existing output"):
+    """Options for the lock and the finished files of an earlier run."""
+
+    force_unlock: bool = option("Remove a stale lock left by another host.", default=False)
     trust_store: bool = option(
-        "Go on from finished files of an earlier run without hashing them first: their sizes decide.", default=False
+        "Reuse finished files of an earlier run if their sizes match, without hashing them.", default=False
     )
 
 
-class Existing(Leftovers):
-    overwrite: bool = option("Replace the existing output, once the new one is complete.", default=False)
-    delete_others: bool = tuning("With --overwrite: also delete what no manifest of ktconvert lists.", default=False)
+class ExistingOutput(EarlierRun):
+    overwrite: bool = option("Replace the existing output once the new one is complete.", default=False)
+    delete_others: bool = tuning_option(
+        "With --overwrite, also delete files that no manifest of ktconvert lists.", default=False
+    )
 
     def require_consistent(self) -> None:
-        """Raise UsageError for options that do not go together."""
+        """Raise UsageError for options that contradict each other."""
         if self.delete_others and not self.overwrite:
-            raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
+            raise UsageError("--delete-others needs --overwrite; add it, or leave --delete-others out.")
 
 
 class OutputOptions(PlannedOptions):
-    """Settings of every command that makes an output. part: as --part says, where a command has it."""
+    """Settings of every command that makes an output. part: the job share of --part, if the command has that option."""
 
-    input: str = recorded(Effect.CALL, default=NONE)
-    output: Path = recorded(Effect.CALL, default=NONE)
-    dry_run: bool = option("Print the plan and stop; read headers only, write nothing.", default=False)
-    verify_inputs: bool = tuning("Hash all input files, and notice any change of them on resume.", default=False)
-    part: str | None = recorded(Effect.TUNING)
+    input: str = record(Effect.CALL, default=REQUIRED)
+    output: Path = record(Effect.CALL, default=REQUIRED)
+    dry_run: bool = option("Print the plan and exit; read only headers, write nothing.", default=False)
+    verify_inputs: bool = tuning_option("Hash all input files, and detect changed ones on resume.", default=False)
+    part: str | None = record(Effect.TUNING)
 
     @property
     def execution(self) -> Execution:
-        """Threads and memory."""
+        """The settings for threads and memory."""
         raise NotImplementedError
 
     @property
-    def existing(self) -> Existing:
-        """Settings for an output that exists."""
+    def existing(self) -> ExistingOutput:
+        """The settings for an output that exists."""
         raise NotImplementedError
 
     @property
     def reporting(self) -> Reporting:
-        """Settings of the output on the terminal."""
+        """The settings of what is printed."""
         raise NotImplementedError
 
 
@@ -103,21 +126,21 @@ class ConversionOptions(OutputOptions):
 
     execution: Execution = Execution()
     workers: Workers = Workers()
-    existing: Existing = Existing()
+    existing: ExistingOutput = ExistingOutput()
     reporting: Reporting = Reporting()
 
 
 class Hub(Options):
-    revision: str | None = tuning("Branch, tag or commit of a hub id.", Text(), unset="main")
+    revision: str | None = tuning_option("Branch, tag or commit of a hub id.", Text(), unset="main")
 
 
 class ArchFile(Options):
-    arch_file: Path | None = tuning(
-        "A row for an architecture that is not in the table (TOML).", FilePath(absolute=True)
+    arch_file: Path | None = tuning_option(
+        "TOML file that describes an architecture missing from the built-in table.", FilePath(absolute=True)
     )
 
-    def text(self) -> str | None:
-        """What the file holds. Raises UsageError where it cannot be read."""
+    def load_text(self) -> str | None:
+        """Return the content of the file, None without one. Raises UsageError if it is unreadable."""
         if self.arch_file is None:
             return None
         try:
@@ -127,19 +150,18 @@ class ArchFile(Options):
 
 
 class ImportanceFile(Options):
-    imatrix: Path | None = tuning(
-        "For --scale imatrix: the model's importance matrix, of llama.cpp or `calibrate`, in GGUF or .dat.",
+    imatrix: Path | None = tuning_option(
+        "Importance matrix for --scale imatrix, from llama.cpp or `calibrate` (.gguf or .dat).",
         FilePath(absolute=True),
     )
-    statistics: Path | None = tuning(
-        "Instead: a folder with imatrix.gguf, as `calibrate` writes it. For --scale mse: one of `calibrate "
-        "--second-moments`.",
+    statistics: Path | None = tuning_option(
+        "Folder written by `calibrate`, for --scale imatrix or mse (instead of --imatrix).",
         FilePath(absolute=True),
     )
 
     @property
     def file(self) -> Path | None:
-        """The file that one of them names. Raises UsageError for both."""
+        """The file that one of the options names. Raises UsageError if both are given."""
         from ktconvert.layouts.statistics.folder import IMATRIX
 
         if self.imatrix is not None and self.statistics is not None:
@@ -148,52 +170,49 @@ class ImportanceFile(Options):
 
 
 class Samples(Options, title="Calibration"):
-    dataset: str = weights(
-        "Calibration texts: a file or folder (.txt, .jsonl, .json, .parquet), or a hub id.",
-        PathOrHubId(absolute=True),
-        default="HuggingFaceH4/ultrachat_200k",
+    dataset: str = weights_option(
+        f"Calibration texts: {DATASET}.", PathOrHubId(absolute=True), default="HuggingFaceH4/ultrachat_200k"
     )
-    dataset_split: str = weights("Split of a hub's data set.", default="train_sft")
-    num_calibration_samples: int = weights("Samples: the first rows of the split.", Number(min=1), default=512)
-    max_sequence_length: int = weights("Tokens at which a sample is cut.", Number(min=2), default=2048)
-    random_seed: int = weights("Seed for the order of samples.", Number(min=0), default=42)
+    dataset_split: str = weights_option("Split of a data set from the hub.", default="train_sft")
+    num_calibration_samples: int = weights_option(
+        "Number of samples, from the first rows of the split.", Integer(min=1), default=512
+    )
+    max_sequence_length: int = weights_option(
+        "Number of tokens at which a sample is cut.", Integer(min=2), default=2048
+    )
+    random_seed: int = weights_option("Seed for the order of samples.", Integer(min=0), default=42)
 
 
 class Gptq(Options, title="Calibration"):
-    dampening_frac: float = weights(
-        "The fraction of the mean of the Hessian's diagonal that is added to the diagonal.",
-        Real(min=0, max=1),
-        default=0.1,
+    dampening_frac: float = weights_option(
+        "Dampening of the Hessian's diagonal, as a fraction of its mean.", FiniteFloat(min=0, max=1), default=0.1
     )
-    calibrate: str = weights(
-        "Every expert sees all tokens, or those routed to it; mixed: gate and up see all, down those routed.",
+    calibrate: str = weights_option(
+        "Tokens that calibrate an expert: all, those routed to it, or mixed (down: routed; others: all).",
         click.Choice(["all", "routed", "mixed"], case_sensitive=False),
         default="all",
     )
-    gptq_steps: str = weights(
-        "GPTQ alone (plain); or errors weighted by routing weights, scales that are fitted again after GPTQ, and "
-        "codes that go where the error is least (descent); or all that, where predictions feel it least (full).",
+    gptq_steps: str = weights_option(
+        "GPTQ only (plain), then coordinate descent (descent), weighted by Fisher information (full).",
         click.Choice(["plain", "descent", "full"], case_sensitive=False),
         default="plain",
     )
-    min_expert_tokens: int = weights(
-        "Linears that fewer tokens reached are not compensated; their experts are listed. Unless --calibrate all.",
-        Number(min=1),
-        default=32,
+    min_expert_tokens: int = weights_option(
+        "Minimum number of tokens for GPTQ of a linear (not with --calibrate all).", Integer(min=1), default=32
     )
-    save_statistics: Path | None = tuning(
-        "Also write what `calibrate` writes, to this folder.", OutputPath(absolute=True)
+    save_statistics: Path | None = tuning_option(
+        "Also write the files of `calibrate` into this folder.", OutputPath(absolute=True)
     )
-    with_statistics: bool | None = recorded(Effect.FILES, "--save-statistics")
+    with_statistics: bool | None = record(Effect.FILES, "--save-statistics")
 
     @property
     def saves_statistics(self) -> bool | None:
-        """Whether --save-statistics is given, as it is recorded: None where it is not."""
+        """True with --save-statistics, None without, which is not recorded."""
         return None if self.save_statistics is None else True
 
 
 class MachineProperties(TypedDict):
-    """What every recorded machine tells; versions of packages besides."""
+    """The properties of every recorded machine; versions of packages come on top."""
 
     threads: Count
     group_bytes: Count
@@ -202,24 +221,21 @@ class MachineProperties(TypedDict):
 
 
 class Machine(Options, title="Calibration"):
-    """Where a model runs. machine: properties of the one where the conversion was begun that can change bytes."""
+    """Options for running a model. machine: the properties of the first run's machine that can change bytes."""
 
-    trust_remote_code: bool = weights("Let transformers run Python code that comes with the model.", default=False)
-    force_cpu: bool = tuning("Do not use a GPU.", default=False)
-    max_gpu_memory: int | None = tuning("Use no more of the GPU's memory, e.g. 40GiB.", Size(), unset="the GPU's")
-    allow_machine_change: bool = tuning(
-        "Go on with a calibration that was begun with other threads, or another CPU, GPU or library version.",
-        default=False,
+    trust_remote_code: bool = weights_option(TRUST_REMOTE_CODE, default=False)
+    force_cpu: bool = tuning_option("Do not use a GPU.", default=False)
+    max_gpu_memory: int | None = tuning_option(
+        "Limit of the GPU memory to use, e.g. 40GiB.", Size(), unset="the GPU's memory"
     )
-    machine: dict[str, int | str] | None = recorded(Effect.WEIGHTS, shape=MachineProperties)
+    allow_machine_change: bool = tuning_option(ALLOW_MACHINE_CHANGE, default=False)
+    machine: dict[str, int | str] | None = record(Effect.WEIGHTS, shape=MachineProperties)
 
 
 class GpuExperts(Options):
-    """Which experts come from MODEL and not from --cpu-weights."""
+    """The hot experts: those that come from MODEL and not from --cpu-weights."""
 
-    gpu_experts_mask: Path | None = option(
-        "Safetensors file with gpu_experts_mask, bool [decoder layers, experts]: which experts come from MODEL."
-    )
+    gpu_experts_mask: Path | None = option("Safetensors file that selects the experts computed from MODEL.")
     num_gpu_experts: int | None = option(
-        "Instead of a mask: the first N experts of each layer come from MODEL.", Number(min=0)
+        "Number of experts per layer computed from MODEL (instead of a mask).", Integer(min=0)
     )

@@ -1,4 +1,4 @@
-"""The types of options' values: what may be written on the command line, and what it becomes."""
+"""Click types of options: which texts they accept on the command line, and the values that they return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-MOST = 1 << 62
+MAX_INTEGER = 1 << 62
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -24,22 +24,24 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
         amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
-        if not 1 <= amount < MOST:
+        if not 1 <= amount < MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is not a size like 5GB or 500MiB", param, ctx)
         return int(amount)
 
 
-class Number(click.IntRange):
-    """A whole number, and none that no machine could count to: C and torch take no longer ones."""
+class Integer(click.IntRange):
+    """An integer below 2**62: C and torch take no larger ones."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number: int = super().convert(value, param, ctx)
-        if number >= MOST:
+        if number >= MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
         return number
 
 
-class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+class IntegerChoice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """One of some integers."""
+
     def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__([str(number) for number in numbers])
 
@@ -47,7 +49,9 @@ class OneNumber(click.Choice):  # type: ignore[type-arg]  # generic only since c
         return int(super().convert(str(value), param, ctx))
 
 
-class Real(click.FloatRange):
+class FiniteFloat(click.FloatRange):
+    """A number that is neither infinite nor NaN."""
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
@@ -56,8 +60,10 @@ class Real(click.FloatRange):
 
 
 class FilePath(click.Path):
-    """A file or a directory as a Path, never "" (the current directory). absolute: holds from any directory; directory:
-    one that exists.
+    """A file or a directory as a Path, never empty text.
+
+    absolute   return an absolute path
+    directory  accept only an existing directory
     """
 
     def __init__(self, *, absolute: bool = False, directory: bool = False) -> None:
@@ -65,22 +71,22 @@ class FilePath(click.Path):
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if wrong := _no_path(value):
-            self.fail(wrong, param, ctx)
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
-        if path.name == "..":  # the work directory of an output stands next to it, and has its name
+        if path.name == "..":  # the work directory of an output is next to it and has its name
             path = path.expanduser().resolve()
         return path.expanduser().absolute() if self._absolute else path
 
 
 class NamedPath(FilePath):
-    """PATH or NAME=PATH, as (NAME, PATH); without a name it is the path's own. An existing PATH may have a = in it."""
+    """PATH or NAME=PATH, as (NAME, PATH). The default name is the path's own; an existing PATH may contain a =."""
 
     def convert(  # type: ignore[override]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, Path]:
         name, equals, rest = str(value).partition("=")
-        is_named = equals and (_no_path(value) is not None or not Path(value).exists())
+        is_named = equals and (_path_problem(value) is not None or not Path(value).exists())
         path = super().convert(rest if is_named else value, param, ctx).expanduser()
         name = name if is_named else path.absolute().name
         if not name:
@@ -89,36 +95,36 @@ class NamedPath(FilePath):
 
 
 class OutputPath(FilePath):
-    """A file or a directory that is written."""
+    """A file or a directory that the command writes."""
 
 
 class PathOrHubId(click.types.StringParamType):
-    """A file, a directory or a hub id, as text; never "". absolute: an existing path holds from any directory."""
+    """A file, a directory or a hub id, as text; never empty. absolute: make an existing path absolute."""
 
     def __init__(self, *, absolute: bool = False) -> None:
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if wrong := _no_path(value):
-            self.fail(wrong, param, ctx)
+        if problem := _path_problem(value):
+            self.fail(problem, param, ctx)
         text = super().convert(value, param, ctx)
         path = Path(text).expanduser()
         return str(path.absolute()) if self._absolute and path.exists() else text
 
 
-def _no_path(value: Any) -> str | None:
-    """Why this can be no path; None where it can."""
+def _path_problem(value: Any) -> str | None:
+    """Return why this cannot be a path; None if it can."""
     if not os.fspath(value):
         return "is empty; give a path"
     try:
         path = Path(value).expanduser()
     except RuntimeError:
-        return f"{os.fspath(value)!r} begins with a user who has no home directory here"
+        return f"{os.fspath(value)!r} names a user without a home directory"
     try:
         path.resolve()
         path.exists()
     except RuntimeError:
-        return f"{os.fspath(value)!r} is a symbolic link that leads to itself"
+        return f"{os.fspath(value)!r} is a loop of symbolic links"
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return f"{os.fspath(value)[:40]!r}... is too long for a path"
@@ -126,7 +132,7 @@ def _no_path(value: Any) -> str | None:
 
 
 class Text(click.types.StringParamType):
-    """Text: Python passes bytes that are none on as characters that nothing can write or encode."""
+    """UTF-8 text. Python passes other bytes on as surrogates, which nothing can encode."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = super().convert(value, param, ctx)
@@ -137,8 +143,8 @@ class Text(click.types.StringParamType):
         return text
 
 
-class OneOrMore(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
-    """Words of a choice in any case, with commas between them: each makes an output of its own."""
+class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """Words of a choice in any case, separated by commas. Each word makes an output of its own."""
 
     def __init__(self, words: Iterable[str]) -> None:
         super().__init__(tuple(words), case_sensitive=False)
@@ -148,17 +154,32 @@ class OneOrMore(click.Choice):  # type: ignore[type-arg]  # generic only since c
         for word in str(value).split(","):
             words.append(super().convert(word.strip(), param, ctx))
             if words[-1] in words[:-1]:
-                self.fail(f"{words[-1]} is there twice", param, ctx)
+                self.fail(f"{words[-1]} is given twice", param, ctx)
         return ",".join(words)
 
 
-class Spelled(Text):
-    """Text, of which a word at the beginning (words: a regular expression) may be in capitals, as choices may."""
+class KeywordText(Text):
+    """Text whose first word, if it matches the regular expression `words`, may be in any case, as in choices."""
 
     def __init__(self, words: str) -> None:
         self._words = re.compile(f"({words})(?=:|$)", re.IGNORECASE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = super().convert(value, param, ctx)
-        found = self._words.match(text)
-        return text if found is None else found[0].lower() + text[found.end() :]
+        match = self._words.match(text)
+        return text if match is None else match[0].lower() + text[match.end() :]
+
+
+class TokenCounts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """Numbers of tokens, such as 1,4,16: each at least 1, in the user's order, without duplicates."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            counts = tuple(dict.fromkeys(int(text) for text in str(value).split(",")))
+        except ValueError:
+            counts = ()
+        if not counts or not 1 <= min(counts) <= max(counts) <= 1 << 20:
+            self.fail(f"{value!r} is not a list of numbers of tokens like 1,16,256", param, ctx)
+        return counts

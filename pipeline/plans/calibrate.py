@@ -1,8 +1,10 @@
-"""The plan of `ktconvert calibrate`: from options and a checkpoint's headers to a chain, sizes and refusals."""
+"""The plan of `ktconvert calibrate`, which gathers statistics of the experts' inputs on a walk through the model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
@@ -11,18 +13,23 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
 from ktconvert.pipeline.engine.plan import Plan, Request, tool_version
-from ktconvert.pipeline.options.quantization import CalibrateOptions
-from ktconvert.pipeline.plans import checkpoint, walking
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions
+from ktconvert.pipeline.plans import checkpoint, walk
+
+MOMENTS = (
+    "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
+    "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
+)
 
 
 def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
-    """Of headers only, before any weight is read."""
+    """Build the plan from headers; read no weights."""
     requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
-    request = walking.on_one_machine(checkpoint.with_arch_row(request), requirements.CALIBRATE_PACKAGES)
+    request = walk.record_machine(checkpoint.with_arch_row(request), requirements.CALIBRATE_PACKAGES)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
-    model = recognise(source, checkpoint.rows_for(options.arch_row))
+    model = recognise(source, checkpoint.arch_table(options.arch_row))
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
         requirements.read_shape(model, options.samples),
@@ -30,9 +37,9 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         calibrate="mixed" if options.second_moments else "routed",
         moments=options.second_moments,
     )
-    shape = walking.with_group(shape, options)
+    shape = walk.with_group(shape, options)
     rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
-    about = walking.describe(model, request)
+    about = walk.describe(model, request)
     notes = model.common_notes
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
@@ -40,7 +47,7 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
     plan = Plan(
         request=request,
         files=checkpoint.source_files(source),
-        reads=(*source.paths(), *checkpoint.files_named(options)),
+        reads=(*source.paths(), *checkpoint.option_files(options)),
         stages=(
             gather_statistics.stage(
                 model, options, {tensor.key: tensor for tensor in rest}, shape.experts_at_once, about
@@ -54,7 +61,41 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
         notes=notes,
         loose=True,
         peak_memory=lambda threads: checkpoint.BASE_MEMORY,
-        card=lambda stats: walking.card(about, list(stats), tool_version()),
+        card=lambda stats: _card(about, stats),
         check=read_statistics,
     )
-    return walking.with_walk(plan, request, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
+    return walk.add_walk(plan, request, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
+
+
+def _card(about: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return README.md of a folder of statistics."""
+    model, data = about["model"], about["data"]
+    name = model["name"] or model["architecture"]
+    counted: Mapping[str, Any] = next((s for s in stats if "calibration_tokens" in s), {})
+    lines = [
+        "---",
+        *([f"base_model: {model['name']}"] if model["name"] else []),
+        "tags:",
+        "- ktconvert",
+        "- imatrix",
+        "---",
+        "",
+        f"# Statistics of the experts of {name}",
+        "",
+        f"{counted.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
+        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in all, went through the "
+        "model.",
+        "",
+        "- `imatrix.gguf`: for each column of what an expert's linears read, the sum of its squares over the tokens "
+        "that were routed to the expert, and their number; llama.cpp's format. Routed experts only.",
+        "- `counts.safetensors`: `counts`, int64 [decoder layers, experts], how often each expert was chosen.",
+        *([MOMENTS] if about["settings"].get("second_moments") else []),
+        "- `statistics.json`: of which model and data, and the hashes of these files.",
+        "",
+        "| layer | tokens routed to an expert: least | median | most | experts without any |",
+        "|---|---|---|---|---|",
+    ]
+    for s in stats:
+        if t := s.get("routed_tokens"):
+            lines.append(f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} |")
+    return ("\n".join([*lines, "", f"Made by ktconvert {tool_version()}."]) + "\n").encode()

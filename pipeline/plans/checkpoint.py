@@ -1,4 +1,4 @@
-"""What every plan that starts from a checkpoint needs: its files, their identity, their companions, numbered shards."""
+"""Parts of every plan that starts from a checkpoint: its files and their identity, companion files, shard numbers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import local_files
-from ktconvert.pipeline.options.declare import checked, leaves, paths_read, with_values
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
+from ktconvert.pipeline.options.declare import convert_value, input_paths, option_fields, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
-from ktconvert.pipeline.options.quantization import CalibrateOptions, QuantizationOptions
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
-ABOUT_CODES = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts, where there are any
-BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
+CODE_FACTS = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts about codes, if present
+FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # of every shard
+BASE_MEMORY = 120 << 20  # bytes of the interpreter with NumPy, and of headers
 
 
-def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
-    """The table of architectures, after the row in this text of an --arch-file, which the plan keeps for resume."""
+def arch_table(arch_file: str | None) -> tuple[Arch, ...]:
+    """Return the table of architectures, preceded by the row in this text of an --arch-file."""
     if not arch_file:
         return ARCHS
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
@@ -45,29 +46,32 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
     return (parse_arch(arch_file), *ARCHS)
 
 
-def begun_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
-    """Values of these options with which the output was begun or finished, or None. OutputError for damaged ones."""
-    if (begun := begun_with(request.output)) is None:
+def read_saved_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
+    """Return the values of these options that the output was begun or finished with; None for a new output.
+
+    Raises OutputError for damaged values.
+    """
+    if (saved := begun_with(request.output)) is None:
         return None
     cls: type[ConversionOptions] = type(request.options)
-    known = {leaf.name: leaf for leaf in leaves(cls)}
+    by_name = {each.name: each for each in option_fields(cls)}
     try:
-        return {name: checked(known[name], begun[name]) for name in names if name in begun}
+        return {name: convert_value(by_name[name], saved[name]) for name in names if name in saved}
     except ValueError as error:
         raise OutputError(
-            f"{request.output}: what it was begun with cannot be understood ({error}); start over with --overwrite."
+            f"{request.output}: its recorded options cannot be read ({error}); start over with --overwrite."
         ) from error
 
 
 def with_arch_row(request: Request[A]) -> Request[A]:
-    """The request with the text of --arch-file, unless it has one already."""
+    """Return the request with the text of --arch-file, unless it holds a text already."""
     if request.options.arch_row is not None:
         return request
-    return replace(request, options=with_values(request.options, arch_row=request.options.arch.text()))
+    return replace(request, options=with_values(request.options, arch_row=request.options.arch.load_text()))
 
 
 def require_whole(source: TensorSource, what: str) -> None:
-    """Raise UnsupportedError where nothing but the experts of a checkpoint can be read; `what` needs more."""
+    """Raise UnsupportedError if only the experts of a checkpoint can be read, and `what` needs more."""
     if source.container.experts_only:
         title = source.container.title
         why = f"{title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside the experts"
@@ -76,14 +80,14 @@ def require_whole(source: TensorSource, what: str) -> None:
 
 
 def require_complete(source: TensorSource, what: str, why: str) -> None:
-    """UnsupportedError where `what` cannot read all of a checkpoint, InputError (and why) without config.json."""
+    """Raise UnsupportedError if `what` cannot read all of a checkpoint, InputError (with why) without config.json."""
     require_whole(source, what)
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, {why}; download it too.")
 
 
 def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") -> tuple[int, ...]:
-    """Layer numbers of `text`, "3-60,62" or "all". Raises UsageError for anything else or a layer that is not there."""
+    """Return the layer numbers in text like "3-60,62" or "all". Raises UsageError for other text and missing layers."""
     if text == "all":
         return present
     chosen: set[int] = set()
@@ -103,7 +107,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
 
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
-    """What these layers' experts are, for the manifest: a number where all layers agree, else a list of all values."""
+    """Return the shape of these layers' experts for the manifest: one number if all layers agree, else a list."""
     experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
@@ -117,50 +121,53 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def source_identity(source: TensorSource) -> str:
-    """One hash for all weight files of a checkpoint, independent of where they lie."""
+    """Return one hash for all weight files of a checkpoint, independent of their paths."""
     return hashlib.sha256("".join(f"{s.header_sha256}{s.size}" for s in source.shards).encode()).hexdigest()
 
 
 def source_files(source: TensorSource) -> dict[Path, SourceFile]:
-    """Every file that is read, weights first."""
-    return shards_of(source) | files_below(source.companion_root, source.companions())
+    """Return every file that is read, weights first."""
+    return shard_files(source) | files_in(source.companion_root, source.companions())
 
 
-def shards_of(source: TensorSource) -> dict[Path, SourceFile]:
+def shard_files(source: TensorSource) -> dict[Path, SourceFile]:
+    """Return the identity of each shard."""
     return {s.path: SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob) for s in source.shards}
 
 
-def files_below(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
+def files_in(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
+    """Return the identity of each of these files below root."""
     return {root / name: seen(root / name, name) for name in names}
 
 
-def files_named(options: ConversionOptions) -> Iterator[Path]:
-    """The local files that options name beside the input, such as a data set or a row of the table of architectures."""
-    for path in paths_read(options):
+def option_files(options: ConversionOptions) -> Iterator[Path]:
+    """Yield the local files that options name besides the input, such as a data set or an --arch-file."""
+    for path in input_paths(options):
         if path.is_dir() and path != Path(options.input):
-            with contextlib.suppress(InputError):  # no folder of texts
+            with contextlib.suppress(InputError):  # not a folder of texts
                 yield from local_files(str(path))
         elif path.is_file() and path != Path(options.input):
             yield path
 
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
-    """(name in the output, file) of all these names below root but config.json. InputError if one cannot be copied."""
+    """Return (name in the output, file) of these files below root but config.json. Raises InputError for clashes."""
     for name in names:
         require_copyable(root, name)
-    renamed = names_in_output(names)
+    renamed = rename_companions(names)
     copied = {renamed[name]: root / name for name in names if name != CONFIG}
     files = {*copied, CONFIG, CARD, manifest.NAME, INDEX}
     for name, path in copied.items():
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
-                raise InputError(f"{path}: the output has a file {folder}; rename that folder of the checkpoint.")
+                raise InputError(f"{path}: the output has a file named {folder}; rename that folder of the checkpoint.")
     return tuple(copied.items())
 
 
-def names_in_output(names: Collection[str]) -> dict[str, str]:
-    """The names of companions in the output. What it has itself, or would be believed of it, is renamed:
-    README.md becomes README.source.md, and that of a converted source README.source.source.md.
+def rename_companions(names: Collection[str]) -> dict[str, str]:
+    """Return the names of companion files in the output; rename those that clash with ours or would mislead loaders.
+
+    README.md becomes README.source.md, and that of a source which is an output itself README.source.source.md.
     """
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME, *CONFIG_FILES):
@@ -172,7 +179,7 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
 
 
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
-    """Final names for all shards, in order over all stages."""
+    """Return the stages with final names for all shards, numbered in order over all stages."""
     total = sum(unit.kept for stage in stages for unit in stage.units)
     number, named = 0, []
     for stage in stages:
@@ -185,7 +192,7 @@ def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
 
 
 def base_model(source: TensorSource) -> str | None:
-    """org/name of the checkpoint, by its folder in the hub cache, else by config.json; None if neither has it."""
+    """Return org/name of the checkpoint from its folder in the hub cache, else from config.json; None if unknown."""
     for folder in (source.companion_root, *source.companion_root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])
@@ -194,8 +201,7 @@ def base_model(source: TensorSource) -> str | None:
 
 
 def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
-    """The metadata of every shard: the format, these facts (objects as JSON), and the identity of the source."""
-    about = {"format": "pt", "ktconvert_format": "1"}
+    """Return the metadata of every shard: the format, these facts (objects as JSON), and the identity of the source."""
     values = {name: facts[name] for name in names}
     texts = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for name, v in values.items()}
-    return about | texts | {"source": source_identity(source)}
+    return FORMAT_METADATA | texts | {"source": source_identity(source)}

@@ -8,143 +8,130 @@ from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_complete, loose, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import LATER, CpuOptions
-from ktconvert.pipeline.plans import checkpoint, quantizing
-from ktconvert.pipeline.stages import copy_tensors, quantize_experts
+from ktconvert.pipeline.plans import checkpoint, expert_plan
+from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
-BITS_DECODED = 16  # of the format that every source can be decoded to
-FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
-ABOUT = ("method", "layout_version", "numa", "activation", "weights_on")  # facts for the metadata of every shard
+DECODED_BITS = 16  # of the format that every source can be decoded to
+FEW_BITS = 5  # per stored weight, with its scales: a 4-bit format
+METADATA = ("method", "layout_version", "numa", "activation", "weights_on")  # facts in every shard's metadata
 
 
 def plan_cpu(request: Request[CpuOptions]) -> Plan:
-    """Of headers only, before any weight is read."""
+    """Build the plan from headers; read no weights."""
     fmt = _format(request.options)
     request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
-    request = checkpoint.with_arch_row(request)
-    if request.options.calibrated:
-        from ktconvert.pipeline.calibration import requirements
-        from ktconvert.pipeline.plans import walking
-
-        requirements.require_libraries("--scale gptq")
-        request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
+    request = expert_plan.prepare_request(request)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognise(source, checkpoint.rows_for(options.arch_row))
+    model = recognise(source, checkpoint.arch_table(options.arch_row))
     _require_input_type(options.input_type, model)
-    fmt = quantizing.mixed_of(options, fmt, model)
-    choice = _choice(options, fmt, model)
-    model = quantizing.equalized_for(options, model, fmt)
-    inputs = quantizing.importance_for(choice, options, model)
+    fmt = expert_plan.apply_method_map(options, fmt, model)
+    choice = _choose_quantizer(options, fmt, model)
+    model = expert_plan.equalize_model(options, model, fmt)
+    statistics = expert_plan.open_input_statistics(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
-    found = _choose_layers(request, model, fmt, numa)
-    if inputs is not None:
-        found[f"{inputs.manifest_key}_sha256"] = inputs.sha256
-    request = replace(request, options=with_values(options, **found))
+    recorded = _choose_layers(request, model, fmt, numa)
+    if statistics is not None:
+        recorded[f"{statistics.manifest_key}_sha256"] = statistics.sha256
+    request = replace(request, options=with_values(options, **recorded))
     options = request.options
     layers = checkpoint.parse_layers(options.layers, model.layers)
-    others = formats_of("cpu", fmt.arrangement.layout).values()
-    comparable = [other for other in others if other.backward or not options.save_backward_weights]
+    alternatives = formats_of("cpu", fmt.arrangement.layout).values()
+    comparable = [other for other in alternatives if other.backward or not options.save_backward_weights]
     for layer in layers:
         require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
-    measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | quantizing.facts_of_inputs(inputs, measured)
-    metadata = checkpoint.shard_metadata(
-        facts, source, (*ABOUT, *(name for name in checkpoint.ABOUT_CODES if name in facts))
-    )
-    loose_files = options.no_merge_safetensor
     if choice.calibrated:
-        walking.require_whole_walk(source, options, layers == model.layers and not options.kept_layers)
-        rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-        stage: Stage[Any] = walking.gptq_stage(
-            request, model, fmt, rest, metadata, choice=choice, numa=numa, loose_files=loose_files
-        )
-    else:
-        stage = quantize_experts.stage(
-            model,
-            fmt,
-            layers,
-            choice=choice,
-            numa=numa,
-            backward=options.save_backward_weights,
-            loose_files=loose_files,
-            max_shard_size=options.max_shard_size,
-            metadata=metadata,
-            statistics=inputs,
-            options=options.weights,
-        )
-    plan = quantizing.plan_of(
+        _require_walk_possible(source, options, layers == model.layers and not options.kept_layers)
+    measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
+    facts = _facts(model, fmt, numa, layers, options) | expert_plan.input_statistics_facts(statistics, measured)
+    metadata = checkpoint.shard_metadata(
+        facts, source, (*METADATA, *(name for name in checkpoint.CODE_FACTS if name in facts))
+    )
+    return expert_plan.build_plan(
         request,
         model,
         fmt,
-        stage,
+        layers,
         copy_tensors.select_non_experts(model, options.non_experts),
         facts,
         metadata,
+        choice=choice,
+        numa=numa,
+        backward=options.save_backward_weights,
+        statistics=statistics,
         card_notes=[
             *_notes(model, layers, options),
-            *quantizing.notes_of_each(fmt, lambda own: _notes_of(model, own, options)),
+            *expert_plan.notes_by_format(fmt, lambda own: _format_notes(model, own, options)),
             *fmt.notes,
-            *quantizing.notes_of_mix(fmt, layers, choice),
-            *quantizing.notes_of_unreached(facts),
+            *expert_plan.mix_notes(fmt, layers, choice),
+            *expert_plan.notes_on_unreached(facts),
         ],
-        notes=_gains(fmt, choice),
+        notes=_scale_notes(fmt, choice),
         non_experts=options.non_experts,
-        loose_files=loose_files,
+        loose_files=options.no_merge_safetensor,
         kept_layers=options.kept_layers,
-        statistics=inputs,
     )
-    return walking.with_gptq(plan, request, model, fmt) if choice.calibrated else plan
 
 
-def _choice(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
-    """How codes are chosen. Raises UsageError where the format has one way alone, or nothing is to be chosen."""
+def _require_walk_possible(source: TensorSource, options: CpuOptions, whole: bool) -> None:
+    """Raise UsageError, InputError or UnsupportedError if options or checkpoint rule out running the model."""
+    given = f"--scale {options.scale}"
+    checkpoint.require_complete(source, given, "which tells how the model computes")
+    if not whole:
+        raise UsageError(f"{given} runs the whole model: leave out --layers and --resume-layer.")
+    if options.save_backward_weights:
+        raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
+    if options.max_shard_size:
+        raise UsageError(f"{given} makes one shard per layer; leave out --max-shard-size.")
+
+
+def _choose_quantizer(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
+    """Return the quantizer of --scale. Raises UsageError if the format does not have it, or all numbers are kept."""
     choice = QUANTIZERS[options.scale]
     unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
     if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
         able = ", ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
-        why = f"{unserved[0]} has one way to choose codes: leave out --scale"
+        why = f"{unserved[0]} has only one way to choose codes: leave out --scale"
         raise UsageError(f"--scale {choice.name} is for --quant-method {able}; {why}.")
     for own in fmt.formats:
         if choice != ABSMAX and choice.serves(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
-                f"--scale {choice.name} chooses numbers, but the experts of {model.source.root} are "
-                f"{' and '.join(model.dtypes)} already, and {own.name} keeps every number: leave out --scale."
+                f"--scale {choice.name} has no effect: the experts of {model.source.root} are "
+                f"{' and '.join(model.dtypes)} already, and {own.name} keeps every number. Leave out --scale."
             )
     return choice
 
 
 def _format(options: CpuOptions) -> Format:
-    """The format that the options ask for. Raises for one of kt-kernel's alone, and for what the format has not."""
+    """Return the format of the options. Raises for methods that we do not write and options that the format lacks."""
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
     formats = formats_of("cpu", options.layout)
-    if method in LATER and method not in formats:
+    if method in UNSUPPORTED_METHODS and method not in formats:
         can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_of("cpu").items())
-        raise UnsupportedError(f"--quant-method {method}: {LATER[method]}; {can} can be made.")
+        raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; {can} can be made.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
     if loose_files and options.max_shard_size:
-        raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
+        raise UsageError("--max-shard-size is for safetensors; leave it out with --no-merge-safetensor.")
     if method not in formats:
         why = f"{method} has the layout {formats_of('cpu')[method].arrangement.layout}: leave out --layout"
         raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {why}.")
     fmt = formats[method]
     if not fmt.arrangement.parted and options.non_experts != "skip":
         raise UsageError(
-            f"--non-experts {options.non_experts}: --layout {options.layout} holds experts alone; leave it out."
+            f"--non-experts {options.non_experts}: --layout {options.layout} holds only experts; leave one of them out."
         )
     alone = backward_alone(method) if fmt.arrangement.parted else None
     if alone is not None and backward:
@@ -161,20 +148,20 @@ def _format(options: CpuOptions) -> Format:
 
 
 def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
-    """Which layers to convert, and which loose ones to keep; an earlier run's choice precedes --resume-layer."""
+    """Return the layers to convert and the loose layers to keep; an earlier run's choice precedes --resume-layer."""
     options = request.options
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}
-    if (begun := checkpoint.begun_values(request, "layers", "kept_layers")) is not None:
-        return begun
+    if (saved := checkpoint.read_saved_values(request, "layers", "kept_layers")) is not None:
+        return saved
     selected = checkpoint.parse_layers(options.layers, model.layers)
     folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:
         remaining = [n for n in selected if n >= first]
         if not remaining:
-            raise UsageError(f"--resume-layer {first}: no MoE layer is left; there are {ranges(model.layers)}.")
-        return {"layers": _compact(remaining)}
+            raise UsageError(f"--resume-layer {first}: no MoE layer remains; the model has {ranges(model.layers)}.")
+        return {"layers": _format_ranges(remaining)}
     kept = []
     for layer in (n for n in selected if n < first and n in folders):
         count, hidden, intermediate = model.shape(layer)
@@ -184,13 +171,13 @@ def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, n
     rest = [n for n in selected if n not in kept]
     if not rest:
         raise UsageError(
-            f"--resume-layer {first}: every layer below it lies in {options.output} already and none is left to "
-            "convert."
+            f"--resume-layer {first}: {options.output} already holds every layer, so none remains to convert; "
+            "leave out --resume-layer."
         )
-    return {"layers": _compact(rest), "kept_layers": tuple(kept)}
+    return {"layers": _format_ranges(rest), "kept_layers": tuple(kept)}
 
 
-def _compact(layers: Sequence[int]) -> str:
+def _format_ranges(layers: Sequence[int]) -> str:
     return ranges(layers).replace(" ", "")
 
 
@@ -199,9 +186,8 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
     if expected in (None, model.source.container.input_type):
         return
     if not any(expected in row.input_types and row.name in dtypes for row in encodings.CHECKPOINT_ENCODINGS):
-        what = f"--input-type {expected} was given, but the experts are {', '.join(dtypes)}"
-        remedy = "leave the option out or correct it"
-        raise InputError(f"{model.source.root}: {what}; {remedy}.")
+        problem = f"--input-type {expected} was given, but the experts are {', '.join(dtypes)}"
+        raise InputError(f"{model.source.root}: {problem}; leave the option out or correct it.")
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:
@@ -213,13 +199,13 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         **checkpoint.shape_facts(model, layers),
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
-        **quantizing.calibration_facts(options),
+        **expert_plan.calibration_facts(options),
         **({"machine": options.machine.machine} if options.calibrated else {}),
     }
 
 
-def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
-    """What other choices of codes would gain; said of a plan, but not in the model card."""
+def _scale_notes(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
+    """Return a note on what other values of --scale would gain; only for the plan, not for the model card."""
     grids = [own.encoding.grid for own in fmt.formats]
     if choice != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.serves(grid) for grid in grids):
         return ()
@@ -236,7 +222,9 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
     if left and options.kept_layers is None:
         notes.append(f"layers {ranges(left)} are left out, as --layers or --resume-layer says")
     if options.kept_layers:
-        notes.append(f"layers {_compact(options.kept_layers)} were in the output already and are kept as they are")
+        notes.append(
+            f"layers {_format_ranges(options.kept_layers)} were in the output already and are kept as they are"
+        )
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
             f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
@@ -245,10 +233,10 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
     return notes
 
 
-def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
+def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
     notes = []
     if kept := fmt.encoding.is_exact(model):
-        stored = [] if fmt.encoding.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
+        stored = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.quantized(model.dtypes)
         holds = (
             f"{fmt.name} holds all numbers of {stored[0]}"
             if stored
@@ -267,6 +255,6 @@ def _notes_of(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
             "--quant-method int8 is the better choice"
         )
     for name, other in () if kept else formats_of("cpu").items():
-        if other.encoding.grid.bits < BITS_DECODED and other.encoding.is_exact(model):
+        if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):
             notes.append(f"--quant-method {name} keeps every number of these experts as it is")
     return notes

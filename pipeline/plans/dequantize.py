@@ -1,4 +1,4 @@
-"""The plan of `ktconvert dequantize`: a whole checkpoint in which every quantized weight is BF16."""
+"""The plan of `ktconvert dequantize`: a whole checkpoint in which every quantized weight becomes BF16."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
-from ktconvert.pipeline.options.quantization import DequantizeOptions
+from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
 
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
+# Returns changed tensors of the output, and a note on the change
+TensorChange = Callable[[Sequence[OtherTensor]], tuple[Sequence[OtherTensor], str]]
 
-# Changes the tensors of the output, and says so in a sentence.
-Changing = Callable[[Sequence[OtherTensor]], tuple[Sequence[OtherTensor], str]]
 
-
-def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | None = None) -> Plan:
-    """Of headers only, before any weight is read; with tensors that are changed, for `merge-adapter`."""
+def plan_dequantize(request: Request[DequantizeOptions], change: TensorChange | None = None) -> Plan:
+    """Build the plan from headers; read no weights. change: applied to the tensors, for `merge-adapter`."""
     source = open_checkpoint(request.input, request.options.hub.revision)
     checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
     tensors: Sequence[OtherTensor] = decoded_others(everything)
-    more: Sequence[str] = ()
-    if changing is not None:
-        tensors, *more = changing(tensors)
+    change_notes: Sequence[str] = ()
+    if change is not None:
+        tensors, *change_notes = change(tensors)
     facts = _facts(source, tensors)
     metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
     limit = request.options.max_shard_size
@@ -44,8 +43,8 @@ def plan_dequantize(request: Request[DequantizeOptions], changing: Changing | No
     notes = (
         *source.notes,
         *everything.notes,
-        *more,
-        *_notes(facts, len(everything.dropped), dropped_files, copied=changing is None),
+        *change_notes,
+        *_notes(facts, len(everything.dropped), dropped_files, copied=change is None),
     )
     base = checkpoint.base_model(source)
     return Plan(
@@ -71,14 +70,14 @@ def _check(assembled: Path) -> None:
 
 
 def _facts(source: TensorSource, tensors: Sequence[OtherTensor]) -> dict[str, Any]:
-    """decoded: the title of an encoding -> the number of weights that were stored in it."""
+    """Return the facts of the output. decoded: title of an encoding -> number of weights stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
     mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
     if not count and (quantization.method or mlx or card.unquantized(source.config) != source.config):
         raise UnsupportedError(
-            f"{source.root}: its {CONFIG} says that it is quantized ({quantization.method or 'by an unnamed method'}), "
-            "but no tensor has the names of a format that can be read; use the model's BF16 or FP8 (E4M3) release."
+            f"{source.root}: {CONFIG} declares a quantized model ({quantization.method or 'unnamed method'}), but no "
+            "tensor has the names of a supported encoding; use the model's BF16 or FP8 (E4M3) release."
         )
     return {
         "architecture": ", ".join(cfg.families(source.config)) or "unknown",

@@ -17,78 +17,61 @@ from ktconvert.layouts.outputs.gpu_card import loading_notes
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.engine.units import Stage
-from ktconvert.pipeline.options.quantization import GpuOptions
-from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.plans.quantizing import calibration_facts, equalized_for, plan_of
-from ktconvert.pipeline.stages import quantize_experts
+from ktconvert.pipeline.options.conversion_options import GpuOptions
+from ktconvert.pipeline.plans import checkpoint, expert_plan
 
-ABOUT = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
+METADATA = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
 def plan_gpu(request: Request[GpuOptions]) -> Plan:
-    """Of headers only, before any weight is read."""
-    require_possible(request.options)
-    request = checkpoint.with_arch_row(request)
-    if request.options.calibrated:
-        from ktconvert.pipeline.plans import walking
-
-        request = walking.on_one_machine(request, with_statistics=request.options.gptq.saves_statistics)
+    """Build the plan from headers; read no weights."""
+    _require_supported(request.options)
+    request = expert_plan.prepare_request(request)
     options = request.options
     source = open_checkpoint(request.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
-    model = recognise(source, checkpoint.rows_for(options.arch_row))
+    model = recognise(source, checkpoint.arch_table(options.arch_row))
     fmt = formats_of("gpu")[options.quant_type].configured(
         {"rounding": options.rounding, "group_size": options.group_size}
     )
-    model = equalized_for(options, model, fmt)
+    model = expert_plan.equalize_model(options, model, fmt)
     loading = loading_notes(fmt, model, sorted({*options.tp_size}))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
-    metadata = checkpoint.shard_metadata(facts, source, ABOUT)
-    if options.calibrated:
-        stage: Stage[Any] = walking.gptq_stage(request, model, fmt, rest, metadata)
-    else:
-        limit, given = options.max_shard_size, options.weights
-        stage = quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=given)
-    shards = ("--max-shard-size cuts only what is copied: a layer's experts are one shard",)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
-    plan = plan_of(
+    notes = _rawint4_notes(facts, options.output)
+    if options.max_shard_size and options.calibrated:
+        notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
+    return expert_plan.build_plan(
         request,
         model,
         fmt,
-        stage,
+        model.layers,
         decoded_others(rest),
         facts,
-        metadata,
+        checkpoint.shard_metadata(facts, source, METADATA),
         card_notes=_notes(model, rest, left_out, loading),
-        notes=(*_of_cpu(facts, options.output), *(shards if options.max_shard_size and options.calibrated else ())),
+        notes=notes,
         ignore=ignore,
         left_out=left_out,
     )
-    return walking.with_gptq(plan, request, model, fmt) if options.calibrated else plan
 
 
-def require_possible(options: GpuOptions) -> None:
-    """Raise KtconvertError for what is not installed, made otherwise, or contradicts another option."""
-    if options.calibrated:
-        from ktconvert.pipeline.calibration import requirements
-
-        requirements.require_libraries("--quant-method GPTQ")
+def _require_supported(options: GpuOptions) -> None:
+    """Raise KtconvertError for unsupported values, and for --save-statistics without a walk that gathers them."""
     if options.torch_dtype != "bfloat16":
-        what = "experts are rounded from BF16 and their scales are BF16"
-        remedy = "leave the option out"
-        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {what}; {remedy}.")
+        problem = "experts are rounded from BF16 and their scales are BF16"
+        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {problem}; leave the option out.")
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
-        remedy = "give it to that, or use `ktconvert calibrate`"
-        raise UsageError(f"--save-statistics needs GPTQ's engine stream, which goes through the model; {remedy}.")
+        remedy = "use both, or `ktconvert calibrate`"
+        raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
 
 
-def _of_cpu(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
-    """Of experts that kt-kernel's RAWINT4 could compute on the CPU: whether it does, and how SGLang is started then."""
+def _rawint4_notes(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
+    """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
     if not gpu_card.is_rawint4(facts):
         return ()
     if why := gpu_card.why_not_for_cpu(facts):
@@ -108,7 +91,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
         "bits": fmt.encoding.grid.bits,
         "group_size": fmt.encoding.grid.group,
         **checkpoint.shape_facts(model, model.layers),
-        **calibration_facts(options),
+        **expert_plan.calibration_facts(options),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         TEMPLATES: name_templates(model),
     }

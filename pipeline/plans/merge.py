@@ -1,4 +1,4 @@
-"""The plan of `ktconvert merge`: loose layer folders, ours or kt-kernel's, into safetensors that kt-kernel loads."""
+"""The plan of `ktconvert merge`: from loose layer folders, ours or kt-kernel's, to safetensors for kt-kernel."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
+from ktconvert.pipeline.options.conversion_options import MergeOptions
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import MergeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import merge_loose_files
 
-# The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
+# Prefix of loose files that can be merged -> kt-kernel's name of the method; other files hold only backward matrices
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
-# Facts of the layers' manifest that hold for the merged output, too.
+# Facts of the layers' manifest that also hold for the merged output
 KEPT_FACTS = (
-    *("architecture", "layout", "activation", "dtypes", "weights_on", *checkpoint.ABOUT_CODES, "without_counts"),
+    *("architecture", "layout", "activation", "dtypes", "weights_on", *checkpoint.CODE_FACTS, "without_counts"),
     *("too_few_tokens", "equalized", "resplit_from"),
 )
-SIZES = ("experts", "hidden", "intermediate")  # as a manifest calls them
-CHOOSE = "convert it again, or if they are left out on purpose, name those to merge with --layers"
+SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest
+REMEDY = "convert it again, or name the layers to merge with --layers"
 
 
 def plan_merge(request: Request[MergeOptions]) -> Plan:
-    """Of names and sizes only. InputError for a missing, extra or cut-off file."""
+    """Build the plan from names and sizes; read no weights. Raises InputError for missing, extra or truncated files."""
     original = request.options.original_path
     request = replace(request, options=with_values(request.options, with_companions=original is not None))
     root, options = Path(request.input), request.options
@@ -53,20 +53,20 @@ def plan_merge(request: Request[MergeOptions]) -> Plan:
     if not folders:
         raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
     layers = checkpoint.parse_layers(options.layers, tuple(folders))
-    names, source_config = _original(original)
-    recorded = recorded_facts(root)
+    names, source_config = _read_original(original)
+    recorded = read_manifest_facts(root)
     if options.layers == "all":
         _require_all(root, layers, recorded, source_config)
     output = replace(open_output(root, layers), config=source_config or {})
-    measured = _measured(output, options.layers == "all")
+    measured = _measure_layers(output, options.layers == "all")
     facts = _facts(measured, recorded)
     about = cpu_card.AMX if measured.fmt is None else measured.fmt.description
     lines = about.card(facts, None, False, "skip", about.numbers)
     entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
-    metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
-    files = _in_order(output)
-    read = checkpoint.files_below(root, [file.file for file in files])
-    read |= checkpoint.files_below(original, names) if original else {}
+    metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
+    files = _sort_tensors(output)
+    read = checkpoint.files_in(root, [file.file for file in files])
+    read |= checkpoint.files_in(original, names) if original else {}
     return Plan(
         request=request,
         files=read,
@@ -81,8 +81,8 @@ def plan_merge(request: Request[MergeOptions]) -> Plan:
     )
 
 
-def _original(original: Path | None) -> tuple[list[str], dict[str, Any] | None]:
-    """The companions of the original checkpoint, and its config.json; None without one."""
+def _read_original(original: Path | None) -> tuple[list[str], dict[str, Any] | None]:
+    """Return the companion files of the original checkpoint, and its config.json, None if there is none."""
     if original is None:
         return [], None
     if not original.is_dir():
@@ -90,8 +90,8 @@ def _original(original: Path | None) -> tuple[list[str], dict[str, Any] | None]:
     return companion_files(original), read_config(original) if (original / CONFIG).exists() else None
 
 
-def _in_order(output: Output) -> list[TensorInfo]:
-    """The loose files as tensors of the merged output, in the order of bytes.md."""
+def _sort_tensors(output: Output) -> list[TensorInfo]:
+    """Return the loose files as tensors of the merged output, in the order of bytes.md."""
 
     def order(key: tuple[Place, str]) -> tuple[object, ...]:
         place, suffix = key
@@ -102,16 +102,18 @@ def _in_order(output: Output) -> list[TensorInfo]:
     return [replace(output.tensors[key], name=names.key(*key)) for key in sorted(output.tensors, key=order)]
 
 
-def _measured(output: Output, everything: bool) -> Measure:
-    """What the layers are, by names and sizes. Raises where there is nothing to merge, or they are not whole, of one
-    conversion, and of the model of output.config, which decides on layers where the user named none (everything).
+def _measure_layers(output: Output, everything: bool) -> Measure:
+    """Return the layers' format and sizes, from names and sizes.
+
+    everything: the user named no layers, so output.config decides which must exist. Raises KtconvertError if there is
+    nothing to merge, or if layers are incomplete, of several conversions, or not of output.config's model.
     """
     from ktconvert.pipeline.verify.structure import check_tensors
 
     root = output.root
     if others := sorted(output.prefixes - {*MERGED}):
-        why = f"they are backward matrices alone, which stay loose; give {', '.join(MERGED)} files"
-        raise UnsupportedError(f"{root}: there is nothing to merge in {' and '.join(others)} files: {why}.")
+        why = f"they hold only backward matrices, which stay loose; give {', '.join(MERGED)} files"
+        raise UnsupportedError(f"{root}: {' and '.join(others)} files cannot be merged: {why}.")
     if len(output.prefixes) > 1:
         raise InputError(f"{root}: holds {' and '.join(sorted(output.prefixes))} files; merge one method at a time.")
     measured = measure(output)
@@ -120,9 +122,9 @@ def _measured(output: Output, everything: bool) -> Measure:
         shown = ", ".join(f"{' x '.join(map(str, shape))} in layer {layer}" for layer, shape in shapes.items())
         raise InputError(
             f"{root}: layers differ in experts x hidden size x expert width ({shown}), and neither a manifest.json "
-            "beside them nor --original-path says that they do; convert those that are wrong again."
+            "nor --original-path confirms that; convert the wrong layers again."
         )
-    if output.manifest is not None:  # which may be of more layers
+    if output.manifest is not None:  # it may list more layers
         facts = {**output.facts, "layers": [*shapes], "kept_layers": []}
         for name, values in zip(SIZES, zip(*shapes.values(), strict=True), strict=True):
             if isinstance(facts[name], list) and {*values} <= {*facts[name]}:
@@ -138,19 +140,19 @@ def _measured(output: Output, everything: bool) -> Measure:
 
 
 def require_sound(root: Path, problems: Sequence[str]) -> None:
-    """Raise InputError for the first of these problems of an output, if there are any."""
+    """Raise InputError for the first of these problems of an output, if any."""
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{root}: {problems[0]}{more}; convert it again.")
 
 
 def _facts(measured: Measure, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is known from names and sizes, and from the manifest beside them."""
+    """Return the facts that follow from names and sizes, and those of the manifest next to the layers."""
     experts, hidden, width = map(one_or_all, zip(*measured.shapes.values(), strict=True))
     return {
         "architecture": "unknown",
         "method": measured.method,
-        "layout_version": 1,
+        "layout_version": FORMATS[measured.method].encoding.version,
         "numa": measured.numa,
         "layers": [*measured.shapes],
         "experts": experts,
@@ -164,8 +166,8 @@ def _facts(measured: Measure, recorded: Mapping[str, Any] | None) -> dict[str, A
     }
 
 
-def recorded_facts(root: Path) -> dict[str, Any] | None:
-    """The facts of an output's manifest, if there is one. Raises VerificationError for one that is not ours."""
+def read_manifest_facts(root: Path) -> dict[str, Any] | None:
+    """Return the facts of an output's manifest, None without one. Raises VerificationError if we did not write it."""
     if (recorded := manifest.read(root)) is None:
         return None
     facts = dict(recorded.model)
@@ -178,7 +180,7 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
 
 
 def _texts(key: str, value: Any) -> Iterable[Any]:
-    """What must be printable text of a fact; of an object, its keys and its values as text."""
+    """Return the texts in a fact that must be printable: the items of a list, or keys and values of an object."""
     if isinstance(value, list) and key in ("dtypes", "without_counts", "too_few_tokens", "equalized"):
         return value
     if isinstance(value, dict) and key in ("calibration", "machine"):
@@ -186,25 +188,30 @@ def _texts(key: str, value: Any) -> Iterable[Any]:
     return [value]
 
 
-# Whether every layer is there: by the manifest beside them, else by the original's config, else up to the last one.
 def _require_all(
     root: Path, layers: Sequence[int], recorded: Mapping[str, Any] | None, config: dict[str, Any] | None
 ) -> None:
-    """Raise InputError where a layer is missing, or is not of the manifest."""
-    known = _by_config(layers, config)
+    """Raise InputError if a layer is missing, or is not in the manifest.
+
+    The manifest next to the layers lists them, else the original's config; otherwise no layer between the first and the
+    last may be missing.
+    """
+    known = _layers_to_expect(layers, config)
     if recorded is not None and "layers" in recorded:
         known = sorted({*recorded["layers"], *recorded.get("kept_layers", [])})
         if others := [n for n in layers if n not in known]:
             here = loose.layer_folder(others[0])
-            raise InputError(f"{root}: manifest.json names no layer {others[0]}, and {here} is here; convert it again.")
+            raise InputError(
+                f"{root}: {here} exists, but manifest.json does not list layer {others[0]}; convert it again."
+            )
     missing = list(islice((n for n in known if n not in layers), MOST_LAYERS))
     if missing:
         which = f"layers {ranges(missing)} are" if len(missing) > 1 else f"layer {missing[0]} is"
-        raise InputError(f"{root}: {which} missing, {ranges(layers)} there; {CHOOSE}.")
+        raise InputError(f"{root}: {which} missing, {ranges(layers)} present; {REMEDY}.")
 
 
-def _by_config(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:
-    if config is not None and (by_config := claims.moe_layers(config)) is not None:
-        return by_config
+def _layers_to_expect(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:
+    if config is not None and (moe_layers := claims.moe_layers(config)) is not None:
+        return moe_layers
     limit = claims.num_layers(config) if config is not None else None
     return range(min(layers), limit[1] if limit is not None and limit[1] < MOST_LAYERS else max(layers) + 1)

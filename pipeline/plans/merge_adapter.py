@@ -1,4 +1,4 @@
-"""The plan of `ktconvert merge-adapter`: a whole checkpoint in BF16, with an adapter folded into its weights."""
+"""The plan of `ktconvert merge-adapter`: a whole BF16 checkpoint with an adapter folded into its weights."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
-from ktconvert.pipeline.options.quantization import MergeAdapterOptions
+from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the checkpoint's tensors, by name
 
 # An expert's projections in the stacked tensors of newer checkpoints, [E, 2 I, H] and [E, H, I]: the tensor, and which
-# half of an expert's rows.
+# half of the expert's rows
 STACKED = {"gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "down_proj": (DOWN, 0)}
 OTHER = "use an adapter of this model"
 
 
 def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
-    """Build the plan from headers and the adapter. Raises InputError or UnsupportedError for one of another model."""
+    """Build the plan from headers and the adapter. Raises InputError or UnsupportedError if they do not fit."""
     folder = request.options.adapter
     require_adapter(folder)
-    # Both are small beside a checkpoint, so their content tells them from others, on resume and once it is finished.
+    # Both are small beside a checkpoint, so they are identified by their content.
     files = {
         folder / name: msgspec.structs.replace(
             seen(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
@@ -53,7 +53,7 @@ def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
 
 
 def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:
-    """Return the tensors with what is added to them, and a note. Raises where the checkpoint has no such weights."""
+    """Return the tensors with the adapter's updates, and a note. Raises if the checkpoint lacks such weights."""
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
     blocks: dict[str, dict[int, Delta]] = {}
     experts: dict[str, set[int]] = {}
@@ -65,24 +65,24 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -
         if match := OF_EXPERT.fullmatch(module):
             experts.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
     _require_all_experts(experts, shapes, folder)
-    made = []
+    changed = []
     for tensor in tensors:
         if tensor.key in blocks:
             if tensor.entry.dtype != "BF16" or (isinstance(tensor.stored, Weight) and len(tensor.entry.shape) > 2):
                 raise UnsupportedError(
-                    f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, and an adapter is added to BF16 "
-                    "matrices: give what `ktconvert dequantize` writes",
+                    f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, and adapters change only BF16 "
+                    "matrices; give the output of `ktconvert dequantize`",
                     path=folder,
                 )
             tensor = replace(
                 tensor, added=Added(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
             )
-        made.append(tensor)
-    return made, f"the adapter {folder.name} is added to {len(blocks)} tensors, each rounded to BF16 once"
+        changed.append(tensor)
+    return changed, f"the adapter {folder.name} is added to {len(blocks)} tensors, each rounded to BF16 once"
 
 
 def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
-    """The tensor that a module's weight is, or lies in, and its first row there."""
+    """Return the tensor that holds a module's weight, and the weight's first row in it."""
     name = _find_name(f"{module}.weight", shapes, folder)
     if name is not None and shapes[name] == delta.shape:
         return name, 0
@@ -104,20 +104,20 @@ def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tupl
 
 
 def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
-    """The checkpoint's name of a tensor of transformers' model: the same, or one that begins in another known way."""
+    """Return the checkpoint's name of a tensor of transformers' model: the same, or with another known prefix."""
     if name in shapes:
         return name
     start = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
     names = [name.removeprefix("model.")] if start is None else [prefix + name[len(start) :] for prefix in PREFIXES]
-    found = [other for other in names if other in shapes]
-    if len(found) > 1:
-        what = f"changes {name}, which may be the checkpoint's {found[0]} or {found[1]}"
+    matches = [other for other in names if other in shapes]
+    if len(matches) > 1:
+        what = f"changes {name}, which may be the checkpoint's {matches[0]} or {matches[1]}"
         raise InputError(what, "train it with the transformers model of this checkpoint", path=folder)
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _require_all_experts(experts: Mapping[str, set[int]], shapes: Shapes, folder: Path) -> None:
-    """Raise InputError where an adapter changes only some of a layer's experts: then it is of another model."""
+    """Raise InputError if an adapter changes only some of a layer's experts: it belongs to a different model."""
     for projection, numbers in experts.items():
         at, name = projection.split(".*.")
         stacked = _find_name(f"{at}.{STACKED[name][0]}", shapes, folder) if name in STACKED else None

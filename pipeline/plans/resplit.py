@@ -1,4 +1,4 @@
-"""The plan of `ktconvert resplit`: an output in NUMA parts, rewritten for another number of NUMA parts."""
+"""The plan of `ktconvert resplit`: an output rewritten for another number of NUMA slices."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ktconvert.layouts.outputs.rearrange import rounds_again
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.options.conversion_options import ResplitOptions
 from ktconvert.pipeline.options.declare import with_values
-from ktconvert.pipeline.options.quantization import ResplitOptions
-from ktconvert.pipeline.plans import checkpoint, quantizing
-from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts, require_sound
+from ktconvert.pipeline.plans import checkpoint, expert_plan
+from ktconvert.pipeline.plans.merge import KEPT_FACTS, read_manifest_facts, require_sound
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
 from ktconvert.pipeline.stages.quantize_experts import (
@@ -44,17 +44,17 @@ from ktconvert.pipeline.stages.quantize_experts import (
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-# What shards say of their experts, whatever the number of parts.
-KEPT_METADATA = ("activation", "weights_on", *checkpoint.ABOUT_CODES, "source")
-BETTER = 0.99  # times the error of resplit: below this, converting again is advised
+# Metadata of shards that does not depend on the number of NUMA slices
+KEPT_METADATA = ("activation", "weights_on", *checkpoint.CODE_FACTS, "source")
+BETTER = 0.99  # below this fraction of the error of resplit, converting again is advised
 SAMPLED = 3  # units whose rounding is measured for the plan
-TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
+TENSOR = 1600  # bytes of memory for the names and offsets of a tensor: finely cut experts have many
 
 
 def plan_resplit(request: Request[ResplitOptions]) -> Plan:
-    """Of names, sizes and headers; only errors are measured, on SAMPLED experts, for notes."""
+    """Build the plan from names, sizes and headers; read only the weights of SAMPLED experts, to measure errors."""
     plan, options = _plan(request), request.options
-    return plan if options.against is None else _advised(plan, options.against, options.revision)
+    return plan if options.against is None else _add_advice(plan, options.against, options.revision)
 
 
 def _plan(request: Request[ResplitOptions]) -> Plan:
@@ -64,14 +64,14 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     for layer, (_, hidden, intermediate) in measured.shapes.items():
         require_legal(fmt.of_layer(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
-        raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
+        raise UsageError(f"--max-shard-size is for safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}, root) if output.loose else open_checkpoint(root)
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    files = checkpoint.shards_of(source) | checkpoint.files_below(root, (*loose_files, *copied))
-    request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
+    files = checkpoint.shard_files(source) | checkpoint.files_in(root, (*loose_files, *copied))
+    request = replace(request, options=with_values(options, **_inherit_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
         fmt,
@@ -87,7 +87,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
-    notes = tuple(quantizing.notes_of_each(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
+    notes = tuple(expert_plan.notes_by_format(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
     config, before = dict(output.config), output.config.get("quantization_config")
     if isinstance(before, dict) and before.get("quant_method") == cpu_card.QUANT_METHOD:
@@ -104,7 +104,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         companions=checkpoint.companions(root, copied),
         config=card.config_json(config, entries, whole=False) if CONFIG in copied else None,
         loose=output.loose,
-        # What is known of every tensor, and the buffers of all threads, which do not grow with the model.
+        # The entry of each tensor, and the buffers of all threads, which do not grow with the model
         peak_memory=lambda threads: (
             checkpoint.BASE_MEMORY
             + TENSOR * len(output.tensors)
@@ -115,7 +115,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
 
 
 def _open(root: Path) -> tuple[Output, Measure, Format]:
-    """The output, its sizes and its format. InputError where it is not whole, UnsupportedError without parts."""
+    """Return the output, its sizes and its format. Raises InputError or UnsupportedError if it cannot be rewritten."""
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
 
@@ -128,21 +128,21 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     fmt = measured.fmt
     if fmt is not None and fmt.forward and not fmt.arrangement.parted:
-        raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
+        raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA slices; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
         remedy = "convert the model again with --threadpool-count"
         raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged here; {remedy}.")
     if fmt is None:
-        problems = problems or [f"its weights fit none of {', '.join(output.methods)}"]
+        problems = problems or [f"its weights match none of {', '.join(output.methods)}"]
     require_sound(root, problems)
     assert fmt is not None
     return output, measured, fmt
 
 
 def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[str, Any]:
-    """What the bytes and the manifest say; resplit_from: the numbers of parts that it had before, in order."""
+    """Return the facts of the new output. resplit_from: the numbers of slices that it had before, in order."""
     experts, hidden, intermediate = map(one_or_all, zip(*measured.shapes.values(), strict=True))
-    recorded = recorded_facts(output.root) or {}
+    recorded = read_manifest_facts(output.root) or {}
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
         "architecture": "unknown",
@@ -161,11 +161,10 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[st
 
 
 def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
-    """Of every shard: ours, and what the shards that are read say of their experts."""
+    """Return the metadata of every shard: ours, and that of the input's shards about their experts."""
     metadata = next(iter(output.metadata.values()), {})
     return {
-        "format": "pt",
-        "ktconvert_format": "1",
+        **checkpoint.FORMAT_METADATA,
         "method": fmt.name,
         "layout_version": str(fmt.encoding.version),
         "numa": str(numa),
@@ -173,48 +172,48 @@ def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
     }
 
 
-def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
-    """Options of the first conversion that hold for the new output, too: loose files, layers, the table's row."""
+def _inherit_settings(output: Output, measured: Measure) -> dict[str, Any]:
+    """Return the options of the first conversion that hold for the new output: loose files, layers, --arch-file."""
     before = output.settings
     layers = (
         ranges(sorted(measured.shapes)).replace(" ", "") if before.get("layers", "all") not in ("all", None) else None
     )
-    kept = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
-    return {name: value for name, value in kept.items() if value is not None and value != ""}
+    inherited = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
+    return {name: value for name, value in inherited.items() if value is not None and value != ""}
 
 
 def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
-    """The units whose sampled expert is measured, spread evenly."""
+    """Return evenly spread units, whose sampled expert is measured."""
     chosen = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
     return [units[i].work for i in chosen]
 
 
 def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
     work = units[0].work
-    parts = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
+    matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
     if old == new:
         yield f"the output has {plural(old, 'NUMA part')} already: every tensor stays as it is"
     elif not work.fmt.encoding.grid.per_row:
         yield "every weight and scale stays what it is: these are the bytes of converting again"
     elif not rounds_again(work.fmt.encoding, old, new):
         yield (
-            f"all weights keep their values; {parts} keeps the scales of {plural(old, 'part')}, where "
+            f"all weights keep their values; {matrices} keeps the scales of {plural(old, 'part')}, where "
             "converting again would choose one for each new part"
         )
     else:
         works = sample(units)
         sums = sum(
-            (work.change_sums((work.sampled_expert, p)) for work in works for p in work.column_projections), np.zeros(4)
+            (each.change_sums((each.sampled_expert, p)) for each in works for p in each.column_projections), np.zeros(4)
         )
         error = error_figures(sums)["relative_error"]
         yield (
-            f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
-            f"by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
+            f"{matrices}: columns of several parts come to share a scale, so they are rounded once more; that moves "
+            f"them by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
         )
 
 
-def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
-    """The plan with a note on what is better, from the errors of the down projections of a few experts."""
+def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
+    """Return the plan with a note on whether converting again is better, from errors of down_proj of a few experts."""
     works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
@@ -224,10 +223,10 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
         raise UnsupportedError(
             f"{plan.request.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )
-    sums = np.zeros(4), np.zeros(4), np.zeros(4)  # of error_sums: of the old output, the new one, a fresh conversion
+    sums = np.zeros(4), np.zeros(4), np.zeros(4)  # error_sums of the old output, the new one, and a fresh conversion
     with open_checkpoint(against, revision) as source:
         reads = (*plan.reads, *source.paths())
-        model = recognise(source, checkpoint.rows_for(plan.request.options.settings.get("arch_row")))
+        model = recognise(source, checkpoint.arch_table(plan.request.options.settings.get("arch_row")))
         for work in works:
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
@@ -258,6 +257,7 @@ def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
 
 
 def _equal(ours: Parts, theirs: Parts) -> bool:
+    """Return whether the forward matrices of two experts have the same bytes."""
     return all(
         np.array_equal(mine, other)
         for (part, a), (_, b) in zip(ours, theirs, strict=True)
@@ -267,6 +267,7 @@ def _equal(ours: Parts, theirs: Parts) -> bool:
 
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:
+    """Return the command that converts the source again, for this output."""
     settings, facts = plan.request.options.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]

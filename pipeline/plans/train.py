@@ -17,14 +17,15 @@ from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.pipeline.engine.plan import Plan, Request, seen
 from ktconvert.pipeline.models.fine_tuning import adapter_card
 from ktconvert.pipeline.models.text_datasets import local_files, select_split
-from ktconvert.pipeline.options.training_options import TrainOptions
+from ktconvert.pipeline.options.model_options import TrainOptions
 
 LOOSE = "_layer_*/_numa_*/*.kt"
 
 
 def plan_train(request: Request[TrainOptions]) -> Plan:
-    """Build the plan from headers and the content of small files and data sets; fine_tuning.with_stages adds
-    the stages, once texts are tokens. Raises InputError for missing or unreadable files.
+    """Build the plan from headers, small files and data sets.
+
+    fine_tuning.with_stages adds the stages once texts are tokenized. Raises InputError for missing or unreadable files.
     """
     files = {path: _identity(path, name) for path, name in _files_read(request.options)}
     return Plan(
@@ -62,7 +63,7 @@ def _weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
 
 
 def _identity(path: Path, name: str) -> SourceFile:
-    """Return what tells a file from another: its header, its content, or for loose weights its size and time."""
+    """Return a file's identity: the hash of its header or content, or for loose weights its size and time."""
     if (container := next((each for each in CONTAINERS if each.suffix == path.suffix), None)) is not None:
         header = container.read_header(path, name)
         return SourceFile(name, header.size, header.sha256, header.mtime_ns)

@@ -33,7 +33,7 @@ from ktconvert.pipeline.calibration.gptq_experts import (
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
 from ktconvert.pipeline.calibration.requirements import GPTQ_REMEDIES
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
-from ktconvert.pipeline.options.quantization import QuantizationOptions
+from ktconvert.pipeline.options.conversion_options import QuantizationOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import expert_files, quantize_experts
 from ktconvert.quantizers import descent, gptq, predictions

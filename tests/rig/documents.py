@@ -46,7 +46,7 @@ from ktconvert.pipeline.engine.units import Result, Written
 from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.plans.commands import plan_request, request, saved_request
+from ktconvert.pipeline.plans.commands import load_request, make_plan, make_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, mutations
 from rig.files import touch
@@ -120,7 +120,7 @@ class Inputs:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of the interrupted conversion."""
-        return plan_of(self.broken)
+        return build_plan(self.broken)
 
     @functools.cached_property
     def opened(self) -> TensorSource:
@@ -176,10 +176,10 @@ def run(*arguments: object) -> tuple[int, str]:
     return code, written[1].getvalue().decode()
 
 
-def plan_of(output: Path) -> Plan:
+def build_plan(output: Path) -> Plan:
     old = saved_plan(locate(output))
     assert old is not None
-    return plan_request(saved_request(output, old))
+    return make_plan(load_request(output, old))
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ def read_plan(inputs: Inputs, _: Path) -> None:
     begun_with(inputs.broken)
     old = saved_plan(inputs.work)
     if old is not None:
-        saved_request(inputs.broken, old)
+        load_request(inputs.broken, old)
         agree(inputs.plan, old, False)
         show_status(inputs.broken)
 
@@ -238,9 +238,9 @@ def read_journal(inputs: Inputs, path: Path) -> None:
 
 
 def show_status(output: Path) -> None:
-    found = status.look(output)
+    found = status.read_status(output)
     json.dumps(found)
-    status.lines(found)
+    status.status_lines(found)
 
 
 def copy_work(inputs: Inputs, name: str) -> Paths:
@@ -452,7 +452,9 @@ def make_arch(inputs: Inputs) -> Path:
 
 
 def read_arch(inputs: Inputs, path: Path) -> None:
-    text = request("cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)).options.arch.text()
+    text = make_request(
+        "cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)
+    ).options.arch.load_text()
     recognise(inputs.opened, (parse_arch(text), *ARCHS))
 
 
@@ -500,8 +502,8 @@ def make_map(inputs: Inputs) -> Path:
 def read_map(inputs: Inputs, path: Path) -> None:
     """--method-map, which is no file: each of its lines is a value."""
     values = path.read_text("utf-8", "replace").splitlines()
-    plan_request(
-        request("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
+    make_plan(
+        make_request("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
     )
 
 
@@ -634,7 +636,7 @@ def read_adapter(inputs: Inputs, path: Path) -> None:
     for delta in adapter.read_adapter(path.parent).values():
         delta.matrices()
     options = {"input": str(inputs.source), "output": str(inputs.new), "adapter": str(path.parent)}
-    plan_request(request("merge-adapter", **options))
+    make_plan(make_request("merge-adapter", **options))
 
 
 def of_adapter(inputs: Inputs) -> list[list[object]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND_LINE = "ktconvert.pipeline.cli:main"
-PACKAGES = ("cli", "engine", "plans", "ui", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
+PACKAGES = ("cli", "engine", "plans", "report", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
 class Forks(contextlib.AbstractContextManager[Any]):

@@ -1,11 +1,11 @@
-"""What plans that make experts share: the stage, by rounding or by GPTQ, statistics of inputs, a method per layer."""
+"""The plan of the commands that quantize experts, `cpu` and `gpu`: rounding or GPTQ, statistics, a method per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
@@ -26,29 +26,49 @@ from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_versi
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import describe_dataset
-from ktconvert.pipeline.options.quantization import CpuOptions, QuantizationOptions
+from ktconvert.pipeline.options.conversion_options import CpuOptions, QuantizationOptions
 from ktconvert.pipeline.plans import checkpoint
-from ktconvert.pipeline.stages import copy_tensors, expert_files
+from ktconvert.pipeline.stages import copy_tensors, expert_files, quantize_experts
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
-from ktconvert.quantizers.choice import Quantizer
+from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
 
 MAP = "--method-map"
 EQUALIZED_NOTE = (
-    f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; which, "
-    "manifest and model card will say"
+    f"experts whose columns of down_proj differ by more than {THRESHOLD:g} (`inspect --columns`) are equalized; the "
+    "manifest and the model card will list them"
 )
+Q = TypeVar("Q", bound=QuantizationOptions)
 
 
-def plan_of(
+def prepare_request(request: Request[Q]) -> Request[Q]:
+    """Return the request with everything that the first run records: the text of --arch-file, for GPTQ the machine.
+
+    Raises KtconvertError if GPTQ needs packages that are missing.
+    """
+    request = checkpoint.with_arch_row(request)
+    if not request.options.calibrated:
+        return request
+    from ktconvert.pipeline.calibration import requirements
+    from ktconvert.pipeline.plans import walk
+
+    requirements.require_libraries(request.options.CALIBRATED_BY)
+    return walk.record_machine(request, with_statistics=request.options.gptq.saves_statistics)
+
+
+def build_plan(
     request: Request[QuantizationOptions],
     model: MoeModel,
     fmt: Format,
-    stage: Stage[Any],
+    layers: Sequence[int],
     others: Sequence[OtherTensor],
     facts: dict[str, Any],
     metadata: Mapping[str, str],
     *,
+    choice: Quantizer = ABSMAX,
+    numa: int = 1,
+    backward: bool = False,
+    statistics: InputStatistics | None = None,
     card_notes: Sequence[str] = (),
     notes: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -56,22 +76,40 @@ def plan_of(
     non_experts: str = "keep",
     loose_files: bool = False,
     kept_layers: tuple[int, ...] | None = None,
-    statistics: InputStatistics | None = None,
 ) -> Plan:
-    """The plan of a command that makes experts; with a walk, but for what that takes.
+    """Return the plan that quantizes experts, by rounding or on a walk through the model, and copies other tensors.
 
-    stage       makes the experts
-    others      the tensors beside the experts that are copied
-    card_notes  sentences for the plan and the model card; notes: for the plan alone
+    others      non-expert tensors to copy
+    choice      how codes are chosen; statistics: of the experts' inputs, if it needs them
+    numa        number of NUMA slices; backward: also make the matrices for fine-tuning
+    card_notes  sentences for the plan and the model card; notes: only for the plan
     ignore      patterns of modules that are not quantized
     left_out    files of the checkpoint that are not copied
-    statistics  of inputs, which are read besides
     """
     source, options, side_output = model.source, request.options, None
-    if options.calibrated and options.gptq.save_statistics is not None:
+    if options.calibrated:
         from ktconvert.pipeline.calibration.gather_statistics import KEYS
+        from ktconvert.pipeline.plans import walk
 
-        side_output = SideOutput(options.gptq.save_statistics, KEYS)
+        stage: Stage[Any] = walk.gptq_stage(
+            request, model, fmt, metadata, choice=choice, numa=numa, loose_files=loose_files
+        )
+        if options.gptq.save_statistics is not None:
+            side_output = SideOutput(options.gptq.save_statistics, KEYS)
+    else:
+        stage = quantize_experts.stage(
+            model,
+            fmt,
+            layers,
+            choice=choice,
+            numa=numa,
+            backward=backward,
+            loose_files=loose_files,
+            max_shard_size=options.max_shard_size,
+            metadata=metadata,
+            statistics=statistics,
+            options=options.weights,
+        )
     facts = facts | ({EQUALIZED: []} if model.equalized else {})
     stages = [stage]
     if others:
@@ -82,7 +120,7 @@ def plan_of(
     copying = copy_tensors.peak_memory(others) if others else 0
 
     def peak_memory(threads: int) -> int:
-        """Of the buffers of all packing threads, which do not grow with the model."""
+        """Return the size of the buffers of all packing threads, which do not grow with the model."""
         packing, making = threads + WAITING, 0
         if not options.calibrated:
             reading = 0 if statistics is None else statistics.memory_bytes(packing)
@@ -90,14 +128,14 @@ def plan_of(
         return checkpoint.BASE_MEMORY + max(making, copying)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        base, all_facts, about = checkpoint.base_model(source), {**facts, **found(stats)}, fmt.description
+        base, all_facts, about = checkpoint.base_model(source), {**facts, **facts_from_stats(stats)}, fmt.description
         lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
         return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
 
-    return Plan(
+    plan = Plan(
         request=request,
         files=checkpoint.source_files(source),
-        reads=(*source.paths(), *checkpoint.files_named(options), *_files_of(statistics)),
+        reads=(*source.paths(), *checkpoint.option_files(options), *_statistics_files(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
         notes=(*card_notes, *((EQUALIZED_NOTE,) if model.equalized else ()), *notes),
@@ -109,12 +147,13 @@ def plan_of(
         peak_memory=peak_memory,
         card=readme,
         check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
-        found=found,
+        found=facts_from_stats,
     )
+    return walk.add_gptq(plan, request, model, fmt) if options.calibrated else plan
 
 
 def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
-    """Of the data and the settings of GPTQ; nothing without it."""
+    """Return the data and the settings of GPTQ; nothing without it."""
     if not options.calibrated:
         return {}
     own = options.gptq
@@ -122,14 +161,14 @@ def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
     return {"calibration": {**describe_dataset(options.samples), **settings, "engine": options.engine}}
 
 
-def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What figures of layers say that no plan could: `too_few_tokens`, experts that GPTQ left, and `equalized`."""
-    few, equalized = (_by_layer(stats, name) for name in ("rounded_experts", "equalized_experts"))
+def facts_from_stats(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return facts that only finished units know: `equalized`, and `too_few_tokens`, the experts that GPTQ skipped."""
+    few, equalized = (_list_experts(stats, name) for name in ("rounded_experts", "equalized_experts"))
     return {**({"too_few_tokens": few} if few else {}), **({EQUALIZED: equalized} if equalized else {})}
 
 
-def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """As "layer 3: 0-5, 7"."""
+def _list_experts(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """Return the experts in this entry of the layers' figures, as in "layer 3: 0-5, 7"."""
     experts: dict[int, list[int]] = {}
     for s in stats:
         if s.get(name):
@@ -137,37 +176,39 @@ def _by_layer(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     return [f"layer {layer}: {ranges(experts[layer])}" for layer in sorted(experts)]
 
 
-def equalized_for(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """The model as --equalize asks for it. Raises where experts would compute something else, or no layer gains."""
+def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
+    """Return the model, equalized with --equalize. Raises if experts would compute something else, or none gains."""
     if not options.equalize:
         return model
     if model.activation not in UP_IS_A_FACTOR:
         raise UnsupportedError(
-            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which is another "
-            "function of a scaled up; leave out --equalize."
+            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which changes "
+            "if up is scaled; leave out --equalize."
         )
     if options.calibrated and options.engine == "oneshot":
-        raise UsageError("--equalize: --engine oneshot reads the checkpoint as it is; leave out one of them.")
+        raise UsageError("--equalize: --engine oneshot reads the original checkpoint; leave out one of the two.")
     if options.gptq.save_statistics is not None and options.calibrated:
-        remedy = "leave out one of them, or gather statistics with `ktconvert calibrate`"
+        remedy = "leave out one of the two, or gather statistics with `ktconvert calibrate`"
         raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
-    found = equalize_for_format(model, fmt)
-    if not found.equalized:
+    model = equalize_for_format(model, fmt)
+    if not model.equalized:
         why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
-        raise UsageError(f"--equalize is for integers and MXFP4 that experts are rounded to: {why}.")
-    return found
+        raise UsageError(f"--equalize works only where experts are rounded to integers or MXFP4: {why}.")
+    return model
 
 
 def _check(assembled: Path, calibrated: bool) -> None:
-    """Look at a whole model as its loaders do, by transformers where it is in memory already."""
+    """Check a whole model as its loaders do, and with transformers if that is loaded already."""
     from ktconvert.pipeline.verify.verify import require_sound
 
     require_sound(assembled, load=calibrated)
 
 
-def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
-    """The importance matrix that the options name, or the second moments; None where there are none. Raises UsageError
-    where they are named and not asked for, or the other way round; InputError for those of another model or beginning.
+def open_input_statistics(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
+    """Open the importance matrix or the second moments that the options name; None if they name none.
+
+    Raises UsageError if they are needed and missing or the reverse, and InputError for those of a different model or
+    than those of the first run.
     """
     given = options.importance
     path = given.file
@@ -179,26 +220,26 @@ def importance_for(choice: Quantizer, options: CpuOptions, model: MoeModel) -> I
                 f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
             )
         return None
-    opened = open_model_imatrix(path, model) if choice.importance else open_model_moments(path.parent, model)
-    begun_with = getattr(options, f"{opened.manifest_key}_sha256")
-    if begun_with not in (None, opened.sha256):
+    statistics = open_model_imatrix(path, model) if choice.importance else open_model_moments(path.parent, model)
+    first_sha256 = getattr(options, f"{statistics.manifest_key}_sha256")
+    if first_sha256 not in (None, statistics.sha256):
         raise InputError(
-            f"{opened.path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, "
-            f"and was {begun_with[:12]}); put the old file back and resume."
+            f"{statistics.path}: is not the file that this conversion was begun with (its sha256 was "
+            f"{first_sha256[:12]}, is {statistics.sha256[:12]}); put the old file back and resume."
         )
-    return opened
+    return statistics
 
 
-def _files_of(inputs: InputStatistics | None) -> tuple[Path, ...]:
-    """The files of the statistics of inputs, and those next to them that describe them."""
+def _statistics_files(inputs: InputStatistics | None) -> tuple[Path, ...]:
+    """Return the files of the input statistics, and the files next to them that describe them."""
     if inputs is None:
         return ()
     own = (file.path for file in inputs.layers.values()) if isinstance(inputs, SecondMoments) else (inputs.path,)
     return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
 
 
-def facts_of_inputs(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
-    """The sha256 of the statistics of inputs, and `without_counts`, the experts of these layers that have none."""
+def input_statistics_facts(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the sha256 of the input statistics, and `without_counts`, the experts of these layers without any."""
     if inputs is None:
         return {}
     unreached = {layer: inputs.experts_without_tokens(layer) for layer in layers}
@@ -206,20 +247,21 @@ def facts_of_inputs(inputs: InputStatistics | None, layers: Sequence[int]) -> di
     return {inputs.manifest_key: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
-def notes_of_unreached(facts: Mapping[str, Any]) -> Iterator[str]:
+def notes_on_unreached(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on experts that no token reached."""
     if listed := facts.get("without_counts"):
         yield f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}"
 
 
-def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """The format of --quant-method, or with --method-map the mix of it and others; UsageError for what is none."""
+def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
+    """Return the format of --quant-method, or with --method-map a mix of formats. Raises UsageError for a wrong map."""
     if not options.method_map:
         return fmt
     can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
     if fmt not in can.values():
         raise UsageError(f"--quant-method {options.quant_method}: {_not_mixed(fmt.name, can)}.")
     given = (
-        (options.no_merge_safetensor, "--no-merge-safetensor", "is in safetensors alone"),
+        (options.no_merge_safetensor, "--no-merge-safetensor", "is only in safetensors"),
         (options.save_backward_weights, "--save-backward-weights", "has no matrices for fine-tuning"),
         (options.resume_layer > 0, "--resume-layer", "is resumed without a number"),
     )
@@ -245,17 +287,17 @@ def mixed_of(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
 
 def _not_mixed(name: str, can: dict[str, Format]) -> str:
     *first, last = can
-    return f"{name} is no method that layers can be given; these are {', '.join(first)} and {last}"
+    return f"{name} cannot be the method of single layers; {', '.join(first)} and {last} can"
 
 
-def notes_of_each(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
-    """Notes on each format that layers have; those of a mix say on which."""
+def notes_by_format(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
+    """Yield notes on each format of the layers, in a mix with its name."""
     for own in fmt.formats:
         yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
 
 
-def notes_of_mix(fmt: Format, layers: Sequence[int], choice: Quantizer) -> Iterator[str]:
-    """What the plan and the model card say of a mix; nothing of any other format."""
+def mix_notes(fmt: Format, layers: Sequence[int], choice: Quantizer) -> Iterator[str]:
+    """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
     for methods in mixed.methods_of(fmt, layers).values():
         listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
         yield f"a method per layer, for the runtime of ktconvert: kt-kernel loads none of it ({listed})"

@@ -1,0 +1,294 @@
+"""Descriptions of a checkpoint, an output or an unfinished conversion, as `inspect` prints them."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, MOST_LAYERS, Arch
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.encodings import Weight
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.outputs import Format, formats_of
+from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal_counts
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.native_quant import kernels, machine
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.existing import saved_plan, unit_states
+from ktconvert.pipeline.engine.paths import Paths, locate, output_of
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.plans.checkpoint import require_whole
+from ktconvert.pipeline.plans.commands import load_request, make_plan
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.stages.quantize_experts import sample_experts
+from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
+from ktconvert.pipeline.verify.structure import check_structure, weights_whole
+from ktconvert.pipeline.verify.verify import Report, facts
+from ktconvert.quantizers import equalizing
+
+EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices whose refusal is explained; few machines have others
+DEFAULT_SLICES = 2  # of `ktconvert cpu`
+
+
+def describe_path(
+    where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
+) -> dict[str, Any]:
+    """Return a JSON object about a path or hub id; "kind" is "checkpoint", "output" or "unfinished".
+
+    A model that `cpu` and `gpu` cannot convert has "refused" with the reason.
+
+    reporter   shows the progress of reading weights, if any are read
+    arch_file  the text of --arch-file
+    columns    also measure the columns of a checkpoint's down projections
+
+    Raises InputError for missing or damaged files, UsageError for `columns` of anything but a checkpoint.
+    """
+    path = Path(where).expanduser()
+    output = output_of(path)
+    paths = locate(output or path)
+    unfinished = output is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
+    if not unfinished and not is_output(path):
+        return _describe_checkpoint(where, revision, arch_file, columns=columns)
+    if columns:
+        raise UsageError(f"{path}: --columns is only for checkpoints that are not converted yet; leave it out.")
+    return _describe_conversion(paths) if unfinished else _describe_output(path, reporter)
+
+
+def _describe_checkpoint(where: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
+    """Describe a checkpoint from its headers, and list the outputs that can be made from it."""
+    rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
+    with open_checkpoint(where, revision) as source:
+        document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_describe_files(source)}
+        document |= dequantize_output(source, where)
+        try:
+            model = recognise(source, rows, to_read=True)
+        except UnsupportedError as error:
+            return document | {"refused": str(error)}
+        document |= _describe_experts(model, source)
+        if columns:
+            document |= {"columns": {str(layer): _measure_columns(model, layer) for layer in model.layers}}
+        if model.refusal is not None:
+            return document | {"refused": model.refusal}
+        document |= {"methods": cpu_outputs(model), "convert": cpu_commands(model, where)}
+        document |= {"gpu": (gpu := gpu_outputs(model))}
+        return document | {"convert_gpu": gpu_commands(gpu, where)}
+
+
+def _describe_files(source: TensorSource) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    for info in source.tensors.values():
+        dtypes[info.dtype] += info.nbytes
+    return {
+        "container": source.container.title,
+        "model_type": cfg.families(source.config),
+        "shards": len(source.shards),
+        "tensors": len(source.tensors),
+        "total_bytes": sum(info.nbytes for info in source.tensors.values()),
+        "dtypes": dict(dtypes.most_common()),
+        "ignored_files": list(source.ignored),
+    }
+
+
+def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
+    routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
+    mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
+    limit = cfg.number(source.config, model.arch.layers)
+    every = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
+    moe = set(model.layers)
+    shapes = [model.shape(layer) for layer in model.layers]
+    return {
+        "architecture": model.arch.name,
+        "moe_layers": list(model.layers),
+        "dense_layers": [n for n in every if n not in moe],
+        "mtp_layers": list(model.mtp_layers),
+        "mtp_left_out_tensors": len(model.mtp_tensors),
+        "experts": sorted({e for e, _, _ in shapes}),
+        "hidden": sorted({h for _, h, _ in shapes}),
+        "intermediate": sorted({i for _, _, i in shapes}),
+        "expert_dtypes": list(model.dtypes),
+        "shared_experts": model.has_shared_experts,
+        "activation": model.activation,
+        "activation_formula": ACTIVATIONS[model.activation],
+        "weights_on": model.weights_on,
+        "plain": model.plain,
+        "routed_bytes": routed,
+        "mtp_bytes": mtp,
+        "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
+        "notes": list(model.notes),
+    }
+
+
+def _measure_columns(model: MoeModel, layer: int) -> dict[str, Any]:
+    """Return how much the columns of down differ (numerics.md, section 10), in some experts of a layer."""
+    spreads = {}
+    for expert in sample_experts(model.shape(layer)[0]):
+        down = kernels.decode(model.linear(layer, expert, "down"))
+        spreads[expert] = equalizing.center_and_spread(equalizing.levels(down))[1]
+        for info in model.expert_tensors(layer, expert):
+            model.source.release(info)
+    worst = max(spreads, key=lambda expert: spreads[expert])
+    return {
+        "experts": len(spreads),
+        "median": round(statistics.median(spreads.values()), 3),
+        "most": round(spreads[worst], 3),
+        "of_expert": worst,
+        "above": sum(spread > equalizing.THRESHOLD for spread in spreads.values()),
+    }
+
+
+def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Describe an output and whether it is complete, from names, sizes and headers (and foreign 4-bit codes)."""
+    output = open_output(path)
+    measured = measure(output)
+    report = Report(output, measured, check_structure(output, measured))
+    return {
+        "kind": "output",
+        "path": str(path),
+        **facts(output, measured),
+        "architecture": output.facts.get("architecture"),
+        "activation": output.facts.get("activation"),
+        "expert_dtypes": output.facts.get("dtypes"),
+        "settings": output.settings,
+        "complete": not report.problems,
+        "problems": report.problems,
+        "codes": _find_misread_codes(output, measured, reporter),
+        "notes": report.notes,
+    }
+
+
+def _find_misread_codes(output: Output, measured: Measure, reporter: Reporter) -> list[str] | None:
+    """Return a sentence for each tensor with codes that kt-kernel misreads; None if there is nothing to read."""
+    if not weights_whole(output) or not (codes := codes_of_others(output, measured)):
+        return None
+    reporter.begin(sum(tensor.nbytes for tensor in codes), 0)
+    try:
+        return list(check_codes(output, codes, reporter).problems)
+    finally:
+        reporter.end()
+
+
+def _describe_conversion(paths: Paths) -> dict[str, Any]:
+    """Describe the state of a conversion: every unit if its source is readable, else the journal."""
+    saved = saved_plan(paths)
+    assert saved is not None
+    records = journal.read(paths.journal)
+    last = journal.last_run(records)
+    document = {
+        "kind": "unfinished",
+        "path": str(paths.output),
+        "work_directory": str(paths.root),
+        "command": saved.command,
+        "input": saved.input,
+        "settings": saved.settings,
+        "units_done": len(journal.finished(records)),
+        "died_in": list(last[1]) if last else [],
+        "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
+    }
+    try:
+        request = load_request(paths.output, saved)
+        plan = make_plan(replace(request, options=with_values(request.options, verify_inputs=False)))
+        states = unit_states(plan, paths)
+    except KtconvertError as error:
+        return document | {"units": None, "source_problem": str(error)}
+    remaining = [state.unit for state in states if not state.done]
+    return document | {
+        "units": len(states),
+        "units_done": len(states) - len(remaining),
+        "bytes_left": sum(unit.bytes_in for unit in remaining),
+        "units_left": [unit.name for unit in remaining],
+    }
+
+
+def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
+    """Return for each method the legal numbers of NUMA slices, why others are not, and the output's size by number."""
+    shapes = [model.shape(layer)[1:] for layer in model.layers]
+    reasons = {fmt: {t: illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_of("cpu").values()}
+    return [
+        {
+            "quant_method": fmt.option,
+            "method": fmt.name,
+            "legal": list(counts := legal_counts(fmt, shapes)),
+            "illegal": {str(t): reason for t, reason in why.items() if reason is not None},
+            "bytes": {str(t): output_bytes(model, fmt, t) for t in counts},
+        }
+        for fmt, why in reasons.items()
+    ]
+
+
+def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
+    """Return for each --quant-type of `ktconvert gpu` the size of the output, or the reason if it is refused."""
+    shapes = [model.shape(layer)[1:] for layer in model.layers]
+    types: list[dict[str, Any]] = []
+    for fmt in formats_of("gpu").values():
+        try:
+            require_whole(model.source, "`ktconvert gpu`")
+            reason = illegal_reason(fmt, shapes, 1)
+            rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
+        except (InputError, UnsupportedError) as error:
+            reason, rest = str(error), ()
+        nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
+        types.append({"quant_type": fmt.option, "refused": reason, "bytes": nbytes})
+    return types
+
+
+def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
+    """Return a `ktconvert gpu` command for each possible output."""
+    name = Path(where).expanduser().resolve().name
+    return [
+        shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
+        for t in (row["quant_type"] for row in types if row["refused"] is None)
+    ]
+
+
+def dequantize_output(source: TensorSource, where: str) -> dict[str, Any]:
+    """Return the size of the output of `ktconvert dequantize`, and its command; {} if there is nothing to decode."""
+    try:
+        require_whole(source, "`ktconvert dequantize`")
+        tensors = decoded_others(other_tensors(source, (), source.quantization))
+    except (InputError, UnsupportedError):
+        return {}
+    if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
+        return {}
+    name = Path(where).expanduser().resolve().name
+    return {
+        "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
+        "dequantize": [shlex.join(["ktconvert", "dequantize", where, f"{name}-dequantized"])],
+    }
+
+
+def output_bytes(model: MoeModel, fmt: Format, slices: int) -> int:
+    """Return the size of all experts in a format, in this number of NUMA slices."""
+    total, slices = 0, slices if fmt.arrangement.parted else 1
+    for layer in model.layers:
+        experts, hidden, intermediate = model.shape(layer)
+        total += experts * expert_bytes(fmt.encoding, ExpertGrid(layer, hidden, intermediate, slices))
+    return total
+
+
+def cpu_commands(model: MoeModel, where: str) -> list[str]:
+    """Return a `ktconvert cpu` command for each possible output, for this machine's NUMA nodes."""
+    pools = machine.pool_count()
+    shapes = [model.shape(layer)[1:] for layer in model.layers]
+    lines = []
+    for option, fmt in formats_of("cpu").items():
+        if not (counts := legal_counts(fmt, shapes)):
+            continue
+        slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])
+        name = Path(where).expanduser().resolve().name.rpartition(":")[2]
+        output = f"{name.removesuffix(model.source.container.suffix)}-{fmt.name}"
+        words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", option]
+        lines.append(shlex.join([*words, "--threadpool-count", str(slices)]))
+    return lines

@@ -1,0 +1,335 @@
+"""Options of the conversion commands: cpu, gpu, calibrate, dequantize, merge-adapter, merge, resplit, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.encodings import input_types
+from ktconvert.layouts.outputs import LAYOUTS, formats_of
+from ktconvert.pipeline.options import option_groups as groups
+from ktconvert.pipeline.options.declare import (
+    REQUIRED,
+    Effect,
+    Options,
+    files_option,
+    option,
+    option_fields,
+    record,
+    tuning_option,
+    weights_option,
+)
+from ktconvert.pipeline.options.types import (
+    ChoiceList,
+    FilePath,
+    Integer,
+    IntegerChoice,
+    KeywordText,
+    OutputPath,
+    PathOrHubId,
+    Size,
+    Text,
+)
+from ktconvert.quantizers import GROUP_SIZES
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+
+AOCL = (
+    "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the order of "
+    "kt-kernel's aarch64 build, and the AMXINT8 output of int8 runs on AMD in ktconvert's own runtime"
+)
+INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
+CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
+CONVERT_CHANGED = "On resume, convert units again whose input files changed."
+NUMA_SLICES = "Number of NUMA slices per expert: the NUMA nodes that the server may use."
+# Methods of kt-kernel's script that we do not write, or write only with --layout -> the reason
+UNSUPPORTED_METHODS = {
+    "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the other methods",
+    "moe_int4": AOCL,
+    "moe_int8": AOCL,
+}
+
+
+def choice(words: Iterable[str]) -> click.Choice[str]:
+    """Return a choice of words in any case."""
+    return click.Choice(tuple(words), case_sensitive=False)
+
+
+def input_option(help: str, *flags: str, argument: str | None = None) -> Any:
+    """Return the field of a command's input."""
+    return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=REQUIRED)
+
+
+def output_option(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
+    """Return the field of a command's output."""
+    return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=REQUIRED)
+
+
+def shard_size_option(unset: str) -> Any:
+    """Return the field of --max-shard-size."""
+    return files_option("Maximum size of a shard, e.g. 5GB.", Size(), unset=unset)
+
+
+class QuantizationOptions(groups.ConversionOptions):
+    """Options that `cpu` and `gpu` share. arch_row: the text of --arch-file, for resume; engine, rounding: for GPTQ."""
+
+    part: str | None = tuning_option(
+        "Make only every N-th file, from number R on: R/N, or env (RANK/WORLD_SIZE or a SLURM array).",
+        KeywordText("env"),
+        unset="all",
+    )
+    max_shard_size: int | None = shard_size_option("one shard per layer")
+    equalize: bool = weights_option(
+        "Equalize the columns of down_proj by powers of two; the model computes the same.", default=False
+    )
+    arch_row: str | None = record(Effect.FILES, "--arch-file")
+    engine: str = record(Effect.WEIGHTS, default="stream")
+    rounding: str = record(Effect.WEIGHTS, default="float32")
+    samples: groups.Samples = groups.Samples()
+    gptq: groups.Gptq = groups.Gptq()
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
+
+    CALIBRATED_BY = ""  # the options that make `calibrated` true
+
+    @property
+    def calibrated(self) -> bool:
+        """True if codes are chosen while the model runs on calibration data."""
+        raise NotImplementedError
+
+    def find_unused(self) -> dict[str, str]:
+        """Without --equalize neither plans nor fingerprints name it."""
+        unused = {} if self.equalize else {"equalize": "changes nothing here"}
+        if not self.calibrated:
+            calibrating = (groups.Samples, groups.Gptq, groups.Machine)
+            names = [each.name for group in calibrating for each in option_fields(group)]
+            only_for = f"is only for {self.CALIBRATED_BY} and changes nothing here"
+            return unused | dict.fromkeys((*names, "engine"), only_for)
+        if self.gptq.calibrate == "all":
+            unused["min_expert_tokens"] = "changes nothing with --calibrate all: every expert sees every token"
+        return unused
+
+
+class CpuOptions(QuantizationOptions):
+    """Options of `ktconvert cpu`.
+
+    layers                 the layers to convert; with --resume-layer, as the plan found them
+    kept_layers            loose layers that the output already had and keeps; None without --resume-layer
+    second_moments_sha256  hash of the document that describes the second moments
+    """
+
+    input: str = input_option(
+        "Checkpoint: directory, .safetensors or .gguf file, or hub id (org/name[:FILE.gguf]).", *INPUT
+    )
+    output: Path = output_option(*OUTPUT)
+    input_type: str | None = tuning_option(
+        "Expected encoding of the experts; a mismatch is an error.", choice(input_types()), unset="from the headers"
+    )
+    quant_method: str = weights_option(
+        "Output format, or several (int4,int8) from one read of the input into OUT-int4 and OUT-int8.",
+        ChoiceList([*formats_of("cpu"), *UNSUPPORTED_METHODS]),
+        default="int4",
+    )
+    method_map: tuple[str, ...] = weights_option(
+        "Other method for some layers, e.g. 0-5=int8; may be repeated (not for kt-kernel).", Text(), default=()
+    )
+    config: str | None = files_option(
+        "Hugging Face model that provides config.json and tokenizer (for GGUF input).", PathOrHubId(absolute=True)
+    )
+    scale: str = weights_option(
+        "How scales are chosen: absmax, mse, imatrix, or gptq, which runs the model on text.",
+        choice(QUANTIZERS),
+        default=ABSMAX.name,
+    )
+    importance: groups.ImportanceFile = groups.ImportanceFile()
+    imatrix_sha256: str | None = record(Effect.WEIGHTS, "--imatrix")
+    second_moments_sha256: str | None = record(Effect.WEIGHTS, "--statistics")
+    gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
+    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=2)
+    layout: str | None = weights_option(
+        "File layout: NUMA slices (numa), kt-kernel's native checkpoints (kt), or its aarch64 build (plain).",
+        choice(LAYOUTS),
+        unset="the method's first layout",
+    )
+    gpu: bool = option(ignored="no GPU is needed", default=False)
+    no_merge_safetensor: bool = weights_option(
+        "Write loose per-layer folders of .kt files, not safetensors.", default=False
+    )
+    resume_layer: int = option(
+        "Skip layers below this one, as kt-kernel does (not needed to resume).", Integer(min=0), default=0
+    )
+    save_backward_weights: bool = weights_option(
+        "Also write the transposed matrices that fine-tuning needs (for bf16: only these).", default=False
+    )
+    fp8_expert_batch: int | None = option(type=click.INT, ignored="memory is bounded by one expert")
+    profile: bool = option(ignored="--json gives the time of every layer", default=False)
+    layers: str = files_option("MoE layers to convert, e.g. 3-60,62.", KeywordText("all"), default="all")
+    kept_layers: tuple[int, ...] | None = record(Effect.FILES, "--resume-layer")
+    non_experts: str = files_option(
+        "Non-expert tensors: skip, copy (with kt-kernel's names), or keep, which makes a whole model.",
+        choice(["skip", "copy", "keep"]),
+        default="skip",
+    )
+
+    CALIBRATED_BY = "--scale gptq"
+
+    @property
+    def calibrated(self) -> bool:
+        return QUANTIZERS[self.scale].calibrated
+
+    def find_unused(self) -> dict[str, str]:
+        return super().find_unused() | ({} if self.calibrated else {"rounding": "is only for GPTQ"})
+
+
+IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
+
+
+class GpuOptions(QuantizationOptions):
+    input: str = input_option(CHECKPOINT, "-i", "--model-id", "--input-path")
+    output: Path = output_option("-o", "--output-dir", "--output")
+    quant_method: str = weights_option(
+        "GPTQ (calibrates on a data set) or RTN (rounds to nearest; fast, no data).",
+        choice(["GPTQ", "RTN"]),
+        default="GPTQ",
+    )
+    quant_type: str = weights_option(
+        "Output format: 4 or 8 bits, symmetric, with one BF16 scale per group of columns.",
+        choice(formats_of("gpu")),
+        default="W8A16",
+    )
+    group_size: int = weights_option(
+        "Number of columns that share a scale.", IntegerChoice(GROUP_SIZES), default=GROUP_SIZES[0]
+    )
+    rounding: str = weights_option(
+        "Rounding: llmcompressor's bits (library), or one rounding less (float32).",
+        choice(["library", "float32"]),
+        default="library",
+    )
+    ignore_patterns: tuple[str, ...] = files_option(
+        "Modules to leave unquantized besides kt-kernel's list: names, or re:REGEX; may be repeated.",
+        Text(),
+        default=(),
+    )
+    engine: str = weights_option(
+        "GPTQ implementation: layer by layer (stream), or llmcompressor on the whole model (oneshot).",
+        choice(["stream", "oneshot"]),
+        default="stream",
+    )
+    torch_dtype: str = weights_option(
+        "Dtype that experts are rounded from; only bfloat16 is supported.",
+        choice(["bfloat16", "float16", "float32"]),
+        default="bfloat16",
+    )
+    max_cpu_memory: int | None = option(
+        "Accepted and ignored, with a note; --max-memory sets a limit.", Size(), unset="1000GiB with --max-gpu-memory"
+    )
+    tp_size: tuple[int, ...] = tuning_option(
+        "Tensor-parallel size that the output must support; may be repeated.", Integer(min=1), default=(1,)
+    )
+    max_shard_size: int | None = shard_size_option("5GB")
+
+    CALIBRATED_BY = "--quant-method GPTQ"
+
+    @property
+    def calibrated(self) -> bool:
+        return self.quant_method == "GPTQ"
+
+    def find_unused(self) -> dict[str, str]:
+        unused = super().find_unused()
+        if self.calibrated:
+            if self.engine == "oneshot":
+                unused["gptq_steps"] = "changes nothing with --engine oneshot: the library has only plain GPTQ"
+            return {**unused, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
+        return {
+            **unused,
+            "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
+            "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
+            "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
+            "max_cpu_memory": IGNORED_MEMORY.format("a few experts"),
+        }
+
+
+class CalibrateOptions(groups.ConversionOptions):
+    """Options of `ktconvert calibrate`. arch_row: the text of --arch-file."""
+
+    input: str = input_option(CHECKPOINT, argument="model")
+    output: Path = output_option(*OUTPUT, help="Output folder.")
+    second_moments: bool = weights_option(
+        "Also write second moments of the experts' inputs, for `cpu --scale mse`.", default=False
+    )
+    arch_row: str | None = record(Effect.FILES, "--arch-file")
+    samples: groups.Samples = groups.Samples(num_calibration_samples=128)
+    machine: groups.Machine = groups.Machine()
+    hub: groups.Hub = groups.Hub()
+    arch: groups.ArchFile = groups.ArchFile()
+
+
+class DequantizeOptions(groups.ConversionOptions):
+    input: str = input_option(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
+    output: Path = output_option(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
+    config_path: str | None = option(ignored="SRC has the config")
+    max_shard_size: int | None = shard_size_option("5GB")
+    hub: groups.Hub = groups.Hub()
+
+
+class MergeAdapterOptions(DequantizeOptions):
+    input: str = input_option(CHECKPOINT, argument="model")
+    output: Path = output_option(*OUTPUT)
+    config_path: str | None = record(Effect.CALL)
+    adapter: Path = weights_option("Directory of the adapter.", FilePath(absolute=True), default=REQUIRED)
+
+
+class MergeOptions(groups.ConversionOptions):
+    """Options of `ktconvert merge`. with_companions: whether --original-path is given."""
+
+    input: str = input_option("Directory with the _layer_N folders of .kt files.", *INPUT)
+    output: Path = output_option(*OUTPUT)
+    original_path: Path | None = tuning_option(
+        "Original checkpoint whose config, tokenizer and other companion files are copied.",
+        FilePath(absolute=True),
+        flags=("-r", "--original-path"),
+    )
+    with_companions: bool = record(Effect.FILES, "--original-path", default=False)
+    max_tensors: int = files_option("Maximum number of tensors per shard.", Integer(min=1), default=3000)
+    layers: str = files_option(
+        "Merge only these layers, e.g. 3-60,62; others may be missing.", KeywordText("all"), default="all"
+    )
+    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False)
+
+
+class ResplitOptions(groups.ConversionOptions):
+    """Options of `ktconvert resplit`. The recorded values are those of OUTPUT's conversion that also hold for NEW."""
+
+    input: str = input_option("Output to read.", argument="output")
+    output: Path = output_option(help="Output to write.", argument="new")
+    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=REQUIRED)
+    against: str | None = option(
+        "Source checkpoint of OUTPUT: report whether converting again is better.", PathOrHubId(absolute=True)
+    )
+    revision: str | None = option("Branch, tag or commit, if --against is a hub id.")
+    max_shard_size: int | None = shard_size_option("one shard per layer")
+    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False)
+    no_merge_safetensor: bool | None = record(Effect.WEIGHTS)
+    layers: str | None = record(Effect.FILES)
+    arch_row: str | None = record(Effect.FILES, "--arch-file")
+
+
+class ResumeExecution(groups.Execution):
+    """Limits for the remaining work on this machine."""
+
+    cpuinfer_threads: int | None = option(groups.THREADS, Integer(min=1), unset="as before")
+    max_memory: int | None = option("Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before")
+
+
+class ResumeOptions(Options):
+    output: Path = output_option(help="Output of the interrupted conversion.", argument="output")
+    dry_run: bool = option("Print finished and remaining units, and why; write nothing.", default=False)
+    verify_inputs: bool = option("Convert units again whose input files changed.", default=False)
+    allow_machine_change: bool = option(groups.ALLOW_MACHINE_CHANGE, default=False)
+    execution: ResumeExecution = ResumeExecution()
+    workers: groups.Workers = groups.Workers()
+    earlier_run: groups.EarlierRun = groups.EarlierRun()
+    reporting: groups.Reporting = groups.Reporting()

@@ -1,0 +1,147 @@
+"""Options of the commands that run a model: eval, run, serve and train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ktconvert.pipeline.options.declare import REQUIRED, Option, Options, declare, files_option, option, tuning_option
+from ktconvert.pipeline.options.option_groups import (
+    AS_JSON,
+    DATASET,
+    MODEL,
+    PLOT,
+    TRUST_REMOTE_CODE,
+    Execution,
+    ExistingOutput,
+    GpuExperts,
+    Hub,
+    OutputOptions,
+    Reporting,
+)
+from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, NamedPath, OutputPath, PathOrHubId, Text
+
+ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath())
+CPU_WEIGHTS = "Converted experts (or a checkpoint of MODEL) that the runtime computes."
+THREADS = "Number of threads for the experts and torch."
+
+
+class ModelOptions(Options):
+    """Options that `run`, `serve` and `eval` share."""
+
+    model: str = option(MODEL, PathOrHubId(), argument="model", default=REQUIRED)
+    cpu_weights: Path | None = option(CPU_WEIGHTS, FilePath(), unset="MODEL")
+    threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
+    exact: bool = option("Round as kt-kernel does, bit for bit.", default=False)
+    trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False)
+
+
+class EvalOptions(ModelOptions):
+    cpu_weights: Path | None = option(
+        "Experts converted for the CPU, or a checkpoint of MODEL (or use --gpu-weights).", FilePath()
+    )
+    gpu_weights: Path | None = option("Model converted for the GPU (or use --cpu-weights).", FilePath())
+    adapter: Path | None = declare(ADAPTER)
+    text: Path = option("UTF-8 text file that both models read.", FilePath(), default=REQUIRED)
+    window: int = option("Number of tokens per window.", Integer(min=2), default=512)
+    skip_windows: int = option("Number of windows to skip at the beginning.", Integer(min=0), default=0)
+    max_windows: int | None = option("Maximum number of windows to read.", Integer(min=1), unset="all")
+    hub: Hub = Hub()
+    as_json: bool = declare(AS_JSON, default=False)
+    plot: Path | None = declare(PLOT)
+
+
+class RunOptions(ModelOptions):
+    torch_experts: bool = option("Let transformers compute the experts, for comparison.", default=False)
+    gpu_experts: GpuExperts = GpuExperts()
+    adapter: Path | None = declare(ADAPTER)
+    prompt: str | None = option("Text to continue (or use --chat).")
+    chat: bool = option("Chat with the model, one message per line; Ctrl-D ends.", default=False)
+    max_new_tokens: int = option("Maximum number of tokens per answer.", Integer(min=1), default=256)
+    temperature: float = option(
+        "Sampling temperature; 0 always chooses the most likely token.", FiniteFloat(min=0), default=0.0
+    )
+    hub: Hub = Hub()
+
+
+class ServeOptions(ModelOptions):
+    gpu_experts: GpuExperts = GpuExperts()
+    adapters: tuple[tuple[str, Path], ...] = option(
+        "LoRA adapter to serve as a model of its own: PATH or NAME=PATH; may be repeated.",
+        NamedPath(),
+        flags=("--adapter",),
+        default=(),
+    )
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    port: int = option("Port to listen on.", Integer(1, 65535), default=8000)
+    model_name: str | None = option("Model name for clients.", unset="MODEL")
+    api_key_file: Path | None = option(
+        "File with the API key that clients must send.", FilePath(), unset="KTCONVERT_API_KEY, else none"
+    )
+
+
+class LoraOptions(Options, title="Adapter"):
+    rank: int = files_option("Rank r of LoRA.", Integer(min=1), default=16)
+    alpha: float = files_option("Alpha of LoRA; updates are scaled by alpha / r.", FiniteFloat(min=0), default=32.0)
+    dropout: float = files_option("Dropout of LoRA's inputs during training.", FiniteFloat(0, 0.99), default=0.0)
+    target_modules: str | None = files_option(
+        "Names of modules to train, separated by commas, as in PEFT; experts: the routed experts.",
+        Text(),
+        unset="the linear layers of attention, and experts",
+    )
+
+
+class Schedule(Options, title="Training"):
+    epochs: float = files_option("Number of epochs.", FiniteFloat(min=0.001), default=1.0)
+    max_steps: int | None = files_option("Number of steps (instead of --epochs).", Integer(min=1))
+    sequence_length: int = files_option(
+        "Number of tokens per sequence; texts are packed into sequences.", Integer(min=2), default=512
+    )
+    batch_size: int = files_option("Number of sequences per batch.", Integer(min=1), default=4)
+    gradient_accumulation: int = files_option("Number of batches per step.", Integer(min=1), default=1)
+    learning_rate: float = files_option("Highest learning rate.", FiniteFloat(min=0), default=2e-4)
+    schedule: str = files_option(
+        "Learning-rate schedule: cosine, linear or constant.",
+        click.Choice(["cosine", "linear", "constant"], case_sensitive=False),
+        default="cosine",
+    )
+    warmup: float = files_option("Fraction of the steps used for warm-up.", FiniteFloat(0, 1), default=0.03)
+    weight_decay: float = files_option("Weight decay of AdamW.", FiniteFloat(min=0), default=0.0)
+    max_grad_norm: float = files_option("Norm to which gradients are clipped.", FiniteFloat(min=0), default=1.0)
+    seed: int = files_option(
+        "Seed of initial weights, order of texts, and dropout.", Integer(0, (1 << 32) - 1), default=42
+    )
+    gradient_checkpointing: bool = files_option(
+        "Keep only one layer's activations, and compute the others twice.", default=False
+    )
+
+
+class TrainOptions(OutputOptions):
+    input: str = option(MODEL, PathOrHubId(absolute=True), argument="model", default=REQUIRED)
+    output: Path = option(
+        "Directory of the adapter.", OutputPath(absolute=True), flags=("-o", "--output"), default=REQUIRED
+    )
+    cpu_weights: Path | None = files_option(CPU_WEIGHTS, FilePath(absolute=True), unset="MODEL")
+    dataset: str = files_option(f"Training texts: {DATASET}.", PathOrHubId(absolute=True), default=REQUIRED)
+    dataset_split: str = files_option("Split of a data set from the hub.", default="train")
+    eval_dataset: str | None = files_option(
+        "Evaluation texts; their loss is measured at the start, every checkpoint and the end.",
+        PathOrHubId(absolute=True),
+    )
+    lora: LoraOptions = LoraOptions()
+    schedule_options: Schedule = Schedule()
+    save_steps: int = files_option(
+        "Number of steps between checkpoints, from which `resume` continues.", Integer(min=1), default=100
+    )
+    threads: int | None = tuning_option(THREADS, Integer(min=1), unset="physical cores")
+    plot: bool = files_option("Add a plot of the losses to the adapter's card.", default=False)
+    hub: Hub = Hub()
+    trust_remote_code: bool = tuning_option(TRUST_REMOTE_CODE, default=False)
+    dry_run: bool = option("Print the memory that training needs, and exit.", default=False)
+    existing: ExistingOutput = ExistingOutput()
+    reporting: Reporting = Reporting()
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(cpuinfer_threads=self.threads)

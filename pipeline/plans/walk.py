@@ -1,0 +1,174 @@
+"""Plans with a walk through the model: GPTQ's stage, memory and disk, and the machine on which the walk was begun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.outputs import Format
+from ktconvert.pipeline.calibration import chain, requirements
+from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.models.text_datasets import describe_dataset, local_files
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.plans import checkpoint
+from ktconvert.pipeline.stages import gptq_layers
+from ktconvert.quantizers.choice import ABSMAX, Quantizer
+
+ONESHOT = (
+    "--engine oneshot is for comparison: it holds the whole model in memory, cannot resume, and uses the library's own "
+    "mask, which is not causal for some models"
+)
+NO_GPU = "--max-gpu-memory changes nothing here: no GPU is used"
+SIZES = ("layers", "experts", "hidden", "intermediate")
+# Settings that `data` holds already, that are paths, or that do not change the statistics
+LEFT_OUT = ("dataset", "arch_row", "max_shard_size", "with_statistics")
+W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
+
+
+def gptq_stage(
+    request: Request[QuantizationOptions],
+    model: MoeModel,
+    fmt: Format,
+    metadata: Mapping[str, str],
+    *,
+    choice: Quantizer = ABSMAX,
+    numa: int = 1,
+    loose_files: bool = False,
+) -> Stage[Any]:
+    """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
+    options = request.options
+    chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
+    rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
+    return gptq_layers.stage(
+        model,
+        fmt,
+        options,
+        {tensor.key: tensor for tensor in rest},
+        _gptq_shape(model, fmt, options).experts_at_once,
+        metadata,
+        choice=choice,
+        numa=numa,
+        loose_files=loose_files,
+        document=describe(model, request) if options.gptq.save_statistics is not None else None,
+    )
+
+
+def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> requirements.CalibrationShape:
+    gptq = options.gptq
+    shape = replace(
+        requirements.read_shape(model, options.samples),
+        calibrate=gptq.calibrate,
+        statistics=gptq.save_statistics is not None,
+        bits=max(each.encoding.grid.bits for each in fmt.formats),
+        fisher=gptq.gptq_steps == "full",
+    )
+    return with_group(shape, options)
+
+
+def with_group(
+    shape: requirements.CalibrationShape, options: QuantizationOptions | CalibrateOptions
+) -> requirements.CalibrationShape:
+    """Return the shape of a walk with the number of experts that the first run's machine holds at a time."""
+    machine = options.machine.machine
+    assert machine is not None  # record_machine has set it
+    group = requirements.max_experts_at_once(shape, int(machine["group_bytes"]))
+    return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
+
+
+def add_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
+    """Return the plan of gptq_stage with the memory and disk that its walk needs."""
+    plan = add_walk(plan, request, _gptq_shape(model, fmt, request.options), requirements.GPTQ_REMEDIES)
+    if request.options.engine == "stream":
+        return plan
+    whole = sum(info.nbytes for info in model.source.tensors.values())
+    return replace(
+        plan,
+        peak_memory=lambda threads: whole + plan.peak_memory(threads),
+        scratch_bytes=0,
+        portion_bytes=0,
+        notes=(*plan.notes, ONESHOT),
+        advice=(),
+    )
+
+
+def add_walk(
+    plan: Plan,
+    request: Request[QuantizationOptions] | Request[CalibrateOptions],
+    shape: requirements.CalibrationShape,
+    remedies: str,
+    packages: Sequence[str] = requirements.GPTQ_PACKAGES,
+) -> Plan:
+    """Return the plan with the memory, disk, notes and advice of a walk of this shape."""
+    limits = request.options.machine
+    needed = requirements.estimate_footprint(shape)
+    unused = () if shape.on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
+    return replace(
+        plan,
+        peak_memory=lambda threads: max(needed.host, plan.peak_memory(threads)),
+        scratch_bytes=needed.disk,
+        portion_bytes=needed.portions,
+        notes=(*plan.notes, *unused),
+        advice=tuple(requirements.describe_footprint(shape)),
+        remedies=remedies,
+        require_ready=lambda: _require_same_machine(request, packages),
+    )
+
+
+def _require_same_machine(
+    request: Request[QuantizationOptions] | Request[CalibrateOptions], packages: Sequence[str]
+) -> None:
+    """Raise OutputError if the walk was begun on a different machine, unless the user allows that."""
+    limits = request.options.machine
+    first = limits.machine or {}
+    now = requirements.machine_properties(limits, request.options.execution.threads, packages)
+    differences = [
+        f"{key} was {first.get(key)}, is {now.get(key)}"
+        for key in sorted({*first, *now})
+        if first.get(key) != now.get(key)
+    ]
+    if differences and not limits.allow_machine_change:
+        raise OutputError(
+            f"{request.output}: was begun on another machine ({'; '.join(differences)}), which rounds differently. "
+            "Finish it there or with those values, or add --allow-machine-change to finish it here, or --overwrite."
+        )
+
+
+def record_machine(
+    request: Request[W], packages: Sequence[str] = requirements.GPTQ_PACKAGES, **more: Any
+) -> Request[W]:
+    """Return the request with the machine of the first run, else this one, and more values recorded before it."""
+    options = request.options
+    if options.machine.machine is not None:
+        return request
+    local_files(options.samples.dataset)
+    start_over = options.existing.overwrite and not options.machine.allow_machine_change
+    first = None if start_over else (checkpoint.read_saved_values(request, "machine") or {}).get("machine")
+    machine = first or requirements.machine_properties(options.machine, options.execution.threads, packages)
+    return replace(request, options=with_values(options, machine=machine, **more))
+
+
+def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:
+    """Return the entries of layouts.statistics.folder.STATISTICS that are known before the walk."""
+    number = cfg.number(dict(model.source.config), model.arch.layers)
+    facts = checkpoint.shape_facts(model, model.layers)
+    settings = {key: value for key, value in request.options.settings.items() if key not in LEFT_OUT}
+    return {
+        "command": request.command,
+        "model": {
+            "architecture": model.arch.name,
+            "name": checkpoint.base_model(model.source),
+            "source": checkpoint.source_identity(model.source),
+            "decoder_layers": number[1] if number else model.layers[-1] + 1,
+            **{key: facts[key] for key in SIZES},
+        },
+        "data": describe_dataset(request.options.samples),
+        "settings": dict(sorted(settings.items())),
+    }
