@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.options.types import Size, TokenCounts
+from ktconvert.pipeline.options.types import Size, TokenCountList
 from rig import conversion, documents, fuzzing, mutations, rates
 from rig.documents import DOCUMENTS, FIRST, Inputs, restored
 from rig.files import edit_json
@@ -212,7 +212,7 @@ def numbers() -> list[tuple[str, str]]:
         command = cli.group.get_command(click.Context(cli.group), name)
         assert command is not None
         for option in command.params:
-            if isinstance(option.type, click.IntRange | click.FloatRange | Size | TokenCounts):
+            if isinstance(option.type, click.IntRange | click.FloatRange | Size | TokenCountList):
                 values.append((name, option.opts[0]))
             assert type(option.type) not in (click.IntRange, click.FloatRange), (name, option.opts)
     return values

@@ -19,7 +19,7 @@ from ktconvert.pipeline.options.option_groups import (
     Reporting,
     Workers,
 )
-from ktconvert.pipeline.options.types import FilePath, Integer, OutputPath, PathOrHubId, TokenCounts
+from ktconvert.pipeline.options.types import FilePath, Integer, OutputPath, PathOrHubId, TokenCountList
 
 # What --quant-method of verify accepts (options and names of formats) -> the name of the format
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
@@ -29,7 +29,7 @@ class BenchOptions(Options):
     output: Path = option("Output, or checkpoint.", FilePath(absolute=True), argument="output", default=REQUIRED)
     layer: int | None = option("Layer to compute.", Integer(min=0), unset="the first")
     tokens: Any = option(
-        "Numbers of tokens per forward, separated by commas.", TokenCounts(), default="1,4,16,64,256,1024"
+        "Numbers of tokens per forward, separated by commas.", TokenCountList(), default="1,4,16,64,256,1024"
     )
     threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
     as_json: bool = declare(AS_JSON, default=False)

@@ -170,7 +170,7 @@ class KeywordText(Text):
         return text if match is None else match[0].lower() + text[match.end() :]
 
 
-class TokenCounts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+class TokenCountList(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
     """Numbers of tokens, such as 1,4,16: each at least 1, in the user's order, without duplicates."""
 
     name = "counts"
