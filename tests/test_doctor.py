@@ -85,7 +85,7 @@ def test_the_kernel_and_cpuinfo_agree_on_avx() -> None:
 
 @pytest.mark.parametrize("limit", [1 << 20, 9 << 20])
 def test_a_file_size_limit_is_kept(tmp_path: Path, limit: int) -> None:
-    code = "from pathlib import Path; from ktconvert.pipeline.cli.doctor import *; import sys; versions()\n"
+    code = "from pathlib import Path; from ktconvert.pipeline.cli.doctor import *; import sys; package_versions()\n"
     code += "print(measure_disk(Path('.')), 'torch' in sys.modules)"
     kept: Any = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **kept)

@@ -51,7 +51,7 @@ def test_a_checkpoint(example, cli):
     assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
     assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
     said = cli("inspect", example).stdout
-    assert "NUMA parts 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per part" in said
+    assert "NUMA slices 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per part" in said
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
