@@ -1,9 +1,9 @@
-"""Builds ktconvert.native_quant._ktq: the C files of csrc/ and the cffi module for the marked part of csrc/ktq.h.
+"""Build of ktconvert.native_quant._ktq: the C files of csrc/ and the cffi module for the marked part of csrc/ktq.h.
 
-One file for every CPython from 3.11 on (abi3) and for every CPU of an architecture: no -march; each function that needs
-an instruction set declares it (csrc/arch/x86/isa.h). An architecture without a folder in csrc/arch/ gets the scalar
-kernels (csrc/arch/generic/). setup.py refers to `ffibuilder`; it runs in the repository's root.
-KTCONVERT_CFLAGS adds flags (`make asan`), KTCONVERT_ARCH chooses another folder of csrc/arch/.
+The extension serves every CPython from 3.11 on (abi3) and every CPU of its architecture: there is no -march, and each
+function that needs an instruction set declares it (csrc/arch/x86/isa.h). An architecture without a folder in csrc/arch/
+gets only the scalar kernels (csrc/arch/generic/). setup.py refers to `ffibuilder`; it runs in the repository's root.
+KTCONVERT_CFLAGS adds flags (`make asan`); KTCONVERT_ARCH selects a different folder of csrc/arch/.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cffi import FFI
 
 CSRC = Path("native_quant/csrc")
 HEADER = CSRC / "ktq.h"
-ARCHITECTURES = {"x86_64": "x86"}  # by platform.machine(): a folder of csrc/arch/
+ARCHITECTURES = {"x86_64": "x86"}  # platform.machine() -> folder of csrc/arch/
 ARCH = CSRC / "arch" / (os.environ.get("KTCONVERT_ARCH") or ARCHITECTURES.get(platform.machine(), "generic"))
 
 COMPILE = [
@@ -29,24 +29,27 @@ COMPILE = [
     "-Wextra",
     "-Werror=incompatible-pointer-types",
     "-fvisibility=hidden",
-    # Bit-equal results: no fused multiply-add, no reordering. (-ffast-math and similar flags are never used.)
+    # For bit-equal results: no fused multiply-add, no reordering. Never use -ffast-math or similar flags.
     "-ffp-contract=off",
     "-fno-math-errno",
-    # The scalar kernels stay scalar; the others are written in intrinsics.
+    # The scalar kernels stay scalar; the others use intrinsics.
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
 ]
 
 
-def unsupported() -> str | None:
-    """Why this Python cannot have ktconvert, in a sentence: pip shows it where no wheel fits and it has to build."""
+def unsupported_reason() -> str | None:
+    """Return why this Python cannot run ktconvert, in one sentence, or None.
+
+    pip shows it where no wheel fits and the package has to be built.
+    """
     if sys.platform != "linux":
         return (
-            f"ktconvert runs on Linux alone, and this is {sys.platform}: use a Linux machine or container, or on "
+            f"ktconvert runs only on Linux, and this is {sys.platform}: use a Linux machine or container, or on "
             "Windows WSL 2."
         )
     if sys.implementation.name != "cpython":
-        return f"ktconvert runs on CPython alone, and this is {sys.implementation.name}: use CPython 3.11 or later."
+        return f"ktconvert runs only on CPython, and this is {sys.implementation.name}: use CPython 3.11 or later."
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return (
             "ktconvert needs a Python with the GIL, and this one is free-threaded, which has no stable ABI for it: use "
@@ -55,40 +58,43 @@ def unsupported() -> str | None:
     return None
 
 
-def declarations() -> str:
-    """The text between the two markers of ktq.h."""
+def read_declarations() -> str:
+    """Return the text between the two markers of ktq.h."""
     match = re.search(r"/\* cdef begin \*/(.*)/\* cdef end \*/", HEADER.read_text(), re.DOTALL)
     if match is None:
         raise SystemExit(f"{HEADER}: the markers 'cdef begin' and 'cdef end' are missing")
     return match.group(1)
 
 
-def isas(arch: Path) -> set[str]:
-    """The instruction sets of an architecture: X(name, contains) in its isa.h."""
+def read_isas(arch: Path) -> set[str]:
+    """Return the instruction sets of an architecture: X(name, contains) in its isa.h."""
     return set(re.findall(r"X\((\w+), \w+\)", (arch / "isa.h").read_text()))
 
 
 def sources() -> list[str]:
-    """The C files for ARCH, NAME_ISA.c only if it has that instruction set; sorted, so that builds are reproducible."""
-    foreign = set[str]().union(*map(isas, CSRC.glob("arch/*"))) - isas(ARCH)
+    """Return the C files to compile for ARCH, sorted, so that builds are reproducible.
+
+    NAME_ISA.c is among them only if ARCH has that instruction set.
+    """
+    foreign = set[str]().union(*map(read_isas, CSRC.glob("arch/*"))) - read_isas(ARCH)
     files = [path for path in CSRC.rglob("*.c") if path.stem.rpartition("_")[2] not in foreign]
     return sorted(str(path) for path in files if CSRC / "arch" not in path.parents or ARCH in path.parents)
 
 
-def others() -> list[str]:
-    """The headers, and the C files of other architectures, which an sdist needs as well."""
+def other_files() -> list[str]:
+    """Return the headers and the C files of other architectures, which an sdist needs as well."""
     return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(sources()))
 
 
-if (reason := unsupported()) is not None:
+if (reason := unsupported_reason()) is not None:
     raise SystemExit(reason)
 ffibuilder = FFI()
-ffibuilder.cdef(declarations())
+ffibuilder.cdef(read_declarations())
 ffibuilder.set_source(
     "ktconvert.native_quant._ktq",
     '#include "ktq.h"',
     sources=sources(),
-    depends=others(),
+    depends=other_files(),
     include_dirs=[str(CSRC), str(ARCH)],
     extra_compile_args=COMPILE + os.environ.get("KTCONVERT_CFLAGS", "").split(),
     extra_link_args=os.environ.get("KTCONVERT_CFLAGS", "").split(),

@@ -39,16 +39,16 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
     monkeypatch.setenv("KTCONVERT_ARCH", arch)
     build = runpy.run_path("native_quant/_build.py")
     files = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.*") if path.is_file()}
-    assert sorted(build["sources"]() + build["others"]()) == sorted(files)
+    assert sorted(build["sources"]() + build["other_files"]()) == sorted(files)
     assert (f"native_quant/csrc/arch/{arch}/cpu.c") in build["sources"]()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("sys.platform = 'darwin'", "ktconvert runs on Linux alone, and this is darwin: use a Linux machine"),
+        ("sys.platform = 'darwin'", "ktconvert runs only on Linux, and this is darwin: use a Linux machine"),
         ("sys.platform = 'win32'", "this is win32: use a Linux machine or container, or on Windows WSL 2."),
-        ("sys.implementation.name = 'pypy'", "ktconvert runs on CPython alone, and this is pypy"),
+        ("sys.implementation.name = 'pypy'", "ktconvert runs only on CPython, and this is pypy"),
         ("sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1", "a Python with the GIL, and this one is free-threaded"),
     ],
 )

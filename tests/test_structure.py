@@ -4,9 +4,11 @@ This is the only file where the direction of imports is written.
 """
 
 import ast
+import bisect
 import dataclasses
 import functools
 import graphlib
+import operator
 import os
 import re
 import runpy
@@ -137,43 +139,68 @@ def test_no_circles():
 CSRC = ROOT / "native_quant" / "csrc"
 
 
-def definitions(text: str) -> Iterator[str]:
-    """The functions and variables that preprocessed C defines, whole, but no declarations and no types."""
+def included_files(path: Path, arch: Path) -> Iterator[Path]:
+    """Yield the files of csrc that a C file or header includes, found as the compiler finds them."""
+    for name in re.findall(r'^\s*#\s*include "(.*)"', path.read_text(), re.M):
+        yield next(folder / name for folder in (path.parent, CSRC, arch) if (folder / name).exists())
+
+
+def preprocess(path: str, command: list[str]) -> tuple[str, list[tuple[int, Path]]]:
+    """Preprocess a C file. Return its text and where in it the text of which file begins."""
+    output = subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
+    output = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", "", output)
+    text, starts = "", []
+    for line in output.splitlines(keepends=True):
+        if marker := re.match(r'# \d+ "(.*?)"', line):
+            starts.append((len(text), (ROOT / marker[1]).resolve()))
+        else:
+            text += line
+    return text, starts
+
+
+def definitions(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the functions and variables that preprocessed C defines, each with its place; no declarations, no types."""
     depth, start, is_function = 0, 0, False
     for mark in re.finditer(r"[{};]", text):
         if mark[0] == "{":
             is_function = is_function or (depth == 0 and text[start : mark.start()].rstrip().endswith(")"))
         depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
         if depth == 0 and (mark[0] == ";" or is_function):
-            item, start, is_function = text[start : mark.end()].strip(), mark.end(), False
+            item = text[start : mark.end()].strip()
+            at, start, is_function = text.index(item, start), mark.end(), False
             if "{" in item and not item.startswith(("typedef", "enum", "struct")):
-                yield item
+                yield at, item
 
 
 def test_no_circles_in_c(tmp_path, monkeypatch):
-    """No C file needs, by way of others, one that needs it; no header includes itself."""
+    """No C file, header or template needs, by includes and calls, one that needs it."""
     monkeypatch.chdir(ROOT)
     build = runpy.run_path("native_quant/_build.py")
     (tmp_path / "immintrin.h").touch()  # the compiler's own is long
-    command = [os.environ.get("CC", "cc"), "-E", "-P", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
-    home: dict[str, str] = {}
-    used: dict[str, set[str]] = {}
-    for path in build["sources"]():
-        text = subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
-        text = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", "", text)
-        items = list(definitions(text))
-        heads = [re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split() for item in items]
-        home |= {head[-1]: path for head in heads if "static" not in head}
-        used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
-    assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
-    files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
-    headers = {p.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', p.read_text())) for p in CSRC.rglob("*.h")}
-    for graph in (files, headers):
-        assert sum(map(len, graph.values())) > 50
-        try:
-            graphlib.TopologicalSorter(graph).prepare()
-        except graphlib.CycleError as error:
-            pytest.fail(f"a circle of C files: {' <- '.join(error.args[1])}")
+    command = [os.environ.get("CC", "cc"), "-E", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
+    home: dict[str, Path] = {}
+    used: dict[Path, set[str]] = {}
+    for source in build["sources"]():
+        text, starts = preprocess(source, command)
+        for at, item in definitions(text):
+            path = starts[bisect.bisect(starts, at, key=operator.itemgetter(0)) - 1][1]
+            head = re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split()
+            if "static" not in head:
+                home[head[-1]] = path
+            used.setdefault(path, set()).update(re.findall(r"\bktq?_\w+", item))
+    assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_decode_avx2", "kt_bf16_arithmetic"} <= home.keys()
+    files = [path for path in CSRC.rglob("*.*") if path.is_file()]
+    graph: dict[Path, set[Path]] = {}
+    for path in files:
+        arch = path.parent if path.parent.parent == CSRC / "arch" else ROOT / build["ARCH"]
+        called = {home[name] for name in used.get(path, set()) & home.keys()} - {path}
+        graph[path] = called | set(included_files(path, arch))
+    assert sum(map(len, graph.values())) > 400
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        names = [str(path.relative_to(CSRC)) for path in error.args[1]]
+        pytest.fail(f"a circle of C files: {' <- '.join(names)}")
 
 
 def test_heavy_packages_are_imported_where_they_are_used():

@@ -4,6 +4,11 @@
 
 #include "bf16.h"
 
+/* The magnitudes of a vector of BF16 values, 16 bits each. */
+TARGET static inline ints bf16_magnitudes(const uint8_t *values) {
+    return and_si(loadu_si(values), set1_epi16(KT_BF16_MAGNITUDE));
+}
+
 /* BF16 in the upper half of each 32 bits, and what is left of the sum in the lower half; not for NaN. */
 TARGET static inline ints bf16_above_of_numbers(floats x) {
     ints u = castps_si(x), odd = and_si(srli_epi32(u, 16), set1_epi32(1));

@@ -1,7 +1,7 @@
 /* Blocks of ggml to BF16: rounded once, from float32, to nearest even. */
 #include "ggml_blocks.h"
 
-static void decode_q4_0(const kt_q4_0 *block, uint16_t *out) {
+static void q4_0_to_bf16(const kt_q4_0 *block, uint16_t *out) {
     float d = kt_from_fp16(kt_load16(block->d));
     for (int j = 0; j < 16; j++) {
         out[j] = kt_to_bf16(d * kt_nibbles_less_8[block->q[j] & 15]);
@@ -9,12 +9,12 @@ static void decode_q4_0(const kt_q4_0 *block, uint16_t *out) {
     }
 }
 
-static void decode_q8_0(const kt_q8_0 *block, uint16_t *out) {
+static void q8_0_to_bf16(const kt_q8_0 *block, uint16_t *out) {
     float d = kt_from_fp16(kt_load16(block->d));
     for (int j = 0; j < 32; j++) out[j] = kt_to_bf16(d * (float)block->q[j]);
 }
 
-static void decode_mxfp4(const kt_ggml_mxfp4 *block, uint16_t *out) {
+static void mxfp4_to_bf16(const kt_ggml_mxfp4 *block, uint16_t *out) {
     float d = kt_half_of_e8m0(block->e);
     for (int j = 0; j < 16; j++) {
         out[j] = kt_to_bf16(d * kt_doubled_e2m1[block->q[j] & 15]);
@@ -22,7 +22,7 @@ static void decode_mxfp4(const kt_ggml_mxfp4 *block, uint16_t *out) {
     }
 }
 
-static void decode_q4_k(const kt_q4_k *block, uint16_t *out) {
+static void q4_k_to_bf16(const kt_q4_k *block, uint16_t *out) {
     kt_k_scales k = kt_k_scales_of(block->d, block->least, block->scales);
     for (int c = 0; c < 256; c++) {
         int g = c / 32, code = block->q[g / 2 * 32 + c % 32] >> g % 2 * 4 & 15;
@@ -30,7 +30,7 @@ static void decode_q4_k(const kt_q4_k *block, uint16_t *out) {
     }
 }
 
-static void decode_q5_k(const kt_q5_k *block, uint16_t *out) {
+static void q5_k_to_bf16(const kt_q5_k *block, uint16_t *out) {
     kt_k_scales k = kt_k_scales_of(block->d, block->least, block->scales);
     for (int c = 0; c < 256; c++) {
         int g = c / 32, code = block->q[g / 2 * 32 + c % 32] >> g % 2 * 4 & 15;
@@ -39,7 +39,7 @@ static void decode_q5_k(const kt_q5_k *block, uint16_t *out) {
     }
 }
 
-static void decode_q6_k(const kt_q6_k *block, uint16_t *out) {
+static void q6_k_to_bf16(const kt_q6_k *block, uint16_t *out) {
     float d = kt_from_fp16(kt_load16(block->d));
     for (int c = 0; c < 256; c++) {
         int half = c / 128, quarter = c % 128 / 32, j = c % 32;
@@ -53,12 +53,12 @@ void kt_decode_blocks_scalar(int kind, const uint8_t *blocks, int64_t count, uin
     kt_block size = kt_block_of(kind);
     for (; count > 0; count--, blocks += size.bytes, out += size.columns) {
         switch (kind) {
-        case KTQ_Q4_0: decode_q4_0((const kt_q4_0 *)blocks, out); break;
-        case KTQ_Q8_0: decode_q8_0((const kt_q8_0 *)blocks, out); break;
-        case KTQ_GGML_MXFP4: decode_mxfp4((const kt_ggml_mxfp4 *)blocks, out); break;
-        case KTQ_Q4_K: decode_q4_k((const kt_q4_k *)blocks, out); break;
-        case KTQ_Q5_K: decode_q5_k((const kt_q5_k *)blocks, out); break;
-        case KTQ_Q6_K: decode_q6_k((const kt_q6_k *)blocks, out); break;
+        case KTQ_Q4_0: q4_0_to_bf16((const kt_q4_0 *)blocks, out); break;
+        case KTQ_Q8_0: q8_0_to_bf16((const kt_q8_0 *)blocks, out); break;
+        case KTQ_GGML_MXFP4: mxfp4_to_bf16((const kt_ggml_mxfp4 *)blocks, out); break;
+        case KTQ_Q4_K: q4_k_to_bf16((const kt_q4_k *)blocks, out); break;
+        case KTQ_Q5_K: q5_k_to_bf16((const kt_q5_k *)blocks, out); break;
+        case KTQ_Q6_K: q6_k_to_bf16((const kt_q6_k *)blocks, out); break;
         }
     }
 }

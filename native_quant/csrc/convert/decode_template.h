@@ -17,18 +17,18 @@ TARGET static inline __attribute__((always_inline)) int decode_wide(int kind, co
 
 typedef struct {
     ints normal_low, normal_high, subnormal_low, subnormal_high; /* the same 16 bytes in each 128 bits */
-} table;
+} fp8_table;
 
-TARGET static inline table make_table(float scale) {
+TARGET static inline fp8_table make_table(float scale) {
     uint16_t entries[32];
     for (int i = 0; i < 32; i += LANES)
         store_epi32_epi16(entries + i, to_bf16(mul_ps(loadu_ps(kt_fp8_entries + i), set1_ps(scale))));
-    return (table){load_repeated_bytes(entries, 0), load_repeated_bytes(entries, 1),
-                   load_repeated_bytes(entries + 16, 0), load_repeated_bytes(entries + 16, 1)};
+    return (fp8_table){load_repeated_bytes(entries, 0), load_repeated_bytes(entries, 1),
+                       load_repeated_bytes(entries + 16, 0), load_repeated_bytes(entries + 16, 1)};
 }
 
 /* `columns` codes of one row; whether none was NaN. */
-TARGET static int decode_fp8(const uint8_t *in, int64_t columns, const table *t, uint16_t *out) {
+TARGET static int decode_fp8(const uint8_t *in, int64_t columns, const fp8_table *t, uint16_t *out) {
     ints largest = setzero_si();
     for (int64_t c = 0; c < columns; c += VECTOR_BYTES) {
         ints code = before_unpack(loadu_si(in + c));
@@ -51,7 +51,7 @@ TARGET void KERNEL_OF(decode)(int kind, const uint8_t *in, int64_t in_stride, in
                               float scale, uint16_t *out, int64_t out_pitch) {
     int64_t step = kind == KTQ_FP8_E4M3 ? VECTOR_BYTES : LANES, whole = columns / step * step;
     if (kind == KTQ_FP8_E4M3 && !kt_fp8_table_holds(scale)) whole = 0;
-    table t;
+    fp8_table t;
     if (kind == KTQ_FP8_E4M3 && whole) t = make_table(scale);
     for (int64_t r = 0; r < rows; r++, in += in_stride, out += out_pitch) {
         int good = kind == KTQ_FP16 ? decode_wide(KTQ_FP16, in, whole, out)

@@ -3,7 +3,7 @@
 #include "e4m3.h"
 
 /* kt_e4m3_magnitude of x / scale in each lane, and KT_E4M3_LEAST >> 20 more. */
-TARGET static inline ints magnitudes(ints x, floats scale) {
+TARGET static inline ints e4m3_magnitudes(ints x, floats scale) {
     floats y = div_ps(castsi_ps(x), scale);
     ints power = and_si(castps_si(y), set1_epi32(KT_E4M3_EXPONENT));
     power = max_epi32(power, set1_epi32(KT_E4M3_LEAST));
@@ -16,8 +16,8 @@ TARGET void KERNEL_OF(e4m3)(const uint8_t *values, int64_t count, float scale, u
     const floats s = set1_ps(scale);
     for (int64_t i = 0; i < count; i += 2 * LANES) {
         ints x = loadu_si(values + 2 * i), magnitude = and_si(x, set1_epi16(KT_BF16_MAGNITUDE));
-        ints even = magnitudes(slli_epi32(magnitude, 16), s);
-        ints odd = magnitudes(and_si(magnitude, set1_epi32(0x7fff0000)), s);
+        ints even = e4m3_magnitudes(slli_epi32(magnitude, 16), s);
+        ints odd = e4m3_magnitudes(and_si(magnitude, set1_epi32(0x7fff0000)), s);
         ints both = add_epi32(even, slli_epi32(odd, 8));
         both = sub_epi32(both, set1_epi32((KT_E4M3_LEAST >> 20) * 0x101));
         /* the signs: bit 15 to bit 7, bit 31 to bit 15 */

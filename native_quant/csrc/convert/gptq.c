@@ -5,8 +5,8 @@
 #include "kernels.h"
 
 /* Rows of `width` float32, `pitch` apart -> tile[c][r]; lanes without a row are 0. */
-static void turn(const kt_kernels *kernels, const float *rows, int64_t pitch, int64_t count, int64_t width,
-                 float *tile) {
+static void load_tile(const kt_kernels *kernels, const float *rows, int64_t pitch, int64_t count, int64_t width,
+                      float *tile) {
     for (int64_t c = 0; c < width; c += KT_PANEL_ROWS) {
         int64_t columns = width - c < KT_PANEL_ROWS ? width - c : KT_PANEL_ROWS;
         if (count < KT_PANEL_ROWS)
@@ -17,8 +17,8 @@ static void turn(const kt_kernels *kernels, const float *rows, int64_t pitch, in
     }
 }
 
-static void turn_back(const kt_kernels *kernels, const float *tile, int64_t count, int64_t width, float *rows,
-                      int64_t pitch) {
+static void store_tile(const kt_kernels *kernels, const float *tile, int64_t count, int64_t width, float *rows,
+                       int64_t pitch) {
     kernels->transpose(4, (const uint8_t *)tile, KT_PANEL_ROWS * 4, count, width, (uint8_t *)rows, pitch * 4);
 }
 
@@ -35,12 +35,12 @@ int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int6
     kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
         int64_t count = n - first < KT_PANEL_ROWS ? n - first : KT_PANEL_ROWS, at = first * width;
-        turn(kernels, weight + at, width, count, width, job.weight);
-        turn(kernels, scale + at, width, count, width, job.scale);
+        load_tile(kernels, weight + at, width, count, width, job.weight);
+        load_tile(kernels, scale + at, width, count, width, job.scale);
         kernels->gptq(&job);
-        turn_back(kernels, job.weight, count, width, weight + at, width);
-        turn_back(kernels, job.scale, count, width, value + at, width);
-        turn_back(kernels, job.error, count, width, error + at, width);
+        store_tile(kernels, job.weight, count, width, weight + at, width);
+        store_tile(kernels, job.scale, count, width, value + at, width);
+        store_tile(kernels, job.error, count, width, error + at, width);
     }
     kt_leave(state);
     return KTQ_OK;
@@ -86,19 +86,19 @@ int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, con
     kt_fp_state state = kt_enter();
     for (int64_t row = 0; row < n; row += KT_PANEL_ROWS) {
         int64_t count = n - row < KT_PANEL_ROWS ? n - row : KT_PANEL_ROWS, at = row * k;
-        turn(kernels, weight + at, k, count, k, left);
+        load_tile(kernels, weight + at, k, count, k, left);
         for (int64_t first = 0; first < k; first += KTQ_GPTQ_COLUMNS) {
             int64_t width = k - first < KTQ_GPTQ_COLUMNS ? k - first : KTQ_GPTQ_COLUMNS;
             for (int64_t c = first; c < first + width; c += SLICE)
                 kernels->slice_products(first, slices + c * k, errors, left + c * KT_PANEL_ROWS);
             block_of(slices, k, first, width, inverse);
-            turn(kernels, scale + at + first, k, count, width, values);
+            load_tile(kernels, scale + at + first, k, count, width, values);
             kernels->gptq(&(kt_gptq){{least, most, precision}, 0, width, inverse, left + first * KT_PANEL_ROWS, values,
                                      errors + first * KT_PANEL_ROWS});
-            turn_back(kernels, values, count, width, weight + at + first, k);
+            store_tile(kernels, values, count, width, weight + at + first, k);
         }
         solve(kernels, slices, k, errors);
-        turn_back(kernels, errors, count, k, gradient + at, k);
+        store_tile(kernels, errors, count, k, gradient + at, k);
     }
     kt_leave(state);
     return KTQ_OK;

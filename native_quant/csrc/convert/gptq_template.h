@@ -3,9 +3,8 @@
 #include "bf16_template.h"
 #include "nearest_code_template.h"
 
-enum { VECTORS = KT_PANEL_ROWS / LANES };
-
 TARGET static inline __attribute__((always_inline)) void compensate(const kt_gptq *job, int precision) {
+    enum { VECTORS = KT_PANEL_ROWS / LANES };
     const code_vectors codes = vectors_of(&job->codes, precision);
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;

@@ -1,10 +1,9 @@
 /* A group is a few vectors, which stay in registers while the candidates are tried. */
 #include "nearest_code_template.h"
 
-enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES };
-
 TARGET static inline __attribute__((always_inline)) void
 errors_of(const kt_group_search *search, int precision, float *lanes, int8_t *codes) {
+    enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES };
     const code_vectors range = vectors_of(&search->codes, precision);
     floats x[VECTORS], weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) {

@@ -1,10 +1,9 @@
 /* As many candidates at a time as have room in registers: a row of the matrix is read once for them. */
 #include "nearest_code_template.h"
 
-enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES, AT_ONCE = REGISTERS / 8 };
-
 TARGET static inline __attribute__((always_inline)) void
 forms_of(const kt_group_search *search, int precision, float *lanes, int8_t *codes) {
+    enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES, AT_ONCE = REGISTERS / 8 };
     const code_vectors range = vectors_of(&search->codes, precision);
     floats x[VECTORS];
     for (int v = 0; v < VECTORS; v++) {

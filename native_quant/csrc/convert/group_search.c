@@ -110,13 +110,13 @@ static int choose(kt_group_errors_fn *measure, const grid *of, kt_group_search *
 
 /* Errors of all groups of a row count in one unit, the least: that of the group of the largest values. What 1 in a
    group's unit is there; 0 for a group of zeros. */
-static float in_row(float unit, float least) {
+static float row_ratio(float unit, float least) {
     return unit == 0.0f ? 0.0f : least / unit > 0x1p-60f ? least / unit : 0x1p-60f;
 }
 
 /* Rows of which each group has a choice: they choose again, one group after the other, in the metric of second moments,
    while the errors of the other groups are what they are. errors[ROWS / KT_TOGETHER][k][KT_TOGETHER], ratios[ROWS][k /
-   COLUMNS]: as in_row gives them. */
+   COLUMNS]: as row_ratio gives them. */
 static void choose_again(const kt_kernels *kernels, const grid *of, const kt_moments *moments, int rows,
                          const uint8_t *values, int64_t row_stride, int64_t k, float *errors, const float *ratios,
                          int8_t *codes, uint8_t *scales) {
@@ -194,7 +194,7 @@ int ktq_search_groups(int kind, int64_t n, int64_t k, const uint8_t *rows, int64
                 if (of_row[g] != 0.0f && (least == 0.0f || of_row[g] < least)) least = of_row[g];
             for (int64_t c = 0; errors && c < k; c++) {
                 float *ratio = of_row + c / COLUMNS;
-                if (c % COLUMNS == 0) *ratio = in_row(*ratio, least);
+                if (c % COLUMNS == 0) *ratio = row_ratio(*ratio, least);
                 own[c * KT_TOGETHER] *= *ratio;
             }
         }

@@ -3,15 +3,11 @@
 #include "bf16_template.h"
 #include "groups_row.h"
 
-TARGET static inline ints magnitude(const uint8_t *p) {
-    return and_si(loadu_si(p), set1_epi16(KT_BF16_MAGNITUDE));
-}
-
 /* The value of largest magnitude; with its sign, the negative one of two, where that counts. */
 TARGET static inline uint16_t group_largest(int rounding, const uint8_t *p, int64_t group) {
-    ints a = magnitude(p), signs = loadu_si(p);
+    ints a = bf16_magnitudes(p), signs = loadu_si(p);
     for (int64_t c = 2 * LANES; c < group; c += 2 * LANES) {
-        a = max_epu16(a, magnitude(p + 2 * c));
+        a = max_epu16(a, bf16_magnitudes(p + 2 * c));
         signs = max_epu16(signs, loadu_si(p + 2 * c));
     }
     uint16_t amax = reduce_max_epu16(a);
@@ -21,7 +17,7 @@ TARGET static inline uint16_t group_largest(int rounding, const uint8_t *p, int6
 
 /* x / scale, rounded to BF16 if the library does, cut to what the bits hold, and as an unsigned code in the lowest
    byte: adding 1.5 * 2^23 + 2^(bits-1) leaves no place for a fraction. */
-TARGET static inline ints codes(int bits, int rounding, floats x, floats scale) {
+TARGET static inline ints unsigned_codes(int bits, int rounding, floats x, floats scale) {
     const float offset = bits == 4 ? 8.0f : 128.0f;
     floats q = div_ps(x, scale);
     if (rounding == KTQ_LIBRARY) q = upper_half(bf16_above_of_numbers(q));
@@ -30,7 +26,7 @@ TARGET static inline ints codes(int bits, int rounding, floats x, floats scale) 
 }
 
 TARGET static inline __attribute__((always_inline)) int
-row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale) {
+quantize_row(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale) {
     const ints low = set1_epi32((1 << bits) - 1);
     /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second
      * time. */
@@ -43,8 +39,8 @@ row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uin
         const floats d = set1_ps(kt_from_bf16(scale[g]));
         for (int64_t c = 0; c < group; c += 2 * LANES) {
             ints x = loadu_si(row + 2 * c);
-            ints even = codes(bits, rounding, castsi_ps(slli_epi32(x, 16)), d);
-            ints odd = codes(bits, rounding, upper_half(x), d);
+            ints even = unsigned_codes(bits, rounding, castsi_ps(slli_epi32(x, 16)), d);
+            ints odd = unsigned_codes(bits, rounding, upper_half(x), d);
             ints both = or_si(and_si(even, low), slli_epi32(and_si(odd, low), bits));
             if (bits == 4) store_epi32_epi8(packed + c / 2, both);
             else store_epi32_epi16(packed + c, both);
@@ -55,9 +51,9 @@ row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uin
 
 TARGET int KERNEL_OF(groups)(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                              uint16_t *scale) {
-    if (bits == 4 && rounding == KTQ_LIBRARY) return row_of(4, KTQ_LIBRARY, group, row, k, packed, scale);
-    if (bits == 4 && rounding == KTQ_SIGNED) return row_of(4, KTQ_SIGNED, group, row, k, packed, scale);
-    if (bits == 4) return row_of(4, KTQ_FLOAT32, group, row, k, packed, scale);
-    if (rounding == KTQ_LIBRARY) return row_of(8, KTQ_LIBRARY, group, row, k, packed, scale);
-    return row_of(8, KTQ_FLOAT32, group, row, k, packed, scale);
+    if (bits == 4 && rounding == KTQ_LIBRARY) return quantize_row(4, KTQ_LIBRARY, group, row, k, packed, scale);
+    if (bits == 4 && rounding == KTQ_SIGNED) return quantize_row(4, KTQ_SIGNED, group, row, k, packed, scale);
+    if (bits == 4) return quantize_row(4, KTQ_FLOAT32, group, row, k, packed, scale);
+    if (rounding == KTQ_LIBRARY) return quantize_row(8, KTQ_LIBRARY, group, row, k, packed, scale);
+    return quantize_row(8, KTQ_FLOAT32, group, row, k, packed, scale);
 }

@@ -7,7 +7,7 @@
 /* Of 32 rows at a time: 16 KiB of stack, which stay in L1. */
 enum { STAGE_BYTES = 512, WORD_BYTES = 4, AWQ_ROWS = 8, LANES = 4 };
 
-static int64_t least(int64_t a, int64_t b) {
+static int64_t minimum(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
@@ -39,7 +39,7 @@ static void decode_words(const kt_kernels *kernels, const ktq_source *source, in
     int64_t in_word = 32 / kt_column_bits(source->kind), in_stage = STAGE_BYTES / WORD_BYTES * in_word;
     for (int64_t c = 0, columns; c < k; c += columns) {
         int64_t word = (source->skip + c) / in_word, skip = (source->skip + c) % in_word;
-        columns = least(k - c, in_stage - skip);
+        columns = minimum(k - c, in_stage - skip);
         kernels->transpose(WORD_BYTES, in + word * source->column_stride, source->column_stride, rows,
                            (skip + columns + in_word - 1) / in_word, stage, STAGE_BYTES);
         for (int64_t r = 0; r < rows; r++)
@@ -58,7 +58,7 @@ static inline void swap(lanes *a, lanes *b, uint32_t mask, int shift) {
 
 /* 8 columns of `words` AWQ words each: 8 codes of 8 * words rows, row r at out + r * STAGE_BYTES. Each lane is a matrix
    of 8 x 8 codes, transposed by swapping its quarters, their quarters and theirs. */
-static void turn(const uint8_t *in, int64_t column_stride, int64_t columns, int64_t words, uint8_t *out) {
+static void transpose_awq(const uint8_t *in, int64_t column_stride, int64_t columns, int64_t words, uint8_t *out) {
     static const uint8_t row_of[AWQ_ROWS] = {0, 2, 4, 6, 1, 3, 5, 7};
     lanes w[AWQ_ROWS] = {0};
     for (int64_t c = 0; c < columns; c++) {
@@ -81,13 +81,13 @@ static void decode_awq(const kt_kernels *kernels, const ktq_source *source, int6
     uint8_t stage[AWQ_ROWS * LANES * STAGE_BYTES];
     const int64_t in_stage = STAGE_BYTES * 2, top = source->skip + first, bottom = top + rows;
     for (int64_t word = top / AWQ_ROWS; word * AWQ_ROWS < bottom; word += LANES) {
-        int64_t words = least(LANES, (bottom + AWQ_ROWS - 1) / AWQ_ROWS - word);
+        int64_t words = minimum(LANES, (bottom + AWQ_ROWS - 1) / AWQ_ROWS - word);
         const uint8_t *in = (const uint8_t *)source->values + word * WORD_BYTES;
         for (int64_t c = 0, columns; c < k; c += columns) {
-            columns = least(k - c, in_stage);
+            columns = minimum(k - c, in_stage);
             for (int64_t j = 0; j < columns; j += AWQ_ROWS)
-                turn(in + (c + j) * source->column_stride, source->column_stride, least(columns - j, AWQ_ROWS), words,
-                     stage + j / 2);
+                transpose_awq(in + (c + j) * source->column_stride, source->column_stride,
+                              minimum(columns - j, AWQ_ROWS), words, stage + j / 2);
             for (int64_t i = 0; i < AWQ_ROWS * words; i++) {
                 int64_t r = word * AWQ_ROWS + i - top;
                 if (r >= 0 && r < rows)

@@ -1,5 +1,8 @@
 /* Quotients to the nearest codes, as kt_nearest_code does it. precision is a constant where speed matters. min and max
  * give their second operand where one is NaN, so NaN stays NaN. */
+#ifndef KT_NEAREST_CODE_TEMPLATE_H
+#define KT_NEAREST_CODE_TEMPLATE_H
+
 typedef struct {
     floats least, most;
     int precision;
@@ -17,3 +20,5 @@ TARGET static inline __attribute__((always_inline)) floats nearest_codes(floats 
     floats reciprocal = castsi_ps(sub_epi32(set1_epi32(0x7f000000), castps_si(step))); /* of a power of two */
     return mul_ps(round_ps(mul_ps(q, reciprocal)), step);
 }
+
+#endif

@@ -1,8 +1,7 @@
 /* The sums stay in registers; a row of the panel is read once for all vectors. */
 
-enum { LANE_VECTORS = KT_SUM_LANES / LANES };
-
 TARGET void KERNEL_OF(outer_sums)(int64_t count, const float *vectors, const float *panel, float *sums) {
+    enum { LANE_VECTORS = KT_SUM_LANES / LANES };
     floats sum[KT_TOGETHER * LANE_VECTORS];
     for (int i = 0; i < KT_TOGETHER * LANE_VECTORS; i++) sum[i] = loadu_ps(sums + i * LANES);
     for (int64_t i = 0; i < count; i++, vectors += KT_TOGETHER, panel += KT_SUM_LANES)

@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-static int in_range(int bits, const int8_t *row, int64_t k) {
+static int is_in_range(int bits, const int8_t *row, int64_t k) {
     for (int64_t c = 0; c < k; c++)
         if (row[c] < -kt_largest_code(bits) || row[c] > kt_largest_code(bits)) return 0;
     return 1;
@@ -27,7 +27,7 @@ int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t 
             good &= pack(bits, rows + c, row_stride, columns, kt_half_tiles(bits, weight, k, first, c), &ahead);
         }
         if (good) continue;
-        for (*bad_row = first; in_range(bits, rows, k); rows += row_stride) ++*bad_row;
+        for (*bad_row = first; is_in_range(bits, rows, k); rows += row_stride) ++*bad_row;
         return KTQ_ERANGE;
     }
     return KTQ_OK;

@@ -36,8 +36,8 @@ static int has_nan(const uint8_t *codes, int64_t k) {
 }
 
 /* Codes and scales of such a source. Returns the first row that holds a NaN, or -1. scratch: 32 * k bytes. */
-static int64_t keep(const kt_kernels *kernels, int order, int64_t n, int64_t k, const ktq_source *source,
-                    uint8_t *scratch, uint8_t *codes, float *scales) {
+static int64_t copy_codes(const kt_kernels *kernels, int order, int64_t n, int64_t k, const ktq_source *source,
+                          uint8_t *scratch, uint8_t *codes, float *scales) {
     int64_t blocks = k / KT_FP8_BLOCK;
     const float *stored = source->scales + source->first_row / KT_FP8_BLOCK * source->scales_per_row +
                           source->first_column / KT_FP8_BLOCK;
@@ -61,7 +61,8 @@ static int64_t keep(const kt_kernels *kernels, int order, int64_t n, int64_t k, 
 enum { CHUNK = 32 }; /* blocks of a row that are measured before the next row is */
 
 /* The scales of 128 rows. Returns the first row that holds a value that is not finite, or -1. */
-static int64_t measure(const kt_kernels *kernels, const uint8_t *rows, int64_t row_stride, int64_t k, float *scales) {
+static int64_t measure_blocks(const kt_kernels *kernels, const uint8_t *rows, int64_t row_stride, int64_t k,
+                              float *scales) {
     int64_t blocks = k / KT_FP8_BLOCK;
     for (int64_t b = 0; b < blocks; b += CHUNK) {
         int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
@@ -95,7 +96,7 @@ static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_
                 kt_bf16_rows(kernels, source, first + r, KT_PANEL_ROWS, k, scratch + r * k, &row_stride);
             if (r == 0) rows = panel;
         }
-        int64_t bad = measure(kernels, rows, row_stride, k, scales);
+        int64_t bad = measure_blocks(kernels, rows, row_stride, k, scales);
         if (bad >= 0) return first + bad;
         if (order == KTQ_ROWS) {
             for (int64_t r = 0; r < KT_FP8_BLOCK; r++)
@@ -125,7 +126,7 @@ int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint
 
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
-    *bad_row = is_kept(source) ? keep(kernels, order, n, k, source, (uint8_t *)scratch, codes, scales)
+    *bad_row = is_kept(source) ? copy_codes(kernels, order, n, k, source, (uint8_t *)scratch, codes, scales)
                                : round_all(kernels, order, n, k, source, scratch, codes, scales);
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;

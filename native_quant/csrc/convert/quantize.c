@@ -18,8 +18,8 @@ typedef struct {
 } half_tile;
 
 /* Decodes (if need be) and measures rows first..first+15. Returns the first that is not finite, or -1. */
-static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *source, int64_t first, int64_t k,
-                       uint16_t *scratch, float *scale, half_tile *half) {
+static int64_t measure_rows(const kt_kernels *kernels, int bits, const ktq_source *source, int64_t first, int64_t k,
+                            uint16_t *scratch, float *scale, half_tile *half) {
     half->subnormals_matter = 0;
     for (int r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = kt_bf16_row(kernels, source, first + r, k, scratch);
@@ -58,7 +58,7 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
     *bad_row = -1;
     for (int64_t first = 0; first < n; first += KT_HALF_ROWS) {
         half_tile half;
-        *bad_row = measure(kernels, bits, source, first, k, scratch, scale, &half);
+        *bad_row = measure_rows(kernels, bits, source, first, k, scratch, scale, &half);
         if (*bad_row >= 0) break;
         kt_ahead ahead = {half.rows, 0, 0};
         if (kt_is_row_contiguous(source) && first + KT_HALF_ROWS < n) {

@@ -26,7 +26,7 @@ static layout layout_of(int kind) {
 }
 
 /* The lowest 4 bits of 4 bytes that are 16 bits apart, side by side. */
-static uint32_t narrowed(uint64_t codes) {
+static uint32_t narrow_codes(uint64_t codes) {
     codes &= 0x000f000f000f000f;
     codes = (codes | codes >> 12) & 0x000000ff000000ff;
     return (uint32_t)((codes | codes >> 24) & 0xffff);
@@ -38,7 +38,7 @@ static void put_codes(int bits, const uint8_t codes[COLUMNS], int r, uint8_t *bl
     for (int v = 0; v < 4; v++) {
         uint64_t eight;
         memcpy(&eight, codes + 8 * v, sizeof eight);
-        uint32_t word = narrowed(eight) | narrowed(eight >> 8) << 16;
+        uint32_t word = narrow_codes(eight) | narrow_codes(eight >> 8) << 16;
         memcpy(half + 64 * v + r % KT_HALF_ROWS * 4, &word, sizeof word);
     }
     int more = bits - 4, lines = more ? 16 / more : 0; /* of a word */

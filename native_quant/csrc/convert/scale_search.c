@@ -32,15 +32,15 @@ static float least_squares(const kt_kernels *kernels, const kt_scale_search *sea
     return factors[tried[0]];
 }
 
-/* A row that is compared in the metric of second moments. live: whether it is. */
+/* A row whose candidates may be compared in the metric of second moments. is_compared: whether they are. */
 typedef struct {
-    int live;
+    int is_compared;
     float absmax;
 } measured;
 
 /* Its values, in steps, and the codes of the candidates, side by side: vectors[k][KT_TOGETHER]. */
-static void side_by_side(const kt_kernels *kernels, const kt_scale_search *search, const int *tried, int8_t *codes,
-                         float *vectors) {
+static void store_candidates(const kt_kernels *kernels, const kt_scale_search *search, const int *tried, int8_t *codes,
+                             float *vectors) {
     for (int64_t c = 0; c < search->k; c++)
         vectors[c * KT_TOGETHER] = kt_load16(search->row + 2 * c) & KT_BF16_SIGN ? -search->units[c] : search->units[c];
     for (int t = 0; t < TRIED; t++) {
@@ -50,8 +50,8 @@ static void side_by_side(const kt_kernels *kernels, const kt_scale_search *searc
 }
 
 /* Of each row, twice the products of its values and its codes, and the squares of its codes, in the metric. */
-static void in_metric(const kt_kernels *kernels, const kt_moments *moments, int64_t k, int rows, const float *vectors,
-                      float products[][TRIED], float squares[][TRIED]) {
+static void measure_tried(const kt_kernels *kernels, const kt_moments *moments, int64_t k, int rows,
+                          const float *vectors, float products[][TRIED], float squares[][TRIED]) {
     _Alignas(64) float panel[DEPTH * KT_SUM_LANES], sums[ROWS][KT_TOGETHER][KT_SUM_LANES];
     float lanes[ROWS][TRIED][2][KT_SUM_LANES] = {0};
     for (int64_t column = 0; column < k; column += KT_SUM_LANES) {
@@ -77,7 +77,7 @@ static void in_metric(const kt_kernels *kernels, const kt_moments *moments, int6
         }
 }
 
-static float least(float a, float b) {
+static float minimum(float a, float b) {
     return a < b ? a : b;
 }
 
@@ -86,18 +86,18 @@ static float least(float a, float b) {
 static void choose_again(const kt_kernels *kernels, const kt_moments *moments, int64_t k, float limit, int rows,
                          const measured *row, const float *vectors, int8_t *codes, float *scale) {
     float products[ROWS][TRIED], squares[ROWS][TRIED];
-    in_metric(kernels, moments, k, rows, vectors, products, squares);
+    measure_tried(kernels, moments, k, rows, vectors, products, squares);
     for (int r = 0; r < rows; r++) {
         float found = 0.0f, most = 0.0f;
         int best = 0;
-        for (int t = 0; t < TRIED && row[r].live; t++) {
+        for (int t = 0; t < TRIED && row[r].is_compared; t++) {
             float product = 0.5f * products[r][t], factor = squares[r][t] > 0.0f ? product / squares[r][t] : 0.0f;
             if (!(product > 0.0f) || !(product * factor > most)) continue;
             best = t;
             most = product * factor;
             found = factor;
         }
-        found = least(row[r].absmax * found, limit);
+        found = minimum(row[r].absmax * found, limit);
         if (found < KT_SMALLEST_NORMAL) continue;
         scale[r] = found;
         for (int64_t c = 0; c < k; c++) codes[r * k + c] = (int8_t)vectors[(r * k + c) * KT_TOGETHER + 1 + best];
@@ -146,8 +146,8 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
                 search.weights = NULL;
                 factor = least_squares(kernels, &search, tried);
             }
-            found = least(absmax * factor, limit);
-            block[in_block].live = search.weights && factor != 0.0f;
+            found = minimum(absmax * factor, limit);
+            block[in_block].is_compared = search.weights && factor != 0.0f;
         }
         if (found < KT_SMALLEST_NORMAL) {
             scale[r] = 0.0f;
@@ -158,7 +158,7 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
         }
         if (!moments) continue;
         float *own = vectors + in_block * k * KT_TOGETHER;
-        if (block[in_block].live) side_by_side(kernels, &search, tried, (int8_t *)(scratch + 2 * k), own);
+        if (block[in_block].is_compared) store_candidates(kernels, &search, tried, (int8_t *)(scratch + 2 * k), own);
         else memset(own, 0, (size_t)(k * KT_TOGETHER) * sizeof *own);
         if (in_block + 1 == ROWS || r + 1 == n)
             choose_again(kernels, &metric, k, limit, in_block + 1, block, vectors, codes - in_block * k,

@@ -1,7 +1,6 @@
 /* As many columns at a time as fill half of the registers: enough that no sum waits for itself. */
-enum { VECTORS = KT_PANEL_ROWS / LANES, AT_ONCE = REGISTERS / 2 / VECTORS };
-
 TARGET void KERNEL_OF(slice_products)(int64_t count, const float *slice, const float *from, float *to) {
+    enum { VECTORS = KT_PANEL_ROWS / LANES, AT_ONCE = REGISTERS / 2 / VECTORS };
     for (int c = 0; c < KTQ_SLICE_COLUMNS; c += AT_ONCE, to += AT_ONCE * KT_PANEL_ROWS) {
         floats left[AT_ONCE * VECTORS];
         for (int i = 0; i < AT_ONCE * VECTORS; i++) left[i] = load_ps(to + i * LANES);

@@ -16,7 +16,7 @@ static int is_grouped(const ktq_source *source) {
                                             source->block_columns < TABLE_COLUMNS);
 }
 
-static int64_t least(int64_t a, int64_t b) {
+static int64_t minimum(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
@@ -35,11 +35,11 @@ static void decode_block(const kt_kernels *kernels, const ktq_source *source, co
     }
     for (int64_t r = 0, high; r < rows; r += high) {
         int64_t y = source->first_row + row + r;
-        high = least(rows - r, source->block_rows - y % source->block_rows);
+        high = minimum(rows - r, source->block_rows - y % source->block_rows);
         const float *scales = source->scales + y / source->block_rows * source->scales_per_row;
         for (int64_t c = 0, wide; c < columns; c += wide) {
             int64_t x = source->first_column + column + c;
-            wide = least(columns - c, source->block_columns - x % source->block_columns);
+            wide = minimum(columns - c, source->block_columns - x % source->block_columns);
             kernels->decode(source->kind, in + r * in_stride + c, in_stride, high, wide,
                             scales[x / source->block_columns], out + r * out_pitch + c, out_pitch);
         }
@@ -70,12 +70,12 @@ static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *sou
     uint16_t stage[STAGE_COLUMNS * KT_PANEL_ROWS];
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
-        int64_t columns = least(k - c, STAGE_COLUMNS);
+        int64_t columns = minimum(k - c, STAGE_COLUMNS);
         for (int64_t j = 0; j < columns; j++) {
             int64_t x = (source->first_column + c + j) / source->block_columns;
             for (int64_t r = 0, high; r < rows; r += high) {
                 int64_t y = source->first_row + first + r;
-                high = least(rows - r, source->block_rows - y % source->block_rows);
+                high = minimum(rows - r, source->block_rows - y % source->block_rows);
                 const float *scale = source->scales + y / source->block_rows * source->scales_per_row + x;
                 kt_floats column = {source->kind, in + (c + j) * source->column_stride + r, 0, high, scale, 0, high};
                 kernels->decode_floats(&column, stage + j * KT_PANEL_ROWS + r);
@@ -100,7 +100,7 @@ static void decode_blocks(const kt_kernels *kernels, const ktq_source *source, i
                 kernels->decode_blocks(source->kind, blocks, count / block.columns, out + c);
             } else {
                 uint16_t whole[KT_BLOCK_COLUMNS];
-                count = least(k - c, block.columns - inside);
+                count = minimum(k - c, block.columns - inside);
                 kernels->decode_blocks(source->kind, blocks, 1, whole);
                 memcpy(out + c, whole + inside, (size_t)count * sizeof *out);
             }
@@ -134,7 +134,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
     } else {
         uint8_t stage[KT_PANEL_ROWS * STAGE_COLUMNS * 4];
         for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
-            int64_t columns = least(k - c, STAGE_COLUMNS);
+            int64_t columns = minimum(k - c, STAGE_COLUMNS);
             kernels->transpose(bytes, in + c * source->column_stride, source->column_stride, rows, columns, stage,
                                STAGE_COLUMNS * bytes);
             decode_block(kernels, source, stage, STAGE_COLUMNS * bytes, first, rows, c, columns, out + c, k);
@@ -167,7 +167,7 @@ int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
-        decode_rows(kernels, source, first, least(n - first, KT_PANEL_ROWS), k, out + first * k);
+        decode_rows(kernels, source, first, minimum(n - first, KT_PANEL_ROWS), k, out + first * k);
     kt_leave(state);
     return KTQ_OK;
 }

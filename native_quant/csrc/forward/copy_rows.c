@@ -9,7 +9,7 @@
 
 /* The codes of a row's 8 columns: from a word of the even columns and one of the odd ones to the order of the columns.
  */
-static uint32_t in_order(uint32_t words) {
+static uint32_t order_codes(uint32_t words) {
     words = (words & 0xff0000ff) | (words & 0x00ff0000) >> 8 | (words & 0x0000ff00) << 8;
     return (words & 0xf00ff00f) | (words & 0x0f000f00) >> 4 | (words & 0x00f000f0) << 4;
 }
@@ -20,7 +20,7 @@ void kt_nibbles_in_rows(const uint8_t *panel, int64_t blocks, uint32_t flip, uin
             for (int v = 0; v < KT_GROUP_COLUMNS / 8; v++) {
                 uint32_t words;
                 memcpy(&words, panel + v * 64 + r % KT_HALF_ROWS * 4, sizeof words);
-                words = in_order(words) ^ flip;
+                words = order_codes(words) ^ flip;
                 memcpy(rows + r * row_stride + (b * KT_GROUP_COLUMNS / 2 + v * 4), &words, sizeof words);
             }
 }

@@ -37,7 +37,7 @@ static void chunk_uint4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
 
 /* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. As many E8M0
    scales as columns: of 32 rows, for each 32 columns. */
-static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk) {
+static void halve_weights(const uint8_t *scales, int64_t columns, uint16_t *chunk) {
     for (int64_t i = 0; i < columns; i++) {
         if (scales[i]) continue;
         uint16_t *half = chunk + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
@@ -60,7 +60,7 @@ static void scales_e8m0(const kt_kernels *kernels, const kt_bf16_panel *panel, i
 static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk) {
     chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
-    if (memchr(panel->scales + first, 0, (size_t)columns)) halve(panel->scales + first, columns, chunk);
+    if (memchr(panel->scales + first, 0, (size_t)columns)) halve_weights(panel->scales + first, columns, chunk);
 }
 
 static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -71,7 +71,7 @@ static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int
 static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk) {
     chunk_fp8(kernels, panel, first, columns, chunk);
-    if (memchr(panel->scales + first, 0, (size_t)columns)) halve(panel->scales + first, columns, chunk);
+    if (memchr(panel->scales + first, 0, (size_t)columns)) halve_weights(panel->scales + first, columns, chunk);
 }
 
 /* A panel's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */

@@ -21,7 +21,7 @@ _Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations have what is l
 static const float ones[KT_PANEL_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-static int64_t least(int64_t x, int64_t y) {
+static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
@@ -45,14 +45,14 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
-    kt_chunk_fn *made = steps->integers ? panel->integers : panel->chunk;
+    kt_chunk_fn *to_chunk = steps->integers ? panel->integers : panel->chunk;
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), each = bytes / (blocks * terms), step = each / (columns / 2);
     for (int64_t j = 0, some; j < columns; j += some) {
-        some = least(columns - j, at_once);
+        some = minimum(columns - j, at_once);
         const uint8_t *chunk = codes_of(panel, first + j);
-        if (made) {
-            made(job->kernels, panel, first + j, some, with->chunk);
+        if (to_chunk) {
+            to_chunk(job->kernels, panel, first + j, some, with->chunk);
             chunk = (const uint8_t *)with->chunk;
         }
         if (panel->scale) panel->scale(job->kernels, panel, first + j, some, with->scale);
@@ -75,9 +75,9 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
-            columns = least(job->k - first, FEW_COLUMNS);
+            columns = minimum(job->k - first, FEW_COLUMNS);
             copy(job, steps, first, columns, 0, job->m, with->a);
-            for (int64_t s = pair; s < least(pair + 2, job->panels); s++) {
+            for (int64_t s = pair; s < minimum(pair + 2, job->panels); s++) {
                 /* The first half is fetched while the chunk is made. */
                 const kt_bf16_panel *panel = &job->panel[s];
                 int64_t bytes = code_bytes(panel, columns), left = panel->chunk ? bytes / 2 : bytes;
@@ -91,7 +91,7 @@ static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, s
     int64_t group = (int64_t)sizeof with->a / steps->row_bytes;
     int64_t groups = (job->m + group - 1) / group;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
-        columns = least(job->k - first, KT_CHUNK_COLUMNS);
+        columns = minimum(job->k - first, KT_CHUNK_COLUMNS);
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
             copy(job, steps, first, columns, from, to - from, with->a);

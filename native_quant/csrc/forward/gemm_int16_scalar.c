@@ -4,7 +4,7 @@
 #include "gemm_int16.h"
 
 /* KT_SUM_COLUMNS activations as integers; returns their unit. */
-static float in_units(const uint16_t *a, int32_t *out) {
+static float round_to_units(const uint16_t *a, int32_t *out) {
     uint32_t most = 0;
     for (int j = 0; j < KT_SUM_COLUMNS; j++) {
         uint32_t magnitude = a[j] & KT_BF16_MAGNITUDE;
@@ -34,7 +34,7 @@ void kt_gemm_int16_scalar(const kt_bf16_gemm *job) {
             panel->integers(job->kernels, panel, first, KT_SUM_COLUMNS, (uint16_t *)job->scratch);
             panel->scale(job->kernels, panel, first, KT_SUM_COLUMNS, scale);
             for (int64_t t = 0; t < job->m; t++) {
-                float unit = in_units(job->a + t * job->a_pitch + first, a);
+                float unit = round_to_units(job->a + t * job->a_pitch + first, a);
                 for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {
                     float sum = (float)sum_of_products(a, (const int16_t *)job->scratch, r) * unit;
                     c[t * KT_PANEL_ROWS + r] = fmaf(scale[r], sum, c[t * KT_PANEL_ROWS + r]);

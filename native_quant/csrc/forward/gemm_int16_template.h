@@ -69,7 +69,7 @@ __attribute__((always_inline)) TARGET static inline void block(int tokens, const
 #include "gemm_bf16_blocks.h"
 
 /* LANES activations in units. */
-TARGET static inline ints in_units(const uint16_t *a, floats reciprocal) {
+TARGET static inline ints round_to_units(const uint16_t *a, floats reciprocal) {
     return cvtps_epi32(mul_ps(castsi_ps(slli_epi32(load_epu16_epi32(a), 16)), reciprocal));
 }
 
@@ -84,7 +84,7 @@ TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
         const floats reciprocal = set1_ps(kt_int16_reciprocal(unit));
         row->unit[j / KT_SUM_COLUMNS] = unit;
         for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
-            ints low = in_units(a + j + i, reciprocal), high = in_units(a + j + i + LANES, reciprocal);
+            ints low = round_to_units(a + j + i, reciprocal), high = round_to_units(a + j + i + LANES, reciprocal);
             storeu_si(row->a + j + i, after_pack(packs_epi32(low, high)));
         }
     }

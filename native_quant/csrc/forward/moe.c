@@ -56,7 +56,7 @@ static int64_t expert_at(const kt_pass *pass, int64_t i) {
     return id < 0 || id >= pass->moe->experts || (pass->call->skip && pass->call->skip[id]) ? -1 : id;
 }
 
-static int by_tokens(const void *left, const void *right) {
+static int compare_tokens(const void *left, const void *right) {
     const kt_bucket *a = left, *b = right;
     if (a->m != b->m) return a->m < b->m ? 1 : -1;
     return a->expert < b->expert ? -1 : a->expert > b->expert;
@@ -72,7 +72,7 @@ void kt_sort_tokens(kt_pass *pass, int64_t *place) {
     pass->buckets = 0;
     for (int64_t id = 0; id < pass->moe->experts; id++)
         if (place[id]) pass->bucket[pass->buckets++] = (kt_bucket){.expert = id, .m = place[id]};
-    qsort(pass->bucket, (size_t)pass->buckets, sizeof *pass->bucket, by_tokens);
+    qsort(pass->bucket, (size_t)pass->buckets, sizeof *pass->bucket, compare_tokens);
     pass->rows = 0;
     for (int64_t b = 0; b < pass->buckets; b++) {
         kt_bucket *bucket = &pass->bucket[b];

@@ -14,7 +14,7 @@ static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
 }
 
 /* Of KT_SUM_COLUMNS activations, added up in halves: 16 sums of two, 8 of four ... */
-static float sum_of(const uint16_t *x) {
+static float sum_activations(const uint16_t *x) {
     float sum[KT_SUM_COLUMNS];
     for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
     for (int step = KT_SUM_COLUMNS / 2; step; step /= 2)
@@ -34,7 +34,7 @@ static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_w
         if (!sums) continue;
         float *of_row = sums + row * groups;
         if (of_token) memcpy(of_row, of_token, (size_t)groups * sizeof *sums);
-        for (int64_t g = 0; !of_token && g < groups; g++) of_row[g] = sum_of(x + g * KT_SUM_COLUMNS);
+        for (int64_t g = 0; !of_token && g < groups; g++) of_row[g] = sum_activations(x + g * KT_SUM_COLUMNS);
         of_token = of_row;
     }
 }
@@ -61,7 +61,7 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
 }
 
 /* gate and up as the activation takes them (ktq_moe). alpha: silu(alpha * gate) is alpha times what is wanted. */
-static void limit(const ktq_moe *moe, int64_t count, float *gate, float *up) {
+static void apply_limits(const ktq_moe *moe, int64_t count, float *gate, float *up) {
     float most = moe->swiglu_limit, alpha = moe->swiglu_alpha;
     for (int64_t i = 0; most > 0 && i < count; i++) {
         gate[i] = gate[i] > most ? most : alpha > 0 && gate[i] < -most ? -most : gate[i];
@@ -97,10 +97,10 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
             float *gate = c + 2 * i * m * KT_PANEL_ROWS, *up = gate + m * KT_PANEL_ROWS;
             int64_t first = h_row(pass, task, row, width) + (task->first + i) * KT_PANEL_ROWS;
             uint16_t *h = group->bf16.h + first;
-            limit(pass->moe, m * KT_PANEL_ROWS, gate, up);
+            apply_limits(pass->moe, m * KT_PANEL_ROWS, gate, up);
             pass->kernels->swiglu_bf16(m, gate, up, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
-                group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_of(h + j);
+                group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_activations(h + j);
         }
     }
 }

@@ -11,21 +11,21 @@ static void wait_for(const atomic_int *left) {
     }
 }
 
-static void done(atomic_int *left) {
+static void count_down(atomic_int *left) {
     atomic_fetch_sub_explicit(left, 1, memory_order_release);
 }
 
-static void quantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
+static void run_quantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     for (int64_t t = task->first; t < task->first + task->count; t++)
         pass->arithmetic->quantize(pass, group, t, scratch);
-    done(&group->to_quantize);
+    count_down(&group->to_quantize);
 }
 
 static int64_t cell_of(const kt_pass *pass, const kt_task *task) {
     return task->part * pass->buckets + task->bucket;
 }
 
-static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
+static void run_gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     wait_for(&group->to_quantize);
     const kt_arithmetic *arithmetic = pass->arithmetic;
     int64_t cell = cell_of(pass, task), m = pass->bucket[task->bucket].m;
@@ -33,21 +33,21 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     int left = atomic_fetch_sub_explicit(&group->gate_up_left[cell], 1, memory_order_acq_rel) - 1;
     if (left || !arithmetic->requantize || m > KT_REQUANTIZED_AT_ONCE) return;
     arithmetic->requantize(pass, group, &(kt_task){KT_REQUANTIZE, task->part, task->bucket, 0, 0, m});
-    done(&group->requantize_left[cell]);
+    count_down(&group->requantize_left[cell]);
 }
 
-static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
+static void run_requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
     wait_for(&group->gate_up_left[cell_of(pass, task)]);
     pass->arithmetic->requantize(pass, group, task);
-    done(&group->requantize_left[cell_of(pass, task)]);
+    count_down(&group->requantize_left[cell_of(pass, task)]);
 }
 
-static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
+static void run_down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     wait_for(&(group->requantize_left ? group->requantize_left : group->gate_up_left)[cell_of(pass, task)]);
     if (task->section >= 2)
         wait_for(&group->combine_left[task->section - 2]); /* the readers of this half's previous section */
     pass->arithmetic->down(pass, group, task, scratch);
-    done(&group->down_left[task->section]);
+    count_down(&group->down_left[task->section]);
 }
 
 /* The parts of columns `column` .. of token t become the output; with `add` its previous value goes into the first
@@ -60,7 +60,7 @@ static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, 
     pass->kernels->merge(parts, (const float *const *)sums, columns, out);
 }
 
-static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
+static void run_combine(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     int64_t topk = pass->call->topk, hidden = pass->moe->hidden, column = task->section * pass->section_columns;
     int64_t columns = hidden - column < pass->section_columns ? hidden - column : pass->section_columns;
     float *sums[KTQ_MOST_PARTS];
@@ -83,10 +83,10 @@ static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, c
         }
         if (!pass->partial) merge_parts(pass, group->parts, sums, t, column, columns);
     }
-    done(&group->combine_left[task->section]);
+    count_down(&group->combine_left[task->section]);
 }
 
-static void merge(const kt_pass *pass, int64_t task) {
+static void run_merge(const kt_pass *pass, int64_t task) {
     float *sums[KTQ_MOST_PARTS];
     int64_t hidden = pass->moe->hidden;
     for (int64_t t = task * KT_ROW_BLOCK; t < (task + 1) * KT_ROW_BLOCK && t < pass->tokens; t++) {
@@ -105,11 +105,11 @@ void kt_moe_work(void *argument, int group_number, int worker) {
         while ((next = atomic_fetch_add_explicit(&group->next, 1, memory_order_relaxed)) < group->tasks) {
             const kt_task *task = &group->task[next];
             switch (task->kind) {
-            case KT_QUANTIZE: quantize(pass, group, task, &pass->scratch[worker]); break;
-            case KT_GATE_UP: gate_up(pass, group, task, &pass->scratch[worker]); break;
-            case KT_REQUANTIZE: requantize(pass, group, task); break;
-            case KT_DOWN: down(pass, group, task, &pass->scratch[worker]); break;
-            case KT_COMBINE: combine(pass, group, task, &pass->scratch[worker]); break;
+            case KT_QUANTIZE: run_quantize(pass, group, task, &pass->scratch[worker]); break;
+            case KT_GATE_UP: run_gate_up(pass, group, task, &pass->scratch[worker]); break;
+            case KT_REQUANTIZE: run_requantize(pass, group, task); break;
+            case KT_DOWN: run_down(pass, group, task, &pass->scratch[worker]); break;
+            case KT_COMBINE: run_combine(pass, group, task, &pass->scratch[worker]); break;
             }
         }
     }
@@ -118,7 +118,7 @@ void kt_moe_work(void *argument, int group_number, int worker) {
         while ((next = atomic_fetch_add_explicit(&pass->next_merge, 1, memory_order_relaxed)) < pass->merge_tasks) {
             for (int g = 0; g < pass->groups; g++) /* the last section is combined last */
                 for (int64_t p = 0; p < pass->sections; p++) wait_for(&pass->group[g].combine_left[p]);
-            merge(pass, next);
+            run_merge(pass, next);
         }
     }
     kt_leave(state);

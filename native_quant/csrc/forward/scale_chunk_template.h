@@ -2,9 +2,8 @@
  * bits hold the two of a row. */
 #include "bf16_template.h"
 
-enum { VECTORS = KT_HALF_ROWS / LANES };
-
 TARGET void KERNEL_OF(scale_chunk)(const uint16_t *scales, int64_t columns, uint16_t *chunk) {
+    enum { VECTORS = KT_HALF_ROWS / LANES };
     for (int64_t half = 0; half < columns / 16; half++)
         for (int group = 0; group < 2; group++) {
             const uint16_t *of_rows = scales + (half / 2 * 2 + group) * KT_PANEL_ROWS + half % 2 * KT_HALF_ROWS;

@@ -12,7 +12,7 @@ static const uint16_t *row_of_token(const kt_training *t, const uint16_t *rows, 
     return rows + t->pair_of[row] / t->call->topk * t->moe->hidden;
 }
 
-static void gather(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
+static void gather_inputs(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first, hidden = t->moe->hidden;
     uint16_t *x = t->x + row * hidden;
@@ -24,7 +24,7 @@ static void gather(const kt_training *t, const kt_slice *block, const kt_train_s
                          kt_low_of(t, t->kept->low, i, row), s);
 }
 
-static void gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+static void compute_gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     uint16_t *const out[] = {t->kept->gate, t->kept->up};
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
@@ -50,7 +50,7 @@ static void gate_up(const kt_training *t, const kt_slice *slice, const kt_train_
     }
 }
 
-static void between(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
+static void prepare_down(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first;
     for (int64_t part = 0; part < t->moe->parts; part++) {
@@ -63,7 +63,7 @@ static void between(const kt_training *t, const kt_slice *block, const kt_train_
     }
 }
 
-static void down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+static void compute_down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     const kt_matrix w = kt_matrix_of(t, slice->bucket, slice->part, KT_PROJECTION_DOWN);
     for (int64_t first = 0; first < bucket->m; first += KT_TOKEN_BLOCK) {
@@ -84,7 +84,7 @@ static void down(const kt_training *t, const kt_slice *slice, const kt_train_scr
     }
 }
 
-static void combine(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+static void combine_experts(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     int64_t topk = t->call->topk, hidden = t->moe->hidden;
     const float *terms[] = {s->products, s->of_lora};
     for (int64_t token = slice->first; token < slice->first + slice->count; token++) {
@@ -111,7 +111,7 @@ static float dot(const uint16_t *x, const uint16_t *y, int64_t count) {
 }
 
 /* Rows of the output's gradient times their weights, and the weights' gradients. */
-static void weigh(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
+static void weight_gradients(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t first = bucket->first + block->first, hidden = t->moe->hidden;
     const float *terms[] = {s->products};
@@ -134,7 +134,7 @@ static void weigh(const kt_training *t, const kt_slice *block, const kt_train_sc
 }
 
 /* The gradients of down's inputs, gate and up. */
-static void through_down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+static void backpropagate_down(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     int64_t hidden = t->moe->hidden;
     kt_turn_columns(t, slice->bucket, slice->part, KT_PROJECTION_DOWN, slice->first, slice->count, s->turned, s);
@@ -160,7 +160,7 @@ static void through_down(const kt_training *t, const kt_slice *slice, const kt_t
     }
 }
 
-static void between_gradients(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
+static void prepare_gradients(const kt_training *t, const kt_slice *block, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[block->bucket];
     int64_t row = bucket->first + block->first;
     for (int i = KT_PROJECTION_GATE; i <= KT_PROJECTION_UP; i++) {
@@ -175,7 +175,7 @@ static void between_gradients(const kt_training *t, const kt_slice *block, const
 }
 
 /* A section of the gradients of gate's and up's inputs, for each row. */
-static void through_gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
+static void backpropagate_gate_up(const kt_training *t, const kt_slice *slice, const kt_train_scratch *s) {
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
     int64_t panel = t->section * t->section_columns / KT_PANEL_ROWS + slice->first, column = panel * KT_PANEL_ROWS;
     for (int64_t part = 0; part < t->moe->parts; part++) {
@@ -241,7 +241,7 @@ int ktq_trainable(const ktq_moe *moe) {
     return !moe->swiglu_limit && !moe->swiglu_alpha;
 }
 
-static int check(const kt_training *t) {
+static int check_training(const kt_training *t) {
     const ktq_kept *kept = t->kept;
     if (!kept || !ktq_trainable(t->moe)) return KTQ_EINVAL;
     for (int64_t part = 0; t->moe->transposed && part < t->moe->parts; part++) {
@@ -263,9 +263,9 @@ static int check(const kt_training *t) {
 }
 
 /* Between this and kt_pool_leave: all is checked, sorted and allocated. */
-static int begin(ktq_pool *pool, kt_training *t) {
+static int begin_training(ktq_pool *pool, kt_training *t) {
     int error = pool ? kt_check_call(t->moe, t->call) : KTQ_EINVAL;
-    if (!error) error = check(t);
+    if (!error) error = check_training(t);
     if (!error) error = kt_pool_enter(pool);
     if (error) return error;
     const ktq_moe *moe = t->moe;
@@ -295,13 +295,13 @@ static int begin(ktq_pool *pool, kt_training *t) {
 int ktq_train_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, const ktq_lora *lora,
                       const ktq_kept *kept) {
     kt_training t = {.moe = moe, .call = call, .lora = lora, .kept = kept};
-    int error = begin(pool, &t);
+    int error = begin_training(pool, &t);
     if (error) return error;
-    kt_run_blocks(pool, &t, gather);
-    kt_run_panels(pool, &t, moe->parts, 0, gate_up);
-    if (lora || kt_in_int8(&t)) kt_run_blocks(pool, &t, between);
-    kt_run_panels(pool, &t, moe->parts, moe->hidden / KT_PANEL_ROWS, down);
-    kt_run_tokens(pool, &t, combine);
+    kt_run_blocks(pool, &t, gather_inputs);
+    kt_run_panels(pool, &t, moe->parts, 0, compute_gate_up);
+    if (lora || kt_in_int8(&t)) kt_run_blocks(pool, &t, prepare_down);
+    kt_run_panels(pool, &t, moe->parts, moe->hidden / KT_PANEL_ROWS, compute_down);
+    kt_run_tokens(pool, &t, combine_experts);
     kt_pool_leave(pool);
     return KTQ_OK;
 }
@@ -311,16 +311,16 @@ int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call,
     if (!gradients || (call && call->tokens && (!gradients->out || !gradients->hidden || !gradients->weights)))
         return KTQ_EINVAL;
     kt_training t = {.moe = moe, .call = call, .lora = lora, .kept = kept, .gradients = gradients};
-    int error = begin(pool, &t);
+    int error = begin_training(pool, &t);
     if (error) return error;
     if (call->tokens) memset(gradients->weights, 0, (size_t)(call->tokens * call->topk) * sizeof *gradients->weights);
-    kt_run_blocks(pool, &t, weigh);
-    kt_run_panels(pool, &t, moe->parts, 0, through_down);
-    if (lora || kt_quantizes_gradients(&t)) kt_run_blocks(pool, &t, between_gradients);
+    kt_run_blocks(pool, &t, weight_gradients);
+    kt_run_panels(pool, &t, moe->parts, 0, backpropagate_down);
+    if (lora || kt_quantizes_gradients(&t)) kt_run_blocks(pool, &t, prepare_gradients);
     for (; t.section * t.section_columns < moe->hidden; t.section++) {
         int64_t left = moe->hidden - t.section * t.section_columns;
         int64_t columns = left < t.section_columns ? left : t.section_columns;
-        kt_run_panels(pool, &t, 1, columns / KT_PANEL_ROWS, through_gate_up);
+        kt_run_panels(pool, &t, 1, columns / KT_PANEL_ROWS, backpropagate_gate_up);
         kt_run_tokens(pool, &t, sum_tokens);
     }
     if (lora) kt_run_factors(pool, &t);

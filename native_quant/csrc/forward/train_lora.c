@@ -6,16 +6,16 @@
 #include "convert/panels.h"
 #include "train.h"
 
-static const kt_format *bf16(void) {
+static const kt_format *bf16_format(void) {
     return kt_format_of(KTQ_FORMAT_BF16);
 }
 
-static int64_t whole(int64_t n, int64_t unit) {
+static int64_t round_up(int64_t n, int64_t unit) {
     return kt_blocks(n, unit) * unit;
 }
 
 int64_t ktq_low_columns(int64_t rank) {
-    return whole(rank, KT_HALF_ROWS);
+    return round_up(rank, KT_HALF_ROWS);
 }
 
 /* The columns of `a`, the rows of `b`. */
@@ -52,7 +52,7 @@ void kt_narrow(const kt_training *t, kt_factor factor, int64_t expert, int64_t f
         memset(scratch->rows + some * k, 0, (size_t)((KT_PANEL_ROWS - some) * k) * sizeof *scratch->rows);
         kt_reorder_panel(t->kernels, 2, (uint8_t *)scratch->rows, 2 * k, k, (uint8_t *)(scratch->panels + r * k));
     }
-    kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, k, 0, panels, rows, pitch, m, scratch->c,
+    kt_multiply_bf16(t->kernels, bf16_format(), scratch->panels, NULL, k, 0, panels, rows, pitch, m, scratch->c,
                      scratch->gemm);
     for (int64_t i = 0; i < m; i++, low += 2 * t->low)
         for (int64_t r = 0; r < t->low; r++) {
@@ -77,12 +77,12 @@ void kt_widen(const kt_training *t, kt_factor factor, int64_t expert, int64_t fi
             t->kernels->interleave(2, (uint8_t *)scratch->rows, 2 * KT_PANEL_ROWS, t->low / 2, NULL, at,
                                    scratch->panels);
     }
-    kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, k, 0, 1, low, k, m, c, scratch->gemm);
+    kt_multiply_bf16(t->kernels, bf16_format(), scratch->panels, NULL, k, 0, 1, low, k, m, c, scratch->gemm);
 }
 
 /* --- dropout: a function of seed, projection, token and place, and column ----------------------------------------- */
 
-static uint64_t mixed(uint64_t x) { /* splitmix64 */
+static uint64_t mix(uint64_t x) { /* splitmix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
     x = (x ^ x >> 27) * 0x94d049bb133111eb;
     return x ^ x >> 31;
@@ -91,10 +91,10 @@ static uint64_t mixed(uint64_t x) { /* splitmix64 */
 /* Calls LEAVE_OUT with the number of each column that is left out, counted from `first`. */
 #define FOR_DROPPED(LEAVE_OUT)                                                                                         \
     const uint64_t number = (uint64_t)(t->pair_of[row] * 4 + projection);                                              \
-    const uint64_t from = mixed(t->lora->seed + 0x9e3779b97f4a7c15 * number);                                          \
+    const uint64_t from = mix(t->lora->seed + 0x9e3779b97f4a7c15 * number);                                          \
     const uint64_t least = (uint64_t)(t->lora->dropout * 65536.0f + 0.5f);                                             \
     for (int64_t i = 0; i < columns; i += 4) {                                                                         \
-        uint64_t bits = mixed(from + 0x9e3779b97f4a7c15 * (uint64_t)(first + i));                                      \
+        uint64_t bits = mix(from + 0x9e3779b97f4a7c15 * (uint64_t)(first + i));                                      \
         for (int j = 0; j < 4; j++, bits >>= 16)                                                                       \
             if ((bits & 0xffff) < least) LEAVE_OUT(i + j);                                                             \
     }
@@ -115,20 +115,20 @@ typedef struct {
     const uint16_t *low;
     int64_t count, pitch, terms;
     const uint16_t *rows;
-} sum_of;
+} token_sum;
 
-static sum_of sum_for(const kt_training *t, kt_factor factor) {
+static token_sum token_sum_of(const kt_training *t, kt_factor factor) {
     int64_t rows = t->pass.rows * 2 * t->low;
     const uint16_t *kept = t->kept->low + factor.projection * rows, *given = t->of_low[factor.projection];
     if (factor.projection == KT_PROJECTION_DOWN)
-        return factor.is_b ? (sum_of){kept, t->moe->parts, rows, 2, t->gradient}
-                           : (sum_of){given, 1, 0, 2, t->kept->act};
-    if (factor.is_b) return (sum_of){kept, 1, 0, 2, factor.projection == KT_PROJECTION_GATE ? t->of_gate : t->of_up};
-    return (sum_of){given, 1, 0, 1, t->x}; /* rounded, as in kt-kernel */
+        return factor.is_b ? (token_sum){kept, t->moe->parts, rows, 2, t->gradient}
+                           : (token_sum){given, 1, 0, 2, t->kept->act};
+    if (factor.is_b) return (token_sum){kept, 1, 0, 2, factor.projection == KT_PROJECTION_GATE ? t->of_gate : t->of_up};
+    return (token_sum){given, 1, 0, 1, t->x}; /* rounded, as in kt-kernel */
 }
 
 /* Column r of an expert's low rows becomes a row of `padded` tokens; the terms' after those of the first. */
-static int64_t gather_low(const kt_training *t, const sum_of *sum, const kt_bucket *bucket, int64_t padded,
+static int64_t gather_low(const kt_training *t, const token_sum *sum, const kt_bucket *bucket, int64_t padded,
                           uint16_t *out) {
     int64_t count = 0;
     for (int64_t part = 0; part < sum->count; part++)
@@ -161,8 +161,8 @@ static void pack_rows(const kt_training *t, kt_factor factor, const uint16_t *ro
 }
 
 /* 32 columns of a gradient from c[rank][32], to where those of `a` [rank][length] or `b` [length][rank] lie. */
-static void put(const kt_training *t, kt_factor factor, float *c, int64_t length, int64_t first, uint8_t *out,
-                const kt_train_scratch *scratch) {
+static void store_gradient(const kt_training *t, kt_factor factor, float *c, int64_t length, int64_t first,
+                           uint8_t *out, const kt_train_scratch *scratch) {
     int64_t rank = t->lora->rank, count = rank * KT_PANEL_ROWS, bytes = t->lora->float32 ? 4 : 2;
     const float *numbers[] = {c};
     if (factor.is_b) {
@@ -184,15 +184,15 @@ static void put(const kt_training *t, kt_factor factor, float *c, int64_t length
 void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_train_scratch *scratch) {
     const kt_factor factor = {slice->part % 2, (int)slice->part / 2};
     const kt_bucket *bucket = &t->pass.bucket[slice->bucket];
-    const sum_of sum = sum_for(t, factor);
-    int64_t rank = t->lora->rank, length = length_of(t, factor), padded = whole(bucket->m, KT_PANEL_ROWS);
+    const token_sum sum = token_sum_of(t, factor);
+    int64_t rank = t->lora->rank, length = length_of(t, factor), padded = round_up(bucket->m, KT_PANEL_ROWS);
     int64_t count = gather_low(t, &sum, bucket, padded, scratch->low);
     uint8_t *out = (factor.is_b ? t->gradients->b : t->gradients->a)[factor.projection];
     out += bucket->expert * rank * length * (t->lora->float32 ? 4 : 2);
     for (int64_t first = slice->first * KT_PANEL_ROWS; first < (slice->first + slice->count) * KT_PANEL_ROWS;
          first += KT_PANEL_ROWS) {
         pack_rows(t, factor, sum.rows, bucket, first, padded, scratch);
-        kt_multiply_bf16(t->kernels, bf16(), scratch->panels, NULL, padded, 0, 1, scratch->low, padded, count,
+        kt_multiply_bf16(t->kernels, bf16_format(), scratch->panels, NULL, padded, 0, 1, scratch->low, padded, count,
                          scratch->c, scratch->gemm);
         for (int64_t r = 0; r < rank; r++) {
             const float *rows[2 * KTQ_MOST_PARTS];
@@ -203,6 +203,6 @@ void kt_factor_gradient(const kt_training *t, const kt_slice *slice, const kt_tr
             }
             t->kernels->combine(count / rank, rows, weights, KT_PANEL_ROWS, scratch->c + r * KT_PANEL_ROWS);
         }
-        put(t, factor, scratch->c, length, first, out, scratch);
+        store_gradient(t, factor, scratch->c, length, first, out, scratch);
     }
 }

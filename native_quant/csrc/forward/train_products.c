@@ -4,7 +4,7 @@
 #include "bf16.h"
 #include "train.h"
 
-static const kt_format *bf16(void) {
+static const kt_format *bf16_format(void) {
     return kt_format_of(KTQ_FORMAT_BF16);
 }
 
@@ -104,7 +104,7 @@ void kt_multiply_turned(const kt_training *t, const kt_slice *block, int64_t par
                         const kt_codes8 *codes, float *c, const kt_train_scratch *s) {
     int64_t k = projection == KT_PROJECTION_DOWN ? t->moe->hidden : t->moe->width[part];
     if (!t->moe->transposed) {
-        kt_multiply_bf16(t->kernels, bf16(), panels, NULL, k, 0, count, rows, pitch, block->count, c, s->gemm);
+        kt_multiply_bf16(t->kernels, bf16_format(), panels, NULL, k, 0, count, rows, pitch, block->count, c, s->gemm);
         return;
     }
     kt_matrix w = matrix_in(t, t->moe->transposed, block->bucket, part, projection);

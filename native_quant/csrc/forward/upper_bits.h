@@ -1,4 +1,6 @@
 /* Where the upper bits of codes of 5 and 6 bits are (ktq.h), in the vectors of a template. */
+#ifndef KT_UPPER_BITS_H
+#define KT_UPPER_BITS_H
 
 /* Of the four lines of words number v, the first line's from bit 4 on; those of the next line follow. */
 TARGET static inline ints upper_bits(int bits, const uint8_t *words, int v) {
@@ -9,3 +11,5 @@ TARGET static inline ints upper_bits(int bits, const uint8_t *words, int v) {
     ints all = loadu_si(words);
     return v == 0 ? all : v == 1 ? srli_epi16(all, 4) : v == 2 ? srli_epi16(all, 8) : slli_epi16(all, 4);
 }
+
+#endif

@@ -24,7 +24,7 @@ static const int contains[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_PARENT)};
 #undef KT_ISA_PARENT
 
 /* Whether a CPU with `isa` also has `other`. */
-static int includes(int isa, int other) {
+static int contains_isa(int isa, int other) {
     while (isa > other) isa = contains[isa];
     return isa == other;
 }
@@ -41,10 +41,10 @@ __attribute__((constructor)) static void choose(void) {
     for (int isa = 0; isa < KT_ISA_COUNT; isa++) {
         kt_kernels *table = &tables[isa];
 #define KERNEL(family, needs) \
-    if (!table->family && includes(isa, KT_ISA_##needs)) table->family = kt_##family##_##needs;
+    if (!table->family && contains_isa(isa, KT_ISA_##needs)) table->family = kt_##family##_##needs;
 #include "kernels.def"
 #define FAMILY(family, type) \
-    if (!table->family && includes(isa, KT_ISA_scalar)) table->family = kt_##family##_scalar;
+    if (!table->family && contains_isa(isa, KT_ISA_scalar)) table->family = kt_##family##_scalar;
 #include "kernels.def"
         if (usable >> isa & 1) best = isa;
     }

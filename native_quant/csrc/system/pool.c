@@ -79,7 +79,7 @@ static void futex(atomic_uint *word, int operation, unsigned value) {
     syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-static unsigned await(ktq_pool *pool, unsigned seen) {
+static unsigned wait_for_epoch(ktq_pool *pool, unsigned seen) {
     unsigned epoch;
     for (int spin = 0; (epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire)) == seen; spin++) {
         if (spin < SPINS) {
@@ -93,12 +93,12 @@ static unsigned await(ktq_pool *pool, unsigned seen) {
     return epoch;
 }
 
-static void *live(void *argument) {
+static void *run_thread(void *argument) {
     worker *self = argument;
     ktq_pool *pool = self->pool;
     cpu_set_t before;
     for (unsigned seen = 0;;) {
-        seen = await(pool, seen);
+        seen = wait_for_epoch(pool, seen);
         if (atomic_load(&pool->stop)) return NULL;
         atomic_fetch_add(&pool->inside, 1);
         if (atomic_load(&pool->open)) pool->work(pool->job, self->group, (int)(self - pool->worker));
@@ -136,7 +136,7 @@ static int start_threads(ktq_pool *pool) {
     pool->running = 0;
     for (int i = 1; i < pool->workers; i++) {
         worker *one = &pool->worker[i];
-        if (start_quietly(&one->thread, live, one) != 0) {
+        if (start_quietly(&one->thread, run_thread, one) != 0) {
             stop_threads(pool);
             return KTQ_ESYSTEM;
         }

@@ -42,7 +42,7 @@ static atomic_int losses;
 static size_t page_bytes;
 static int installed;
 
-static void say(const char *text) {
+static void print_message(const char *text) {
     for (size_t left = strlen(text); left;) {
         ssize_t done = write(STDERR_FILENO, text, left);
         if (done <= 0) return;
@@ -65,7 +65,7 @@ static mapping *mapping_at(const char *address) {
 }
 
 /* Zeros from the page at an address to the end of its mapping. 0: impossible. */
-static int lose(mapping *ours, const char *address) {
+static int map_zeros(mapping *ours, const char *address) {
     int error = errno;
     size_t at = (size_t)(address - ours->address) / page_bytes * page_bytes, whole = atomic_load(&ours->whole);
     void *from = (void *)(uintptr_t)(ours->address + at);
@@ -82,15 +82,15 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
     int is_fault = info->si_code > 0; /* otherwise a process sent it, and there is no address */
     mapping *ours = is_fault ? mapping_at(info->si_addr) : NULL;
     if (ours && !atomic_load(&ends_process)) {
-        if (ours->may_lose && lose(ours, info->si_addr)) return;
+        if (ours->may_lose && map_zeros(ours, info->si_addr)) return;
         ours = NULL;
     }
     if (ours) {
         if (atomic_flag_test_and_set(&reported))
             for (;;) pause(); /* another thread reports it and ends the process */
-        say(opening);
-        say(ours->name);
-        say(closing);
+        print_message(opening);
+        print_message(ours->name);
+        print_message(closing);
         _exit(exit_code);
     }
     if (before.sa_handler == SIG_DFL || (before.sa_handler == SIG_IGN && is_fault)) { /* it ends the process: */

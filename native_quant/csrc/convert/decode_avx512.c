@@ -1,3 +1,0 @@
-/* AVX-512: decode_template.h. */
-#include "vectors_avx512.h"
-#include "decode_template.h"

@@ -1,3 +1,0 @@
-/* AVX-512: gptq_template.h. */
-#include "vectors_avx512.h"
-#include "gptq_template.h"

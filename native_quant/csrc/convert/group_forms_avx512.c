@@ -1,3 +1,0 @@
-/* AVX-512: group_forms_template.h. */
-#include "vectors_avx512.h"
-#include "group_forms_template.h"

@@ -1,3 +1,0 @@
-/* AVX-512: reorder_mxfp4_template.h. */
-#include "vectors_avx512.h"
-#include "reorder_mxfp4_template.h"

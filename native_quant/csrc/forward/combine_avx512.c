@@ -1,3 +1,0 @@
-/* AVX-512: combine_template.h. */
-#include "vectors_avx512.h"
-#include "combine_template.h"
