@@ -9,13 +9,13 @@ TARGET static inline ints bf16_magnitudes(const uint8_t *values) {
     return and_si(loadu_si(values), set1_epi16(KT_BF16_MAGNITUDE));
 }
 
-/* BF16 in the upper half of each 32 bits, and what is left of the sum in the lower half; not for NaN. */
+/* BF16 in the upper half of each 32 bits, and the rest of the sum in the lower half; not for NaN. */
 TARGET static inline ints bf16_above_of_numbers(floats x) {
     ints u = castps_si(x), odd = and_si(srli_epi32(u, 16), set1_epi32(1));
     return add_epi32(add_epi32(u, set1_epi32(0x7fff)), odd);
 }
 
-/* The same for all. */
+/* The same, also for NaN. */
 TARGET static inline ints bf16_above(floats x) {
     return where_epi32(nan_ps(x), set1_epi32(KT_BF16_NAN << 16), bf16_above_of_numbers(x));
 }

@@ -1,4 +1,4 @@
-/* What Python and the entry points ask of the geometry table (geometry.h). */
+/* Queries of the geometry table (geometry.h) by Python and the entry points. */
 #include "geometry.h"
 #include "ktq.h"
 

@@ -1,4 +1,4 @@
-/* Where the codes of a packed weight lie (bytes.md, Tiles): row blocks, column blocks, panels of 32 rows, tiles,
+/* The layout of the codes of a packed weight (bytes.md, Tiles): row blocks, column blocks, panels of 32 rows, tiles,
  * halves. */
 #ifndef KT_GEOMETRY_H
 #define KT_GEOMETRY_H
@@ -47,8 +47,8 @@ typedef struct {
     int64_t row;
 } kt_panel;
 
-/* Where the byte of row r, column j lies in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and j + 64.
- */
+/* The place of the byte of row r, column j in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and
+ * j + 64. */
 static inline int64_t kt_byte_in_half(int64_t r, int64_t j) {
     return j / 4 * 64 + r * 4 + j % 4;
 }

@@ -26,7 +26,7 @@ enum { KT_GROUP_COLUMNS = 32 }; /* a group of columns is a multiple of it */
    alignment; k: a multiple of 64. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
-/* Blocks of a type of ggml: so many columns, stored in so many bytes; 0 columns: the encoding has no blocks. */
+/* A block of a type of ggml: its columns and its bytes. columns is 0 if the encoding has no blocks. */
 typedef struct {
     int64_t columns, bytes;
 } kt_block;
@@ -140,7 +140,7 @@ static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
     return end < row->columns ? end : row->columns;
 }
 
-/* The row's columns start .. stop-1 alone. */
+/* Only the row's columns start .. stop-1. */
 static inline kt_codes kt_codes_between(const kt_codes *row, int64_t start, int64_t stop) {
     int64_t at = row->skip + start;
     kt_codes part = *row;
@@ -176,8 +176,8 @@ typedef void kt_decode_blocks_fn(int kind, const uint8_t *blocks, int64_t count,
 typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
                              uint8_t *out, int64_t row_pitch);
 
-/* int8 activations lie in tiles of `rows` tokens, at most KT_MOST_TILE_ROWS: 64 columns of each token, one token after
-   the other, then the next 64 columns. With one row a tile a token's columns follow one another. */
+/* int8 activations are stored in tiles of `rows` tokens, at most KT_MOST_TILE_ROWS: 64 columns of each token, one
+   token after the other, then the next 64 columns. In tiles of one row, a token's columns are contiguous. */
 typedef struct {
     int64_t rows;
     int64_t tokens; /* that a call of the kernel should get at most: KT_LEAST_TOKENS to KT_MOST_TOKENS */
@@ -267,7 +267,7 @@ typedef struct kt_bf16_panel kt_bf16_panel;
 enum {
     KT_SUM_COLUMNS = 32,    /* whose products are added up before they are scaled */
     KT_CHUNK_COLUMNS = 256, /* at most */
-    /* Bytes: while codes become a chunk, half as many are fetched, from so many after the first on. */
+    /* In bytes: while codes become a chunk, half as many are prefetched, beginning this far after the first. */
     KT_CHUNK_AHEAD = 4096,
 };
 
@@ -283,9 +283,9 @@ typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, 
 typedef void kt_scales_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                           float *out);
 
-/* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: so many columns of a row, from
-   a multiple of it on, have one scale. terms: so many chunks add up to the weights. chunk: how codes become chunks;
-   NULL: they are chunks. integers: the same to int16, -4096 to 4096, for gemm_int16; NULL: there are none.
+/* 32 rows of a weight: their codes and scales (formats.h). bits: of a code. sum_columns: that many columns of a row,
+   from a multiple of it on, have one scale. terms: how many chunks add up to the weights. chunk: how codes become
+   chunks; NULL: they are chunks. integers: the same to int16, -4096 to 4096, for gemm_int16; NULL: there are none.
    scale: normal numbers that the sums of products are multiplied with; NULL: there are none. least: what a weight is
    less than code times scale; NULL: nothing. */
 struct kt_bf16_panel {
@@ -348,8 +348,8 @@ typedef struct {
 } kt_bf16_gemm;
 typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
 
-/* out[t * out_pitch + r] = silu(gate) * up as BF16, gate and up [m][32]. rest: likewise what is missing then, as BF16;
-   NULL: it is not wanted. */
+/* out[t * out_pitch + r] = silu(gate) * up as BF16, gate and up [m][32]. rest: the rounding error, as BF16, in the
+   same layout, or NULL. */
 typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, uint16_t *rest,
                                int64_t out_pitch);
 
@@ -394,17 +394,17 @@ int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
 int kt_column_bits(int kind);
 /* encodings.c: whether these are packed integers. */
 int kt_is_integer(int kind);
-/* encodings.c: the values of a row lie one after the other. */
+/* encodings.c: whether the values of a row are contiguous. */
 int kt_is_row_contiguous(const ktq_source *source);
 /* integers.c: rows first .. first+rows-1 (at most 32) of packed integers: out[rows][k]. */
 void kt_decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                         uint16_t *out);
-/* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1,
+/* source.c: row r as k BF16 values: in place, or decoded into scratch (32*k uint16). Call it with r = 0, 1,
    2 ...; the rows of a half tile stay valid together. */
 const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k,
                            uint16_t *scratch);
-/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in
-   bytes. Where they must be decoded, they are in scratch (32*k uint16). */
+/* source.c: rows first .. first+rows-1 (at most 32) as BF16: the address of the first, and their distance in
+   bytes. Rows that must be decoded are in scratch (32*k uint16). */
 const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                             uint16_t *scratch, int64_t *row_stride);
 

@@ -4,8 +4,8 @@
  * Conversions are buffers in, buffers out: they allocate, print and keep nothing. What is kept: the choice of
  * instruction set; pools with their threads and memory, and jobs, until they are freed; the table of mapped files. Only
  * the handler of SIGBUS prints. Every function may be called from many threads at once. What the numbers mean:
- * docs/explanation/numerics.md. Where the bytes lie: docs/reference/bytes.md. The text between the two markers is what
- * Python (cffi, _build.py) reads: plain C without directives but `#define NAME NUMBER`.
+ * docs/explanation/numerics.md. The layout of the bytes: docs/reference/bytes.md. Python (cffi, _build.py) reads the
+ * text between the two markers: plain C without directives but `#define NAME NUMBER`.
  */
 #ifndef KTQ_H
 #define KTQ_H
@@ -350,7 +350,7 @@ int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call,
 
 /* How a tensor in memory becomes rows of items: from panels (bytes.md, Panels), numbers of one byte or of two; bytes of
    two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes, or of
-   one, for each row of a panel, group after group; the latter as E8M0, to BF16. Or rows as they are, of so many bytes. */
+   one, for each row of a panel, group after group; the latter as E8M0, to BF16. Or plain rows of bytes. */
 enum {
     KTQ_PANEL_BYTES,
     KTQ_PANEL_HALVES,
@@ -387,8 +387,8 @@ int ktq_job_result(const ktq_job *job);
 void ktq_job_free(ktq_job *job);
 
 /* NUMA nodes of memory; KTQ_ESYSTEM where the kernel refuses (errno says why). address: the beginning of a page.
-   place: pages that come later lie on one of these nodes if it has room, in turns where there are several nodes.
-   gather: pages that lie elsewhere move to the node, as far as it has room.
+   place: later pages go to one of these nodes if it has room, in turns where there are several nodes.
+   gather: pages on other nodes move to this node, as far as it has room.
    policy: the calling thread's policy, MPOL_* in *mode and its nodes as bits of nodes[KTQ_NODE_WORDS]. */
 #define KTQ_NODE_WORDS 16
 int ktq_place_memory(void *address, size_t length, int count, const int *nodes);
@@ -411,7 +411,7 @@ int ktq_set_isa(int isa);       /* -1: the best available. KTQ_EISA if it is not
 /* The rows of kernels.def: family and instruction set (a number as above, -1 past the end). */
 int ktq_kernel_isa(int row);
 const char *ktq_kernel_family(int row);
-/* The kernels in use, a kt_kernels (kernels.h), for whoever measures or tests one alone. */
+/* The kernels in use, a kt_kernels (kernels.h), for measuring or testing a single kernel. */
 const void *ktq_kernels(void);
 
 /* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then

@@ -1,5 +1,5 @@
 /* The sign is taken off, and four chains of maxima hide their latency. The caller guarantees that k is a multiple of
- * 64. A maximum may count a value twice: the first and last two vectors are taken as they lie, and what is between (or
+ * 64. A maximum may count a value twice: the first and last two vectors are read unaligned, and what is between (or
  * a little of them again) from boundaries of vectors, since tensors rarely begin on one. */
 #include "bf16_template.h"
 

@@ -1,5 +1,5 @@
 /* FP16 and F32 a vector of float32 at a time, FP8 a vector of bytes, by table (fp8_table.h). A row that holds a NaN or
- * a scale out of the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
+ * a scale out of the ordinary is left to the scalar kernel; so is the end of a row that fills no vector. */
 #include "bf16_template.h"
 #include "fp8_table.h"
 

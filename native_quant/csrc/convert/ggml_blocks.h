@@ -34,7 +34,7 @@ typedef struct {
     uint8_t d[2];
 } kt_q6_k;
 
-/* What a code of group g of a kt_q4_k or kt_q5_k stands for is code * scale - least. */
+/* The value of a code of group g of a kt_q4_k or kt_q5_k is code * scale - least. */
 typedef struct {
     float scale[8], least[8];
 } kt_k_scales;

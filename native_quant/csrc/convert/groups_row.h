@@ -16,7 +16,7 @@ static inline uint16_t kt_group_largest(const uint8_t *row, int64_t group) {
     return amax;
 }
 
-/* largest: the value of largest magnitude; its sign counts for KTQ_SIGNED alone. */
+/* largest: the value of largest magnitude; its sign counts only for KTQ_SIGNED. */
 static inline uint16_t kt_group_scale(int bits, int rounding, uint16_t largest) {
     float magnitude = kt_from_bf16(largest & KT_BF16_MAGNITUDE);
     uint16_t scale = rounding == KTQ_SIGNED ? kt_to_bf16(kt_from_bf16(largest) / -8.0f)

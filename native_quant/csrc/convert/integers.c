@@ -1,4 +1,4 @@
-/* Packed integers, however their codes lie, to BF16 rows: codes that are not stored row after row are first
+/* Packed integers in any order to BF16 rows: codes that are not stored row after row are first
  * brought into that order, 32 rows at a time. */
 #include <string.h>
 
@@ -11,7 +11,7 @@ static int64_t minimum(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* Columns column .. column+columns-1 of row r, whose codes lie at `codes` after `skip` others. */
+/* Columns column .. column+columns-1 of row r, whose codes begin at `codes` after `skip` others. */
 static void decode(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t column, int64_t columns,
                    const uint8_t *codes, int64_t skip, uint16_t *out) {
     int64_t grid = (source->first_row + r) / source->block_rows * source->scales_per_row;

@@ -3,7 +3,7 @@
 #include "kernels.h"
 #include "pack_mxfp4.h"
 
-/* In 1024ths: what the codes stand for, and what lies between one and the next. */
+/* In 1024ths: the values of the codes, and the middle between one and the next. */
 static const int values[8] = {0, 512, 1024, 1536, 2048, 3072, 4096, 6144};
 static const int middles[7] = {256, 768, 1280, 1792, 2560, 3584, 5120};
 

@@ -1,4 +1,4 @@
-/* The loop: 16 rows at a time are decoded (if they need it), measured, quantized and packed while they lie in L2.
+/* The loop: 16 rows at a time are decoded (if they need it), measured, quantized and packed while they are in L2.
  * Knows the order of the tiles and the formula of the scales, but no instruction set. */
 #include <stddef.h>
 

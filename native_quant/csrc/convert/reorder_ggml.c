@@ -7,8 +7,8 @@
 
 enum { COLUMNS = 32 }; /* of a block of a panel */
 
-/* The formats of a panel: so many bits, and bytes of scales for so many columns of its rows, which are those of a block
-   or of half a block. */
+/* A format of a panel: bits of a code, and bytes of scales for each `columns` columns of a row, which are those of a
+   block or of half a block. */
 typedef struct {
     int bits;
     int64_t columns, scale_bytes;

@@ -1,6 +1,6 @@
 /* As many columns as make a vector of a row, of as many rows as make one or, of items of 1 and 2 bytes, two of a
  * column. Such items are first put together to 32-bit words of 4 and 2 columns; then everything is a transpose of
- * LANES x LANES words. Other numbers of rows, and what is left of the columns, are left to the scalar kernel. */
+ * LANES x LANES words. The scalar kernel takes other numbers of rows and the remaining columns. */
 #include "kernels.h"
 
 /* words[i] word j -> at out + row_of(j) * pitch, word i. */

@@ -23,7 +23,7 @@ TARGET static inline ints values_of(table of, ints words) {
 }
 
 /* x * scale rounded to BF16, for integers whose product is below 2^13: `far` is 65537 * scale, so that 16 of 24 bits of
-   the product are rounded off with it, and what is left of them is subtracted. */
+   the product are rounded off with it, and their remainder is subtracted. */
 TARGET static inline ints rounded_product(floats x, floats scale, floats far) {
     floats y = mul_ps(x, far);
     return castps_si(sub_ps(y, fnmadd_ps(x, scale, y)));

@@ -12,8 +12,8 @@ typedef struct {
     const kt_arithmetic *arithmetic;
     const kt_geometry *geometry;
     int bits; /* of a code */
-    /* So many rows and columns share a scale of so many bytes; 0 columns: a whole row does; 0 bytes: there are no
-     * scales. So many bytes precede the scales of each panel. */
+    /* scale_rows x scale_columns weights share a scale of scale_bytes bytes. 0 columns: a whole row does; 0 bytes:
+     * there are no scales. header_bytes precede the scales of each panel. */
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
     kt_chunk_fn *chunk, *integers;                  /* BF16 arithmetic: kt_bf16_panel's */

@@ -16,7 +16,7 @@
  * is being unpacked stay in L1 together.
  *
  * Errands, spread over the steps, done while products are under way: memory to L2 for the chunk to come, in several
- * streams (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next
+ * streams (kt_streams), since one does not use all of the memory's speed; and for int4 the unpacking of the next
  * chunk into the half of scratch that is not in use, while the one after it is fetched. After the last chunk of a
  * call comes what the next one (kt_gemm.next) begins with: its first chunk, and for int4 the second one, too, if it
  * belongs to the same panel. An int4 call begins with unpacking its first chunk, and fetches a second one of another
@@ -43,7 +43,7 @@ enum {
 };
 _Static_assert(2 * KT_CHUNK_BYTES <= KT_GEMM_SCRATCH, "the chunk at hand and the next one, unpacked");
 
-/* By bits, measured on Sapphire Rapids: so many tokens the VNNI kernel multiplies at least as fast. */
+/* By bits: up to how many tokens the VNNI kernel is at least as fast (measured on Sapphire Rapids). */
 static inline int64_t kt_left_to_vnni(int bits) {
     return bits == 4 ? 8 : 3;
 }
@@ -68,7 +68,7 @@ static inline int kt_is_by_panel(const kt_gemm *job) {
     return job->m <= 2 * job->tile_rows;
 }
 
-/* The chunk that begins at column `first`: what is left of the column block in equal parts, whole packed tiles. */
+/* The chunk that begins at column `first`: the rest of the column block in equal parts of whole packed tiles. */
 static inline int64_t kt_chunk_columns(const kt_gemm *job, int bits, int64_t first) {
     int64_t most = bits == 4 && kt_is_by_panel(job) ? KT_CHUNK_MOST_INT4_FEW : KT_CHUNK_MOST;
     int64_t tile = kt_geometry_of(bits)->tile_columns, left = KT_K_BLOCK - first % KT_K_BLOCK;

@@ -53,7 +53,7 @@ KT_INLINE stream stream_of(const uint8_t *tiles, const uint8_t *ahead, int64_t b
     return (stream){tiles, ahead, 64, 128, 256, c, NULL};
 }
 
-/* Adds to c[token * 32 + row] of each stream the products of so many packed tiles. a: [columns / 64][tokens][64]. */
+/* Adds to c[token * 32 + row] of each stream the products of some packed tiles. a: [columns / 64][tokens][64]. */
 typedef void kernel_fn(const stream *streams, int64_t count, const int8_t *a);
 
 /* Keeps the compiler from adding the products of several quads in a tree, for which there are too few registers. */
@@ -172,7 +172,7 @@ TARGET static void copy_activations(const kt_gemm *job, int64_t first, int64_t c
     }
 }
 
-/* The size of a chunk where so many packed tiles of a panel are cut into chunks of at most `most`. */
+/* The size of a chunk if the packed tiles of a panel are cut into chunks of at most `most`. */
 static int64_t chunk_of(int64_t tiles, int64_t most) {
     int64_t chunks = (tiles + most - 1) / most;
     return (tiles + chunks - 1) / chunks;

@@ -1,5 +1,5 @@
 /* Products of BF16 in AMX tiles, in the order of tdpbf16ps (numerics.md, section 5b). A chunk's blocks of columns are
- * tiles as they lie there. Any number of tokens goes this way, even one, so that a token's bits do not depend on it.
+ * tiles as they are stored. Any number of tokens goes this way, even one, so that a token's bits do not depend on it.
  *
  * Up to 16 tokens: one tile of activations, with as many rows. Up to 32: two, both full: the second one ends with the
  * last token, and what both give for the same token is the same. Tiles are configured once for a job, because that

@@ -9,13 +9,13 @@ enum {
     FEW_COLUMNS = 128, /* of a chunk of such a panel */
 };
 
-/* What lies in the scratch memory: a chunk, its scales, activations. */
+/* Layout of the scratch memory: a chunk, its scales, activations. */
 typedef struct {
     uint16_t chunk[CHUNK_BYTES / 2];
     float scale[SCALES];
     uint8_t a[KT_GEMM_SCRATCH - CHUNK_BYTES - SCALES * sizeof(float)];
 } space;
-_Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations have what is left");
+_Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations take the rest");
 
 /* The scales where there are none. */
 static const float ones[KT_PANEL_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
@@ -25,7 +25,7 @@ static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-/* The bytes of the codes of so many columns of a panel. */
+/* The bytes that the codes of `columns` columns of a panel take. */
 static int64_t code_bytes(const kt_bf16_panel *panel, int64_t columns) {
     return columns * KT_PANEL_ROWS * panel->bits / 8;
 }

@@ -40,7 +40,7 @@ typedef struct {
    a boundary of 64 bytes. */
 void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
 
-/* Columns of which a chunk is made at a time: those of all terms have the room of one. */
+/* Columns of a chunk that is made at a time: the chunks of all terms fit into the space of one. */
 static inline int64_t kt_chunk_columns(const kt_bf16_panel *panel) {
     return KT_CHUNK_COLUMNS / panel->terms;
 }

@@ -13,7 +13,7 @@ enum {
     KT_MAX_PANELS = 16,   /* panels that a task multiplies at a time */
     KT_MOST_SUMS = 2 * KT_MOST_TOKENS + KT_MOST_TILE_ROWS, /* rows of sums: each may have a remainder; whole tiles */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
-    /* A bucket of at most so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand;
+    /* A bucket of at most this many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand;
        the rows of a larger one are shared out. That saves 1 to 2 % of a forward of the Qwen3-30B-A3B shape. */
     KT_REQUANTIZED_AT_ONCE = 64,
 };

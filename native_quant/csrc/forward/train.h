@@ -43,7 +43,7 @@ typedef struct {
     uint16_t *rounded;
     float *c;        /* [2 * KT_TURNED][KT_TOKEN_BLOCK][32], or [rows][32] of a sum over tokens */
     float *of_lora;  /* [KT_TOKEN_BLOCK][32], or a row */
-    float *products; /* likewise */
+    float *products; /* the same */
     int32_t *acc, *zeros;
     uint8_t *gemm;
 } kt_train_scratch;
@@ -52,7 +52,7 @@ typedef struct kt_training kt_training;
 typedef void kt_step(const kt_training *training, const kt_slice *slice, const kt_train_scratch *scratch);
 
 struct kt_training {
-    kt_pass pass; /* its routing alone */
+    kt_pass pass; /* only its routing is used */
     const kt_kernels *kernels;
     const ktq_moe *moe;
     const ktq_call *call;
@@ -149,7 +149,7 @@ void kt_drop_floats(const kt_training *t, int projection, int64_t row, int64_t f
 void kt_turn(const kt_kernels *kernels, const kt_matrix *w, int64_t first, int64_t count, uint16_t *panels,
              uint16_t *chunk);
 
-/* Rows a[m] (pitch) times panels of BF16 that lie one after the other: c[panel][m][32]. */
+/* Rows a[m] (pitch) times contiguous panels of BF16: c[panel][m][32]. */
 static inline void kt_multiply_bf16(const kt_kernels *kernels, const kt_format *format, const void *codes,
                                     const void *scales, int64_t k, int64_t first, int64_t count, const uint16_t *a,
                                     int64_t pitch, int64_t m, float *c, uint8_t *scratch) {

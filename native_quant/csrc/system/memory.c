@@ -1,4 +1,4 @@
-/* On which NUMA nodes pages lie: Linux's memory policies (mempolicy(7)), without libnuma. */
+/* Placement of pages on NUMA nodes by Linux's memory policies (mempolicy(7)), without libnuma. */
 #define _GNU_SOURCE
 #include <linux/mempolicy.h>
 #include <sys/syscall.h>

@@ -28,7 +28,7 @@ void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job);
    to move, its first `keep` bytes move with it. NULL: no memory. */
 void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep);
 
-/* How many forks lie between the process that loaded the library and this one. */
+/* Number of forks between the process that loaded the library and this one. */
 unsigned kt_pool_forks(void);
 
 /* The submitted jobs of a pool and the thread that takes them (job.c). */

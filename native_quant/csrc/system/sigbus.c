@@ -18,7 +18,7 @@
 enum { MAPPINGS = 1024, NAME_BYTES = 512, SENTENCE_BYTES = 512 };
 
 /* A slot is in use while its length is not 0; the length is written last, so the handler never sees half an entry.
- * whole: so many bytes at its beginning are those of the file. */
+ * whole: how many bytes at its beginning are those of the file. */
 typedef struct {
     const char *address;
     _Atomic size_t length, whole;
